@@ -39,8 +39,11 @@ def test_a_script_becomes_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert estimate.params == 1024**2
     assert "arguments ['--lr', '3']" in printed.err
     assert json.loads(printed.out).keys() == Estimate.model_fields.keys()
-    assert main(["trace", path]) == 0
-    assert "FITS on h200" in capsys.readouterr().out
+    assert main(["trace", "--world-size", "2", path]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "FITS on each of 2 x h200" in text
+    assert "Memory of one GPU" in text
+    assert "no collective ran: the ranks train independently" in text
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Training on several processes equals one process on the whole batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,12 +7,6 @@ import parallel_cases as cases
 from parallel_cases import Ranks
 
 EQUAL = 1e-6
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as running:
-        yield running
 
 
 @pytest.mark.parametrize(
@@ -96,3 +88,26 @@ def test_full_weights_are_not_kept_for_the_backward(ranks: Ranks, dtype: torch.d
     for plain, sharded, dtypes in ranks.run(cases.saved_by, dtype):
         assert plain - sharded == 64 * 64 * width
         assert dtypes == {dtype or torch.float32}
+
+
+LORA = {"kind": "lora", "rank": 4}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss": "fused"},
+        {"loss": "chunked", "adapter": LORA},
+        {"quantize": "nf4", "adapter": LORA, "optimizer": {"clip_norm": 0.1}},
+        {"optimizer": {"name": "adamw8bit"}, "precision": "bf16"},
+        {"recompute": "full", "offload": {"activations": True}, "precision": "amp-fp16"},
+        {"parallel": {"strategy": "bucketed"}, "precision": "amp-fp16", "optimizer": {"clip_norm": 0.1}},
+        {"parallel": {"strategy": "zero1"}, "adapter": {"kind": "prompt"}},  # one rank owns no parameter
+        {"parallel": {"strategy": "zero1"}, "optimizer": {"name": "muon"}},
+    ],
+    ids=str,
+)
+def test_a_recipe_on_ranks_loses_as_on_one(ranks: Ranks, fields: dict[str, object]) -> None:
+    for losses, expected in ranks.run(cases.recipe_losses, {"precision": "fp32", **fields}):
+        assert losses == pytest.approx(expected, rel=EQUAL)
+        assert losses[-1] != losses[0]

@@ -12,6 +12,7 @@ from trainfit.cli.explain_text import show
 from trainfit.cli.main import main
 from trainfit.explanation.communication import communication_bound
 from trainfit.explanation.peak import explain
+from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.calculators import communication as closed
 from trainfit.prediction.communication import on_hosts, ring
 from trainfit.prediction.estimate import estimate, ledger_of
@@ -130,14 +131,16 @@ def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long(cap
     assert found.tokens == 16 * one.batch.tokens
     assert found.is_bound
     assert found.compute_bound_tokens is not None
-    micro = found.compute_bound_tokens / (16 * one.batch.seq)
-    for share, bound in ((0.8, True), (1.25, False)):
-        batch = Batch(micro=max(1, round(micro * share)), seq=one.batch.seq)
-        other = one.model_copy(update={"batch": batch})
-        again = communication_bound(other, gpu("h100"), ledger_of(other))
-        assert again is not None
-        assert again.is_bound is bound
+    micro = math.ceil(1.2 * found.compute_bound_tokens / (16 * one.batch.seq))
+    larger = one.model_copy(update={"batch": Batch(micro=micro, seq=one.batch.seq)})
+    again = communication_bound(larger, gpu("h100"), ledger_of(larger))
+    assert again is not None
+    assert not again.is_bound
+    time = estimate(one, gpu("h100"), ledger_of(one)).time
+    assert time is not None
+    assert sum(phase.exposed_s for phase in found.phases) == pytest.approx(time.communication_s)
+    assert again.compute_bound_tokens == pytest.approx(found.compute_bound_tokens, rel=0.1)
     show(one, explain(one), 1)
     text = " ".join(capsys.readouterr().out.split())
     assert "Communication-bound at 32 tokens a GPU; compute-bound from" in text
-    assert communication_bound(recipe(1), gpu("h100"), ledger_of(recipe(1))) is None
+    assert communication_bound(recipe(1), gpu("h100"), Ledger()) is None

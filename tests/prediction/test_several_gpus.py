@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tiny_recipe import tiny_recipe
+from tiny_recipe import tiny_recipe, wide_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.models.build import build_model
@@ -18,7 +18,7 @@ from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.trace import trace
 from trainfit.report.prediction_text import show
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import MIB
@@ -139,17 +139,38 @@ def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
 
 
 def test_what_does_not_work_on_shards_is_refused() -> None:
-    with pytest.raises(InputError, match=r"optimizer.name.*hardware.count: 2"):
-        trace(recipe(2, optimizer={"name": "muon"}))
     for fields in (
-        {"optimizer": {"name": "adamw", "clip_norm": 1.0}},
-        {"recompute": {"layers": [{"recompute": "full", "count": LAYERS}]}},
-        {"adapter": {"kind": "prompt"}},
+        {"optimizer": {"name": "muon"}},
+        {"optimizer": {"name": "adafactor"}},
+        {"optimizer": {"name": "adamw", "in_backward": True}},
+        {"compile": "model"},
     ):
         with pytest.raises(InputError, match=r"on several GPUs \(hardware.count: 2\)"):
             trace(recipe(2, **fields))
+    with pytest.raises(InputError, match=r"optimizer.implementation = 'fused'.*use foreach"):
+        trace(recipe(2, optimizer={"name": "sgd"}))
     with pytest.raises(ValueError, match="hardware.count is 4"):
         recipe(4, parallel=Parallel(shard=2))
+
+
+def test_a_loss_that_reads_the_output_layer_gathers_as_the_models_own() -> None:
+    found = trace(recipe(4, loss="fused"))
+    assert [one[:3] + one[4:] for one in found.collectives] == [
+        one[:3] + one[4:] for one in ledger(4).collectives
+    ]
+    (line,) = (line for line in found.assumptions if "not yet compared" in line)
+    assert line.endswith("measured run: loss: fused")
+    assert not any("not yet compared" in line for line in ledger(4).assumptions)
+
+
+def test_codes_of_a_quantised_base_stay_whole() -> None:
+    def codes(count: int) -> list[int]:
+        lora = Adapter(kind="lora", rank=4)
+        made = wide_recipe(2, hardware=Hardware(gpu="h200", count=count), adapter=lora, quantize="int8")
+        found = trace(made, whole=True)
+        return sorted(s.num_bytes for s in found.storages if "codes/" in s.path)
+
+    assert codes(2) == codes(1) != []
 
 
 def test_a_process_that_is_a_rank_is_refused_and_none_is_left_behind() -> None:

@@ -1,5 +1,4 @@
-"""A traced callable is one rank: several are refused at once in one line, one runs and leaves no process
-group behind."""
+"""Without a world size several ranks are refused at once in one line; one runs and leaves no group behind."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,7 +57,7 @@ SEVERAL: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("way", SEVERAL)
 def test_several_ranks_are_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 2, rank=0 if way == "environment" else 1)
-    with pytest.raises(InputError, match="a process group of [24] ranks.*WORLD_SIZE=1") as refused:
+    with pytest.raises(InputError, match="a process group of [24] ranks.*--world-size [24]") as refused:
         traced(SEVERAL[way])
     assert "\n" not in str(refused.value)
     assert not dist.is_initialized()
@@ -74,8 +73,13 @@ def test_one_rank_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
+def test_a_group_of_unknown_size_names_the_option() -> None:
+    with pytest.raises(InputError, match="unknown size.*--world-size N"):
+        traced(lambda: dist.init_process_group("nccl"))
+
+
 def test_processes_and_data_parallel_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one process"):
+    with pytest.raises(InputError, match="--world-size"):
         traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore
 
     def setup() -> None:

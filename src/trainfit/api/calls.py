@@ -191,7 +191,9 @@ def train_built(
     return TrainingRun.of(built, run(built, options, flops=flops, observers=listening), notes)
 
 
-def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) -> Prediction:
+def trace(
+    step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3, world_size: int | None = None
+) -> Prediction:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
     PyTorch's random state, defaults and switches are restored afterwards, also those that ``step`` sets.
@@ -201,11 +203,13 @@ def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) ->
             It is called once without arguments. Values on the device are not computed.
         gpu: name of an NVIDIA GPU in the catalog.
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
+        world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
 
     Raises:
-        InputError: an unknown GPU, code that trains nothing or needs device values, or several ranks.
+        InputError: an unknown GPU, code that trains nothing or needs device values, or code of several ranks
+            without ``world_size``.
         Exception: whatever the callable itself raises.
     """
     from trainfit.prediction.user_step import trace as traced
 
-    return Prediction.of(None, traced(step, gpu=gpu, steps=steps))
+    return Prediction.of(None, traced(step, gpu=gpu, steps=steps, world_size=world_size))

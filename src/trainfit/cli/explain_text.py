@@ -23,7 +23,8 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     at = explanation.moment
     where = f" of {at.module}" if at.module else ""
     peak = format_bytes(explanation.peak_allocated_bytes)
-    out.print(f"Peak {peak}: {at.step} step, {at.phase}, at {at.op}{where}")
+    each = " of one GPU" * (recipe.hardware.count > 1)
+    out.print(f"Peak {peak}{each}: {at.step} step, {at.phase}, at {at.op}{where}")
     if line := holds_for(explanation.versions):
         out.print(line)
     _chart(out, explanation)
@@ -99,11 +100,11 @@ def _holders(out: Console, explanation: Explanation, top: int) -> None:
 
 def _communication(out: Console, found: CommunicationBound, num_gpus: int) -> None:
     heading(out, "Computation and communication of one GPU in a steady step")
-    lines = [["", "computes", "communicates", "compute-bound from"]]
+    lines = [["", "computes", "communicates", "exposed", "compute-bound from"]]
     for one in found.phases:
-        seconds = [format_seconds(one.compute_s), format_seconds(one.communication_s)]
+        seconds = map(format_seconds, (one.compute_s, one.communication_s, one.exposed_s))
         lines.append([one.phase, *seconds, _from(one.compute_bound_tokens, num_gpus)])
-    rows(out, lines, "left", "right", "right", "right")
+    rows(out, lines, "left", "right", "right", "right", "right")
     bound = "Communication-bound" if found.is_bound else "Compute-bound"
     smallest = "so is every batch"
     if found.compute_bound_tokens is None:

@@ -14,6 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
 SCRIPT_HELP = "A Python file that trains a torch module on cuda, run as __main__."
+RANKS_HELP = "Trace rank 0 of N, one a GPU, as under torchrun; default: one process."
 
 OPTIONS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
 
@@ -25,6 +26,7 @@ def run(
     ] = None,
     gpu: Annotated[str, Option(metavar="NAME", help="An NVIDIA GPU of trainfit gpus.")] = DEFAULT_GPU,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
+    world_size: Annotated[int | None, Option(min=1, metavar="N", help=RANKS_HELP)] = None,
     json: Json = False,
     check: Check = False,
 ) -> int:
@@ -40,7 +42,7 @@ def run(
 
     train.__qualname__ = path.name
     with only_json(json):
-        estimate = trace(train, gpu=gpu, steps=steps)
+        estimate = trace(train, gpu=gpu, steps=steps, world_size=world_size)
     if json:
         print_json(estimate)
     else:

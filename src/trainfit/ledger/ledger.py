@@ -101,6 +101,8 @@ class Collective(NamedTuple):
     num_ranks: int
     span: int
     """Distance from the group's first to its last rank, plus one: above the GPUs of a host it leaves it."""
+    is_synchronous: bool = False
+    """The computation waits for it, as between the parts of a tensor-parallel block."""
 
 
 class Event(NamedTuple):

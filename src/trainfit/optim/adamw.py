@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainfit.kernels.custom_op import declare, triton_kernels
 from trainfit.kernels.quantize.codebook import BLOCK, Codes, MomentLevels, decode, encode, zeros
 from trainfit.kernels.stochastic_rounding.op import generator_of, seed_of, write
-from trainfit.optim.per_parameter import PerParameterOptimizer
+from trainfit.optim.per_parameter import PerParameterOptimizer, local
 
 LEAST_NUMEL = 4096
 """Smaller tensors have fp32 moments, as in bitsandbytes; torchao keeps them in the weight's dtype."""
@@ -81,10 +81,11 @@ class FusedAdamW(PerParameterOptimizer):
             return {name: torch.zeros_like(parameter) for name in MOMENTS}
         if parameter.numel() < LEAST_NUMEL:
             return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
+        shape = local(parameter).shape
         return {
             f"{name}_{part}": value
             for name in MOMENTS
-            for part, value in zeros(parameter.shape, self._levels.bits, parameter.device)._asdict().items()
+            for part, value in zeros(shape, self._levels.bits, parameter.device)._asdict().items()
         }
 
     def _update(

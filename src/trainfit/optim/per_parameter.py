@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; another tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 class PerParameterOptimizer(torch.optim.Optimizer):
-    """Optimizer whose ``step`` calls ``_update`` for each parameter that has a gradient."""
+    """Optimizer whose ``step`` calls ``_update`` for each parameter that has a gradient.
+
+    Of a sharded parameter (a DTensor) it updates this rank's part.
+    """
 
     _seed: int
     """Seed of stochastic rounding; each parameter and step derives its own."""
@@ -28,7 +36,9 @@ class PerParameterOptimizer(torch.optim.Optimizer):
                         state["step"] = torch.tensor(0.0)  # As PyTorch's: on the host, read without a wait.
                         state.update(self._new_state(parameter, group))
                     state["step"] += 1
-                    self._update(parameter, parameter.grad, state, group, number)
+                    parts = {name: local(value) for name, value in state.items()}
+                    if local(parameter).numel():  # An uneven shard may be empty.
+                        self._update(local(parameter), local(parameter.grad), parts, group, number)
         return loss
 
     @abstractmethod
@@ -39,7 +49,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     def _update(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
     ) -> None:
-        """Update one parameter in place.
+        """Update one parameter and its state in place.
 
         Args:
             state: ``step`` counts this update.

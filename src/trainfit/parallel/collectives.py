@@ -13,6 +13,23 @@ Group = dist.ProcessGroup | None
 """A process group; None is the default group."""
 
 
+def all_gather(out: Tensor, shard: Tensor, group: Group = None) -> None:
+    """Fill ``out`` with the shards of all ranks, along the first dimension."""
+    _SINGLE["all_gather"](out, shard, group=group)
+
+
+def reduce_scatter(out: Tensor, whole: Tensor, group: Group = None) -> None:
+    """Fill ``out`` with this rank's part of the sum, along the first dimension."""
+    _SINGLE["reduce_scatter"](out, whole, group=group)
+
+
+_SINGLE: Any = {
+    "all_gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    "reduce_scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+}
+"""Names before torch 2.13 -> functions."""
+
+
 class Average:
     """An all-reduce in progress that leaves the mean over the group in each of ``tensors``, in place.
 

@@ -1,4 +1,4 @@
-"""Model and loss as one module, which a data-parallel wrapper calls."""
+"""Model and loss as one module, which a wrapper for several ranks calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+
+LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
 class TrainingForward(nn.Module):
@@ -16,12 +18,14 @@ class TrainingForward(nn.Module):
         loss: (model, micro-batch) -> loss, or None for the model's own.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, dict[str, Tensor]], Tensor] | None):
+    def __init__(self, model: nn.Module, loss: LossFunction | None):
         super().__init__()
         self.model = model
         self.loss = loss
 
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        if self.loss is not None:
-            return self.loss(self.model, batch)
+    def forward(self, batch: dict[str, Tensor], loss: LossFunction | None = None) -> Any:
+        """Return ``loss`` in place of the training loss if it is given."""
+        loss = loss or self.loss
+        if loss is not None:
+            return loss(self.model, batch)
         return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss

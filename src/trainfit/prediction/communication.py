@@ -70,13 +70,22 @@ def sent_bytes(one: Collective) -> int:
 
 
 def collectives_s(ledger: Ledger, gpu: Gpu) -> dict[int, tuple[float, float]]:
-    """Return, for each segment of the steady step, the seconds of all its collectives and of the first."""
+    """Return, for each segment of the steady step, the seconds of all its collectives and the exposed ones.
+
+    Exposed are those that the computation waits for, and the first of the others.
+    """
     found: dict[int, tuple[float, float]] = {}
+    overlapped: set[int] = set()
     for one in _steady(ledger):
         used = _ring(one, gpu)
         seconds = sent_bytes(one) / (used.bytes_per_s * SUSTAINED) + (one.num_ranks - 1) * used.latency_s
-        total, first = found.get(one.segment, (0.0, seconds))
-        found[one.segment] = total + ledger.times(one) * seconds, first
+        total, exposed = found.get(one.segment, (0.0, 0.0))
+        if one.is_synchronous:
+            exposed += ledger.times(one) * seconds
+        elif one.segment not in overlapped:
+            overlapped.add(one.segment)
+            exposed += seconds
+        found[one.segment] = total + ledger.times(one) * seconds, exposed
     return found
 
 
@@ -104,13 +113,14 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     )
     repeated = (
         ("FSDP2 with layers traced once: within 0.03 % (allocated) of all traced, for llama-3.1-70b over 64",)
-        if ledger.repeat > 1
+        if ledger.repeat > 1 and not all(one.is_synchronous for one in ledger.collectives)
         else ()
     )
+    waited = ", and those that it waits for" if any(one.is_synchronous for one in ledger.collectives) else ""
     return (
         *repeated,
         f"collectives: rings at {SUSTAINED:.0%} of the rate of {gpu.link}{between}; "
-        "they overlap the computation except for each phase's first",
+        f"they overlap the computation except for each phase's first{waited}",
         "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group",
     )
 

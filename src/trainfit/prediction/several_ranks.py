@@ -7,18 +7,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from trainfit.ledger.ledger import Ledger
+from trainfit.parallel import collectives
 from trainfit.parallel.data_parallel import Bucket
 from trainfit.parallel.sharded_optimizer import ShardedOptimizer
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
+from trainfit.techniques.parallel.fsdp import not_compared
 from trainfit.virtual.cluster.ddp import ddp_on_fakes
 from trainfit.virtual.cluster.rank import fake_group, one_rank
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import replaced
-from trainfit.virtual.trace.scope import NO_SCOPE
 
 LARGEST_SHARDS = "memory is that of rank 0, whose shards are the largest"
 EQUAL_RANKS = "memory is the same on every rank"
@@ -34,7 +36,8 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
         virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn))
         virtual.mesh = mesh
         stack.enter_context(one_rank(virtual.tracer))
-        stack.enter_context(replaced(dist, "get_backend", lambda group=None: "nccl"))
+        stack.enter_context(replaced(collectives, "can_average", lambda tensor, group: True))
+        stack.enter_context(replaced(collectives, "all_reduce", _all_reduce))
         strategy = recipe.mesh.strategy
         if recipe.mesh.shards_weights:
             virtual.about_ranks = lambda _: (LARGEST_SHARDS,)
@@ -45,7 +48,17 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
         else:
             stack.enter_context(_gradients_in_buckets(virtual))
             virtual.about_ranks = lambda _: (EQUAL_RANKS,)
+        about_ranks = virtual.about_ranks
+        virtual.about_ranks = lambda ledger: (*about_ranks(ledger), *not_compared(recipe))
         yield virtual
+
+
+def _all_reduce(tensors: list[Tensor], op: Any, group: collectives.Group) -> dist.Work | None:
+    """Reduce a list by the operator that, unlike ``allreduce_coalesced_``, takes fake tensors."""
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, True
+    assert group is not None
+    return group.allreduce(tensors, options)
 
 
 @contextmanager
@@ -76,16 +89,14 @@ def fullest_rank() -> Iterator[About]:
 
 @contextmanager
 def _gradients_in_buckets(virtual: VirtualGpu) -> Iterator[None]:
-    """Assign buckets of ``DataParallel``, of which gradients become views, to gradients."""
+    """Assign ``DataParallel``'s buffer, of which gradients become views, to gradients."""
     begin = Bucket.begin
 
-    def begun(self: Bucket, group: Any) -> None:
-        begin(self, group)
+    def begun(self: Bucket, *args: Any) -> None:
+        begin(self, *args)
         for parameter in self.parameters:
             assert parameter.grad is not None
-            alone = len(self.parameters) == 1
-            scope = virtual.scope_of(parameter) if alone else NO_SCOPE
-            virtual.tracer.live.own(parameter.grad, "gradients", scope)
+            virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
 
     with replaced(Bucket, "begin", begun):
         yield

@@ -139,6 +139,8 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Behind frozen weights the first layer's input has no gradient, and its graph differs.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
+            # With tensor parallel it splits the tokens.
+            first_differs = first_differs or recipe.mesh.tensor > 1
             found, repeats, removed = trim_layers(
                 layer_lists(model),
                 first_differs=first_differs,

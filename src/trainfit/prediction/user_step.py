@@ -15,7 +15,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.allocator import OutOfMemory
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, replay
-from trainfit.prediction import attention_time
+from trainfit.prediction import attention_time, communication
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import summary
 from trainfit.prediction.roofline import roofline
@@ -37,7 +37,9 @@ NOT_MODELLED = {
 }
 
 
-def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) -> Estimate:
+def trace(
+    step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3, world_size: int | None = None
+) -> Estimate:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
     One trace or prediction runs at a time in a process; another thread's waits. PyTorch's random state,
@@ -50,15 +52,19 @@ def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) ->
             host alone.
         gpu: name of a GPU of the catalog that is measured or modelled.
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
+        world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
 
     Raises:
-        InputError: an unknown GPU, code that trains nothing or needs device values, or several ranks.
+        InputError: an unknown GPU, code that trains nothing or needs device values, or code of several ranks
+            without ``world_size``.
         Exception: whatever the callable itself raises.
     """
     row = find_gpu(gpu)
     if steps < 1:
         raise InputError("at least one step is traced", "use steps=3", field="steps", value=steps)
-    with user_gpu(row, prefers_cudnn=prefers_cudnn(row), max_steps=steps) as virtual:
+    if world_size is not None and world_size < 1:
+        raise InputError("at least one rank is traced", "use 1 or more", field="world_size", value=world_size)
+    with user_gpu(row, prefers_cudnn=prefers_cudnn(row), max_steps=steps, num_ranks=world_size) as virtual:
         with contextlib.suppress(TraceComplete):
             step()
         segments, whole = virtual.steps.segments(), virtual.steps.num_steps()
@@ -74,7 +80,8 @@ def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) ->
     ledger.segments = segments
     ledger.params, ledger.trainable_params = virtual.steps.num_parameters, virtual.steps.num_trained
     ledger.assumptions = _assumptions(ledger, virtual, whole)
-    return _estimate(name, row, ledger, virtual, whole)
+    found = _estimate(name, row, ledger, virtual, whole)
+    return found if world_size is None else found.model_copy(update={"num_gpus": world_size})
 
 
 def _name_of(step: Callable[..., Any]) -> str:
@@ -92,6 +99,7 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
     time = roofline(ledger, gpu)
     found = summary(gpu, ledger, replayed, time, fits=fits)
     rates = attention_time.assumptions(ledger, gpu) if time else ()
+    rates += communication.assumptions(ledger, gpu)
     code = TracedCode(name=name, gpu=gpu.name, num_steps=num_steps, holders=_holders(ledger, replayed))
     return found.model_copy(
         update={
@@ -135,6 +143,7 @@ def _holders(ledger: Ledger, replayed: Replay) -> tuple[PeakHolder, ...]:
     return tuple(
         PeakHolder(num_bytes=size, category=category, module=module, operation=name)
         for (category, module, name), size in totals.most_common(NUM_HOLDERS)
+        if size
     )
 
 
@@ -147,6 +156,13 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
         notes.append("no backward ran" if not virtual.steps.has_trained else "no whole step ran")
     elif whole == 1:
         notes.append("one optimizer step ran: the steady step is taken to be like the first")
+    if virtual.buckets is not None:
+        notes += virtual.buckets.assumptions(ledger)
+        notes.append(
+            "memory, FLOPs and time are those of rank 0; what other ranks would send is not known"
+            if ledger.collectives
+            else "no collective ran: the ranks train independently"
+        )
     notes += [line for kind, line in NOT_MODELLED.items() if any(kind in op.name for op in ledger.ops)]
     traits = virtual.tracer.gpu
     return (*(traits.assumptions if traits else ()), *notes, *sorted(virtual.tracer.notes))

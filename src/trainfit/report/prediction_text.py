@@ -72,7 +72,8 @@ def subject(recipe: Recipe | None, estimate: Estimate) -> str:
         return describe(recipe)
     assert estimate.code is not None, "an estimate without a recipe is of traced code"
     steps = estimate.code.num_steps
-    return f"{estimate.code.name}, {steps} step{'s' * (steps != 1)} traced, on 1 x {estimate.code.gpu}"
+    traced = f"{steps} step{'s' * (steps != 1)} traced"
+    return f"{estimate.code.name}, {traced}, on {estimate.num_gpus} x {estimate.code.gpu}"
 
 
 def _gpu(recipe: Recipe | None, estimate: Estimate) -> str:

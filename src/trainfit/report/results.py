@@ -194,10 +194,13 @@ def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[s
     lines = [["speed", predictions.speed(recipe, estimate)]]
     if estimate.tokens_per_s:
         lines.append(["cost", predictions.cost(recipe, estimate)])
+    each = " of one GPU" * (estimate.num_gpus > 1)
     lines += _parts(estimate, shares=True)
     totals = {"allocated": "peak_allocated", "reserved": "peak_reserved", "on the device": "peak_device"}
     totals |= {"pinned on the host": "host"} if estimate.host_bytes else {}
-    lines += [[name, format_bytes(getattr(estimate, f"{field}_bytes"))] for name, field in totals.items()]
+    lines += [
+        [f"{name}{each}", format_bytes(getattr(estimate, f"{field}_bytes"))] for name, field in totals.items()
+    ]
     lines += [*(["warning", line] for line in estimate.warnings), *(["note", line] for line in notes)]
     verdict = predictions.verdict(recipe, estimate)
     return _html(predictions.subject(recipe, estimate), verdict, lines, good=estimate.fits)

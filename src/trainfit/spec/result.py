@@ -271,6 +271,7 @@ class PhaseCommunication(Value):
     phase: str
     compute_s: Seconds
     communication_s: Seconds
+    exposed_s: Seconds  # Communication that the computation does not hide
     compute_bound_tokens: float | None
     """Tokens of all GPUs in a step from which the computation takes as long; None: no batch does."""
 

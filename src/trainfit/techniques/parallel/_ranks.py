@@ -26,7 +26,7 @@ def check_gpus(recipe: Recipe) -> None:
 
 
 def check_values(recipe: Recipe, allowed: dict[str, tuple[object, ...]], kind: str) -> None:
-    """Refuse values of fields that ``kind`` does not work with, or was not compared with.
+    """Refuse values of fields that ``kind`` does not work with.
 
     Raises:
         InputError: naming the field.

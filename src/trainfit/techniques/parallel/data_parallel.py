@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from trainfit.parallel.data_parallel import Strategy
 
 ALLOWED: dict[str, tuple[object, ...]] = {
-    "compile": (False, "block"),
     "optimizer.in_backward": (False,),
-    "quantize": (None,),
-    "offload.activations": (False,),
+    "quantize": (None, "nf4", "int8"),
     "offload.weights": (False,),
 }
 """Field -> values that work with replicated weights."""
@@ -57,6 +55,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         wrapped: Any = DistributedDataParallel(
             module, process_group=group, bucket_cap_mb=mesh.bucket_mb or no_bound
         )
+        wrapped.broadcast_buffers = False  # They are constants, equal on all ranks from the start.
         if recipe.compile:
             # Dynamo would cut a block's graph at DDP's buckets, which its backward fills at once.
             draft.around_forward.append(lambda: dynamo.patch(optimize_ddp=False))
@@ -71,13 +70,16 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _shard_optimizer(draft: Draft, group: Any) -> None:
+    from torch.optim import SGD
+
     from trainfit.parallel.sharded_optimizer import ShardedOptimizer
 
     make = draft.make_optimizer
     assert make is not None
 
     def inner(groups: list[dict[str, Any]]) -> Any:
-        return make([parameter for one in groups for parameter in one["params"]])
+        owned = [parameter for one in groups for parameter in one["params"]]
+        return make(owned) if owned else SGD(groups)  # A rank that owns nothing updates nothing.
 
     draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group)  # pyright: ignore
 

@@ -46,7 +46,7 @@ class FirstBuckets:
         if bucket.index() == 0:
             self._held[module] = []
         self._held[module].append(buffer)
-        dist.all_reduce(buffer, group=module.process_group)
+        dist.all_reduce(buffer, group=module.process_group, async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future

@@ -6,12 +6,13 @@ highest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,10 +29,15 @@ RESIZED = "resized"
 """Name of the allocation that replaces a storage which is resized in place."""
 COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
     "c10d::broadcast_": "broadcast",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
 }
 """Schema name -> name in the ledger."""
 
@@ -59,7 +65,7 @@ def fake_group(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def one_rank(tracer: Tracer) -> Iterator[None]:
+def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.current_stream) -> Iterator[None]:
     """Record what distributed code does in addition to operations on new tensors.
 
     - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
@@ -72,7 +78,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
     live = tracer.live
     resize, add = torch.UntypedStorage.resize_, live.add
     propagate = getattr(ShardingPropagator, PROPAGATE)
-    streams = {torch.cpu.current_stream(): 0}
+    streams = {current_stream(): 0}
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         index = live.index_of_storage(storage)
@@ -87,7 +93,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
 
     def added(*args: Any) -> int:
         index = add(*args)
-        stream = streams.setdefault(torch.cpu.current_stream(), len(streams))
+        stream = streams.setdefault(current_stream(), len(streams))
         if stream:
             live.ledger.storages[index] = live.ledger.storages[index]._replace(stream=stream)
             live.categorise("communication", (index,))
@@ -95,11 +101,17 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
 
     def collective(func: Any, args: Any) -> None:
         name = COLLECTIVES.get(func._schema.name)
-        group = next((found for arg in args if (found := _group(arg)) is not None), None)
-        if name is None or group is None or group.size() == 1:
+        if name is None:
+            return
+        is_functional = func.namespace != "c10d"
+        group = _named(args[-1]) if is_functional else _group(args)
+        if group is None or group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
         num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
+        if is_functional and name == "all_gather":
+            num_bytes *= len(ranks)  # The result is no argument.
+        is_first_stream = streams.get(current_stream()) == 0
         live.ledger.collectives.append(
             Collective(
                 name,
@@ -109,6 +121,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
                 num_bytes,
                 num_ranks=len(ranks),
                 span=ranks[-1] - ranks[0] + 1,
+                is_synchronous=is_functional or (is_first_stream and not any(a is True for a in args)),
             )
         )
 
@@ -120,14 +133,22 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
         yield
 
 
-def _group(arg: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operation's argument boxes."""
-    if not isinstance(arg, torch.ScriptObject):
-        return None
-    try:
-        return dist.ProcessGroup.unbox(arg)
-    except RuntimeError:
-        return None
+def _group(args: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an operation's arguments box."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except RuntimeError:
+                continue
+    return None
+
+
+def _named(group: Any) -> dist.ProcessGroup:
+    """Return the process group that a functional collective names."""
+    if not isinstance(group, str):
+        return group
+    return distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType]
 
 
 def _tensors(arg: Any) -> list[torch.Tensor]:

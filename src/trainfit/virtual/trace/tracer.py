@@ -132,7 +132,7 @@ class Tracer(TorchDispatchMode):
         return all(is_host(t) for t in tensors)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             self.on_collective(func, args)
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]

@@ -21,16 +21,26 @@ Functions = dict[str, Any]
 
 
 @contextmanager
-def cuda_module(gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats) -> Iterator[None]:
-    """Patch ``torch.cuda``, ``torch.accelerator`` and ``torch.Generator`` for the virtual GPU."""
-    cuda = _properties(gpu, traits) | _memory(memory_stats) | _streams() | _random()
+def cuda_module(
+    gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats, num_devices: int = 1
+) -> Iterator[None]:
+    """Patch ``torch.cuda``, ``torch.accelerator`` and ``torch.Generator`` for the virtual GPU.
+
+    Args:
+        num_devices: GPUs of the host, of which the code uses the first.
+    """
+    counted = {"device_count": lambda: num_devices}
+    streams = _streams()
+    cuda = _properties(gpu, traits) | counted | _memory(memory_stats) | streams | _random()
+    shared = {name: streams[name] for name in ("current_stream", "set_stream")}
+    accelerator = _accelerator(traits) | counted | shared
     nvtx = _no_ops("mark range_push range_pop range_start range_end")
     modules = (
         (torch.cuda, cuda | _state(traits)),
         (torch.cuda.memory, _memory(memory_stats)),
         (torch.cuda.random, _random()),
         (torch.cuda.nvtx, nvtx | {"range": _Context}),
-        (torch.accelerator, _accelerator(traits) | _memory(memory_stats)),
+        (torch.accelerator, accelerator | _memory(memory_stats)),
         (torch, {"Generator": _Generator}),
     )  # fmt: skip
     with ExitStack() as stack:
@@ -102,14 +112,34 @@ def _memory(memory_stats: MemoryStats) -> Functions:
 
 
 def _streams() -> Functions:
-    return _no_ops("synchronize set_stream") | {
+    entered = [_Stream()]
+
+    class StreamContext(_Context):
+        """``torch.cuda.stream(s)``; a type, for an isinstance check of PyTorch's compiler."""
+
+        def __init__(self, stream: Any = None):
+            self.stream = stream
+
+        def __enter__(self) -> Any:
+            entered.append(self.stream or entered[-1])
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    def enter(stream: Any) -> None:
+        entered[-1] = stream or entered[-1]
+
+    default = entered[0]
+    return _no_ops("synchronize") | {
         "Stream": _Stream,
         "ExternalStream": _Stream,
         "Event": _Event,
-        "stream": _StreamContext,
-        "StreamContext": _StreamContext,
-        "current_stream": lambda device=None: _Stream(),
-        "default_stream": lambda device=None: _Stream(),
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
+        "set_stream": enter,
+        "current_stream": lambda device=None: entered[-1],
+        "default_stream": lambda device=None: default,
     }
 
 
@@ -124,14 +154,12 @@ def _random() -> Functions:
 
 
 def _accelerator(traits: GpuTraits) -> Functions:
-    return _no_ops("set_device_index set_device_idx set_stream synchronize") | {
+    return _no_ops("set_device_index set_device_idx synchronize") | {
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "device_count": lambda: 1,
         "current_device_index": lambda: 0,
         "current_device_idx": lambda: 0,
         "device_index": _Device,
-        "current_stream": lambda device=None: _Stream(),
         "get_device_capability": lambda device=None: {"supported_dtypes": set()},
     }
 
@@ -171,10 +199,6 @@ class _Device(_Context):
     idx = prev_idx = 0
 
 
-class _StreamContext(_Context):
-    """``torch.cuda.stream(s)``; a type, for an isinstance check of PyTorch's compiler."""
-
-
 class _Event(_Context):
     """An event of the virtual GPU; times are unknown, so 1 ms is between any two."""
 
@@ -188,7 +212,7 @@ class _Event(_Context):
 
 
 class _Stream(_Event):
-    """A stream of the virtual GPU, on which all work is done."""
+    """A stream of the virtual GPU: what runs in it has a pool of memory of its own."""
 
     cuda_stream = 0
     device = CUDA

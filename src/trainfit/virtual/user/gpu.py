@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,13 @@ from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.libraries import libraries
 from trainfit.virtual.user.memory_stats import MemoryStats
 from trainfit.virtual.user.placement import CUDA, is_device, is_marked
-from trainfit.virtual.user.process_groups import one_rank
+from trainfit.virtual.user.process_groups import single_rank
 from trainfit.virtual.user.steps import StepFollower
 from trainfit.virtual.user.tensors import UserTensorMode, real_of
 from trainfit.virtual.user.tracer import UserTracer
+
+if TYPE_CHECKING:
+    from trainfit.virtual.cluster.ddp import FirstBuckets
 
 
 class UserGpu:
@@ -37,18 +40,30 @@ class UserGpu:
 
     def __init__(self, tracer: UserTracer, steps: StepFollower, memory_stats: MemoryStats):
         self.tracer, self.steps, self.memory_stats = tracer, steps, memory_stats
+        self.buckets: FirstBuckets | None = None
+        """DDP's, on several ranks."""
 
 
 @contextmanager
-def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
-    """Enter a virtual GPU named "cuda"; after ``max_steps`` optimizer steps ``TraceComplete`` is raised."""
-    with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps) as virtual:
+def user_gpu(
+    gpu: Gpu, *, prefers_cudnn: bool, max_steps: int, num_ranks: int | None = None
+) -> Iterator[UserGpu]:
+    """Enter a virtual GPU named "cuda"; after ``max_steps`` optimizer steps ``TraceComplete`` is raised.
+
+    Args:
+        num_ranks: run as rank 0 of so many; None: as the only process.
+    """
+    with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps, num_ranks) as virtual:
         yield virtual
 
 
 @contextmanager
-def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
+def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | None) -> Iterator[UserGpu]:
+    if num_ranks is not None:
+        from trainfit.virtual.user.ranks import virtual_rank  # Imports torch.distributed.
+
     traits = GpuTraits.of(gpu)
+    local_ranks = min(num_ranks or 1, gpu.gpus_per_host)
     scopes, placement = ScopeTracker(), PlacementState()
     # Imports PyTorch's compiler, which must see the real torch.cuda.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -64,9 +79,10 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu
         enter(own_generator())
         enter(transformers_sees_real_tensors())
         enter(libraries(tracer.notes))
-        enter(one_rank())
+        if num_ranks is None:
+            enter(single_rank())
         enter(report_fallbacks(tracer.notes))
-        enter(cuda_module(gpu, traits, memory_stats))
+        enter(cuda_module(gpu, traits, memory_stats, local_ranks))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
@@ -77,7 +93,10 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu
         enter(steps)
         enter(tracer)
         enter(compiling(traits, tracer, scopes))
-        yield UserGpu(tracer, steps, memory_stats)
+        virtual = UserGpu(tracer, steps, memory_stats)
+        if num_ranks is not None:
+            virtual.buckets = enter(virtual_rank(num_ranks, local_ranks, tracer, steps))
+        yield virtual
 
 
 @contextmanager

@@ -23,8 +23,8 @@ class MemoryStats:
         ledger = self._tracer.ledger
         for event in ledger.events[self._num_seen :]:
             if event.kind == ALLOCATE:
-                num_bytes = ledger.storages[event.storage].num_bytes
-                self._handles[event.storage] = self._allocator.malloc(num_bytes)
+                storage = ledger.storages[event.storage]
+                self._handles[event.storage] = self._allocator.malloc(storage.num_bytes, storage.stream)
             else:
                 self._allocator.free(self._handles.pop(event.storage))
         self._num_seen = len(ledger.events)

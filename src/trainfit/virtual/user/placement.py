@@ -17,8 +17,14 @@ LARGEST_REAL_BYTES = 1 << 28
 """Larger tensors stay fake when copied from the device to the host."""
 
 
+def local_of(value: Any) -> Any:
+    """Return this rank's part of a DTensor, any other value unchanged."""
+    return value if isinstance(value, FakeTensor) else getattr(value, "_local_tensor", value)
+
+
 def is_device(value: Any) -> bool:
     """Return whether a value is a tensor on the virtual GPU."""
+    value = local_of(value)
     return isinstance(value, FakeTensor) and value.fake_device.type == "cpu" and not is_marked(value)
 
 
@@ -38,6 +44,7 @@ def mark(value: Tensor) -> None:
 
 def device_of(value: Tensor) -> torch.device:
     """Return the device that user code sees."""
+    value = local_of(value)
     if isinstance(value, FakeTensor):
         known = value.fake_device
         return CUDA if known.type == "cpu" and not is_marked(value) else known

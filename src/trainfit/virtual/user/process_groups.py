@@ -1,4 +1,4 @@
-"""Process groups in user code: one rank runs; several are refused instead of hanging."""
+"""Process groups in user code traced for one GPU: one rank runs; several are refused instead of hanging."""
 
 import importlib
 import os
@@ -12,13 +12,11 @@ import torch
 from trainfit.spec.errors import InputError
 from trainfit.virtual.trace.exclusive import replaced
 
-REMEDY = (
-    "run the traced callable as one rank: WORLD_SIZE=1 or world_size=1, and no launcher of several processes"
-)
+REMEDY = "trace it as rank 0 of so many: --world-size N (trainfit.trace: world_size=N)"
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
+def single_rank() -> Iterator[None]:
     """Refuse several ranks or processes, and destroy a process group that the code leaves."""
     dist: Any = torch.distributed
     if not dist.is_available():
@@ -33,7 +31,7 @@ def one_rank() -> Iterator[None]:
     )
 
     def checked_rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
-        _refuse_ranks(_world_size(str(url), world_size))
+        _refuse_ranks(world_size_of(str(url), world_size))
         return rendezvous(url, rank, world_size, **kwargs)
 
     def checked_group(
@@ -52,21 +50,22 @@ def one_rank() -> Iterator[None]:
 
     def refused_processes(*_: Any, **__: Any) -> None:
         raise InputError(
-            "torch.multiprocessing starts processes: a trace follows one process on one GPU",
-            "call the function of one rank itself in the traced callable",
+            "torch.multiprocessing starts processes: a trace follows one",
+            REMEDY,
             field="step",
             value="torch.multiprocessing.spawn",
         )
 
+    had_group = dist.is_initialized()
+
     def refused_data_parallel(*_: Any, **__: Any) -> None:
         raise InputError(
-            "its buckets and reductions are not modelled yet",
-            "train the module itself in the traced callable",
+            "data parallel training on one rank without --world-size",
+            REMEDY,
             field="step",
             value="DistributedDataParallel",
         )
 
-    had_group = dist.is_initialized()
     with ExitStack() as stack:
         for owner, name, function in (
             (c10d, "rendezvous", checked_rendezvous),
@@ -83,7 +82,7 @@ def one_rank() -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-def _world_size(url: str, given: int) -> int:
+def world_size_of(url: str, given: int) -> int:
     """Return the number of ranks as PyTorch's rendezvous finds it: the argument, the URL, the environment."""
     named = re.search(r"[?&]world_size=(\d+)", url)
     if named:
@@ -94,10 +93,17 @@ def _world_size(url: str, given: int) -> int:
 
 
 def _refuse_ranks(number: int) -> None:
+    if number == -1:
+        raise InputError(
+            "a process group of unknown size: neither the code nor WORLD_SIZE names it",
+            REMEDY,
+            field="step",
+            value="init_process_group",
+        )
     if number > 1:
         raise InputError(
-            f"a process group of {number} ranks: a trace follows one process on one GPU",
-            REMEDY,
+            f"a process group of {number} ranks, without --world-size",
+            REMEDY.replace("N", str(number)),
             field="step",
             value=f"world_size={number}",
         )

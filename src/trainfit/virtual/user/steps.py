@@ -42,7 +42,7 @@ class StepFollower:
         self._known_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._main_optimizer: int | None = None
         self._num_updates = self._num_turns = self._engine_depth = 0
-        self._turned = False
+        self._ignores = False
         self._handles: list[Any] = []
         self.has_trained = False
         self.has_optimizer = False
@@ -64,7 +64,17 @@ class StepFollower:
 
     def parameter_made(self, parameter: Tensor) -> None:
         """Register a new parameter."""
-        self._parameters.append(weakref.ref(parameter))
+        if not self._ignores:
+            self._parameters.append(weakref.ref(parameter))
+
+    @contextmanager
+    def ignored_parameters(self) -> Iterator[None]:
+        """Do not register the parameters made inside."""
+        self._ignores = True
+        try:
+            yield
+        finally:
+            self._ignores = False
 
     @contextmanager
     def engine_runs(self) -> Iterator[None]:

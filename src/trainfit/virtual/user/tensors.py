@@ -21,14 +21,17 @@ from trainfit.virtual.trace.host_tensors import (
 )
 from trainfit.virtual.user.placement import (
     CPU,
+    CUDA,
     LARGEST_REAL_BYTES,
     device_of,
     is_device,
     is_marked,
+    local_of,
     names_cuda,
     names_host,
 )
 
+PARSE_TO: Callable[..., Any] = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
 FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 NEW = frozenset(getattr(torch.Tensor, f"new_{name}") for name in ("tensor", "zeros", "ones", "full", "empty"))
 LIKE = frozenset(
@@ -57,9 +60,11 @@ class UserTensorMode(HostTensorMode):
             torch.Tensor.is_pinned: lambda t, *_, **__: False,
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.__array__: lambda t, dtype=None, **_: np.asarray(self._numpy(t), dtype),
+            torch.Tensor.data_ptr: _address,
             torch.Tensor.get_device: lambda t: 0 if is_device(t) else -1,
             torch.Tensor.__deepcopy__: self._deepcopy,
             torch.Tensor.__format__: self._format,
+            PARSE_TO: _parse_to,
             _setter("data"): self._set_data,
             _getter("is_cuda"): is_device,
             _getter("is_cpu"): lambda t: device_of(t).type == "cpu",
@@ -189,6 +194,21 @@ def real_of(t: Tensor) -> Tensor:
     # NumPy's zeros take no memory before they are written.
     numel = t.numel() * t.element_size()
     return torch.from_numpy(np.zeros(numel, dtype=np.uint8)).view(t.dtype).view(t.shape)
+
+
+def _address(t: Tensor) -> int:
+    """Return a tensor's address; of a fake one a number that only its views share."""
+    local = local_of(t)
+    if not isinstance(local, FakeTensor):
+        return t.data_ptr()
+    with torch._C.DisableTorchFunction():
+        return local.untyped_storage()._cdata + int(local.storage_offset()) * local.element_size()
+
+
+def _parse_to(*args: Any, **kwargs: Any) -> Any:
+    """Parse the arguments of ``module.to``; PyTorch without CUDA knows no device index."""
+    named = [torch.device(CUDA.type, arg) if type(arg) is int else arg for arg in args]
+    return PARSE_TO(*named, **kwargs)
 
 
 def _getter(name: str) -> Any:

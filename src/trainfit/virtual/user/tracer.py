@@ -3,7 +3,7 @@
 ``UserTensorMode`` translates calls above autograd; this mode sees calls inside PyTorch's Python code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,8 +48,12 @@ class UserTracer(Tracer):
         """True while PyTorch's own code runs, which must see fake tensors on the CPU."""
         self.notes: set[str] = set()
         """Deviations of the trace from a real run."""
+        self.before_collective: Callable[[Any], None] = lambda func: None
+        """Called with each operation of ``torch.distributed``, those on host tensors included."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # The operations of a wrapper subclass (DTensor) come back here.
         with self.inside():
             return self._dispatch(func, types, args, kwargs or {})
 
@@ -63,6 +67,8 @@ class UserTracer(Tracer):
             self.is_inside = outer
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "c10d":
+            self.before_collective(func)
         device = kwargs.get("device")
         if device is not None and names_cuda(device):
             kwargs = {**kwargs, "device": CPU}

@@ -1,0 +1,49 @@
+"""A recipe's step on this process alone and as one rank of its mesh."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tiny_recipe import tiny_recipe
+from trainfit.spec.recipe import Hardware, Optimizer, Parallel, Recipe
+from trainfit.step import assemble
+
+STEPS = 3
+
+
+def losses_and_norms(recipe: Recipe) -> tuple[list[float], dict[str, float]]:
+    """Return each step's loss, and the norm of each parameter's whole gradient in the last one."""
+    sizes = recipe.mesh.dimensions
+    mesh = (
+        init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if recipe.hardware.count > 1
+        else None
+    )
+    step = assemble(recipe, torch.device("cpu"), mesh=mesh)
+    norms: dict[str, float] = {}
+
+    def on_phase(phase: str) -> None:
+        for name, parameter in step.model.named_parameters() if phase == "optimizer" else ():
+            gradient: Any = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            norms[name] = whole.norm().item()
+
+    losses = [step(step.random_batches(10 * n), on_phase=on_phase).item() for n in range(STEPS)]
+    return losses, norms
+
+
+def apart(implementation: str, config: dict[str, Any], fields: dict[str, Any], mesh: dict[str, Any]) -> float:
+    """Return the largest difference between two ranks and one process: of losses, and relative of norms."""
+    recipe = tiny_recipe(implementation, optimizer=Optimizer(lr=1e-2), **fields)
+    model = recipe.model.model_copy(update={"config": {**dict(recipe.model.config), **config}})  # pyright: ignore
+    alone = recipe.model_copy(update={"model": model})
+    update = {"hardware": Hardware(gpu="h200", count=2), "parallel": Parallel(**mesh)}
+    losses, norms = losses_and_norms(alone)
+    found, found_norms = losses_and_norms(alone.model_copy(update=update))
+    assert found_norms.keys() == norms.keys()
+    return max(
+        *(abs(one - other) for one, other in zip(found, losses, strict=True)),
+        *(abs(found_norms[name] / norm - 1) if norm else found_norms[name] for name, norm in norms.items()),
+    )

@@ -1,0 +1,126 @@
+"""Predictions of a tensor-parallel rank: sizes by hand arithmetic, collectives, and what is refused."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tiny_recipe import TINY_LLAMA, tiny_recipe
+from trainfit.catalog.load import gpu
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction import communication
+from trainfit.prediction.estimate import replay_on
+from trainfit.prediction.trace import trace
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
+from trainfit.techniques import registry
+from trainfit.techniques.parallel import fsdp
+
+LAYERS = 6
+HIDDEN, FEATURES, VOCABULARY, HEADS, GROUPS, HEAD = 32, 64, 128, 4, 2, 8
+TOKENS = 32
+MATRICES = LAYERS * ((HEADS + 2 * GROUPS) * HEAD * HIDDEN + HEADS * HEAD * HIDDEN + 3 * FEATURES * HIDDEN)
+NORMS = (2 * LAYERS + 1) * HIDDEN
+INVERSE_FREQUENCIES = 16
+HIDDEN_STATES = 4 * TOKENS * HIDDEN
+"""Bytes of all tokens' hidden states in fp32."""
+
+
+def recipe(tensor: int, shard: int = 1, implementation: str = "native", **fields: Any) -> Recipe:
+    mesh = {"hardware": Hardware(gpu="h200", count=tensor * shard), "parallel": Parallel(tensor=tensor)}
+    return tiny_recipe(implementation, LAYERS, **(mesh | fields))
+
+
+@cache
+def ledger(tensor: int, shard: int = 1, whole: bool = False) -> Ledger:
+    return trace(recipe(tensor, shard), whole=whole)
+
+
+def weights(tensor: int, shard: int = 1) -> int:
+    """Bytes of the storages that are parameters once the model is built."""
+    found = ledger(tensor, shard, whole=True)
+    held: dict[int, int] = {}
+    for event in found.events:
+        if found.segments[event.segment].step != "init":
+            break
+        storage = found.storages[event.storage]
+        if event.kind:
+            held[event.storage] = storage.num_bytes
+        else:
+            del held[event.storage]
+    return sum(held.values())
+
+
+def test_a_rank_holds_its_share_of_each_matrix_and_whole_norms() -> None:
+    for tensor, shard in ((2, 1), (2, 2)):
+        matrices = (MATRICES + 2 * VOCABULARY * HIDDEN) // tensor
+        assert weights(tensor, shard) == 4 * (matrices + NORMS) // shard + INVERSE_FREQUENCIES
+
+
+def test_hidden_states_are_gathered_before_each_part_and_scattered_after_it() -> None:
+    found = ledger(2)
+    moved = Counter(
+        (one.name, found.segments[one.segment].phase, one.num_bytes)
+        for one in found.collectives
+        for _ in range(found.times(one))
+        if found.segments[one.segment].step == "steady"
+    )
+    assert moved == {
+        ("all_reduce", "forward", HIDDEN_STATES): 1,  # The embedding
+        ("all_gather", "forward", HIDDEN_STATES): 2 * LAYERS + 1,
+        ("reduce_scatter", "forward", HIDDEN_STATES): 2 * LAYERS,
+        ("all_reduce", "forward", 4 * TOKENS): 3,  # The loss: maximum, sum of exponentials, the label's logit
+        ("reduce_scatter", "backward", HIDDEN_STATES): 2 * LAYERS + 1,
+        ("all_gather", "backward", HIDDEN_STATES): 2 * LAYERS + 1,
+        ("all_reduce", "optimizer", 4 * HIDDEN): 2 * LAYERS + 1,  # The norms' gradients
+    }
+    assert all(one.is_synchronous and (one.num_ranks, one.span) == (2, 2) for one in found.collectives)
+
+
+def test_layers_traced_once_equal_all_traced() -> None:
+    short, whole = ledger(2), ledger(2, whole=True)
+    assert short.repeats == (LAYERS - 3,)
+    h200 = gpu("h200")
+    assert replay_on(h200, short)[0].peak_allocated_bytes == replay_on(h200, whole)[0].peak_allocated_bytes
+    assert communication.traffic(short, h200) == communication.traffic(whole, h200)
+
+
+def test_the_computation_waits_for_the_tensor_group_and_not_for_the_shards() -> None:
+    found = ledger(2, 2, whole=True)
+    assert {one.is_synchronous for one in found.collectives if one.span == 2} == {True}
+    assert {one.is_synchronous for one in found.collectives if one.span == 3} == {False}
+    latency_s = communication.ring(2, 2, gpu("h200")).latency_s
+    for at, (total, exposed) in communication.collectives_s(found, gpu("h200")).items():
+        waited = [one for one in found.collectives if one.segment == at and one.is_synchronous]
+        assert len(waited) * latency_s <= exposed <= total
+
+
+def test_shards_of_a_tensor_parallel_rank_are_gathered_over_their_own_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fsdp, "MAX_TRACED_LAYERS", LAYERS - 1)
+    found = trace(recipe(2, 2, "hf", recompute="full"))
+    assert found.repeats == (LAYERS - 3,)
+    groups = {(one.num_ranks, one.span) for one in found.collectives}
+    assert groups == {(2, 2), (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": {"config": {**TINY_LLAMA, "num_key_value_heads": 1}}}, "num_key_value_heads 1 cannot"),
+        ({"model": {"config": {**TINY_LLAMA, "vocab_size": 127}}}, "vocab_size 127 cannot"),
+        ({"model": {"config": {**TINY_LLAMA, "model_type": "olmo2"}}}, "no plan for olmo2"),
+        ({"batch": Batch(micro=1, seq=17)}, "17 tokens cannot"),
+        ({"parallel": Parallel(tensor=2, strategy="ddp")}, "whole weights"),
+        ({"adapter": {"kind": "lora"}}, "adapter.kind"),
+        ({"compile": "model"}, "compile"),
+        ({"loss": "fused"}, "loss"),
+    ],
+)
+def test_what_cannot_be_shared_or_was_not_tried_is_refused(fields: dict[str, Any], message: str) -> None:
+    data = recipe(2, implementation="hf").model_dump()
+    dumped = {name: one.model_dump() if hasattr(one, "model_dump") else one for name, one in fields.items()}
+    with pytest.raises(InputError, match=message):
+        registry.check(Recipe(**(data | dumped)))
