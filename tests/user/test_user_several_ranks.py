@@ -13,9 +13,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import trainfit
+from trainfit.models.build import build_model
+from trainfit.models.layers import decoder_blocks
 from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
 from user_training import MIB
+from virtual_runs import with_layers
 
 N = 1024
 MATRIX = 4 * MIB
@@ -126,6 +130,50 @@ def test_tensor_parallel_reduces_each_pair_of_layers() -> None:
     assert found.phases.after_init == 4 * MATRIX // 2 + BATCH
     # In the forward both pairs, in the backward the second one: the first one's input has no gradient.
     assert sent(found) == {"all_reduce": (3, 3 * BATCH)}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_script_equals_the_recipe_to_the_byte(strategy: str) -> None:
+    recipe = Recipe.model_validate({
+        "model": {"config": with_layers("tiny-llama-demo", 2)}, "batch": {"micro": 2, "seq": 128},
+        "precision": "mixed-bf16" if strategy == "fsdp" else "fp32", "hardware": {"count": 2},
+        "parallel": {"strategy": strategy},
+    })  # fmt: skip
+
+    def script() -> None:
+        dist.init_process_group("nccl")
+        model: Any = build_model(recipe.model, dtype=torch.float32, device="cuda")
+        if strategy == "ddp":
+            model = DistributedDataParallel(model, bucket_cap_mb=25, broadcast_buffers=False)
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for block in decoder_blocks(model):
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            tokens = torch.randint(0, 100, (2, 128)).cuda()
+            labels = tokens.clone()
+            loss = model(input_ids=tokens, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss, tokens, labels
+
+    traced = trainfit.trace(script, world_size=2)
+    expected = trainfit.predict(recipe, use_cache=False)
+    tokens = 2 * 8 * 2 * 128  # and labels; they come after a recipe's init
+    assert traced.phases.after_init == expected.phases.after_init + tokens
+    assert (traced.phases.first, traced.phases.steady) == (expected.phases.first, expected.phases.steady)
+    assert traced.breakdown == expected.breakdown
+    for field in (
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "peak_device_bytes",
+        "traffic",
+        "model_flops",
+    ):
+        assert getattr(traced, field) == getattr(expected, field), field
 
 
 LLAMA = {
