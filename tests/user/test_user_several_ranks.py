@@ -209,6 +209,7 @@ def test_the_trainer_runs_under_ddp_and_under_fsdp2(tmp_path: Any, monkeypatch: 
     argument = trainfit.trace(
         lambda: trainer(tmp_path, fsdp="full_shard auto_wrap", fsdp_config=wrapped), world_size=2, steps=2
     )
+    assert "ACCELERATE_USE_FSDP" not in os.environ  # TrainingArguments sets it.
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -241,6 +242,9 @@ def collectives() -> None:
     dist.barrier()
     host = torch.ones(2)
     dist.all_reduce(host)
+    sizes = torch.empty(16, dtype=torch.int64, device="cuda")
+    dist.all_gather_into_tensor(sizes, torch.tensor([7]).cuda())
+    assert sizes.tolist() == [7] * 16
     neighbours = dist.new_group([0, 1])
     model = nn.Linear(N, N, bias=False).cuda()
     model(torch.randn(ROWS, N, device="cuda")).sum().backward()
