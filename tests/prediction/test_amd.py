@@ -51,6 +51,9 @@ def test_an_mi300x_takes_hipblaslts_workspaces_and_states_what_is_assumed() -> N
     assert found.fits
     assert found.step_s is not None
     assert found.bounds["step_s"].high == pytest.approx(5 * found.step_s)
+    assert not found.warnings
+    full = gpu("mi300x").model_copy(update={"usable_bytes": round(found.peak_device_bytes * 1.03)})
+    assert any("less than 5%" in line for line in estimate(recipe, full, ledger).warnings)
     assert any("AOTriton" in line and "nothing measured" in line for line in found.assumptions)
 
 

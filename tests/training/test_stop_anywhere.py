@@ -14,10 +14,10 @@ from command_worker import Ending, Worker
 from tiny_sweep import BASE
 from tiny_training import Listener, asked, losses_in_log, tiny
 from trainfit.cli.main import guarded
+from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.training import session
 from trainfit.training.log import JsonlLog
 from trainfit.training.loop import train
-from trainfit.training.stop import Stopped, StopSignal
 
 SIGNAL_AT_IMPORT = """
 import builtins, os
@@ -70,7 +70,11 @@ def test_a_signal_during_an_import_says_that_nothing_was_saved(
 @pytest.mark.parametrize(
     ("module", "number", "words"),
     [
-        ("transformers", signal.SIGTERM, "train tiny.yaml --out run --data stories:60"),
+        (
+            "transformers.models.auto.modeling_auto",
+            signal.SIGTERM,
+            "train tiny.yaml --out run --data stories:60",
+        ),
         ("trainfit.training.loop", signal.SIGINT, "train tiny.yaml --out run --data stories:60"),
         ("torch", signal.SIGTERM, "predict tiny.yaml"),
         ("trainfit.sweeps.run", signal.SIGTERM, "sweep sweep.yaml"),
@@ -186,7 +190,7 @@ def test_a_signal_in_the_first_step_ends_without_a_checkpoint(
 
 def test_a_second_signal_ends_at_once_but_an_echo_does_not(tmp_path: Path) -> None:
     code = (
-        "import os, signal, time\nfrom trainfit.training import stop\n"
+        "import os, signal, time\nfrom trainfit.spec import stop\n"
         "with stop.StopSignal() as one:\n"
         "    os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(one.name, flush=True)\n"

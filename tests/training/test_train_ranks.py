@@ -67,6 +67,22 @@ def test_two_ranks_have_the_losses_of_one_process_and_go_on_in_it(ranks, alone, 
     assert last["perplexity"] == pytest.approx(alone["perplexity"], rel=EQUAL)
 
 
+def test_tensor_parallel_ranks_have_the_losses_of_one_process_and_keep_their_number(ranks, tmp_path) -> None:
+    fields = ("model.config.num_key_value_heads=2", "batch.accumulate=1")
+    one = rank_training.trained(tmp_path / "one", None, 4, *fields)["losses"]
+
+    def run(steps: int, *settings: str, **more: bool) -> list[dict]:
+        return ranks.run(rank_training.trained, tmp_path / "two", "auto", steps, *fields, *settings, **more)
+
+    assert run(2, "parallel.tensor=2")[0]["losses"] == pytest.approx(one[:2], abs=EQUAL)
+    resumed, other = run(4, "parallel.tensor=2", resume=True)
+    assert resumed["losses"] == other["losses"] == pytest.approx(one[2:], abs=EQUAL)
+    with pytest.raises(AssertionError, match="parallel.tensor = 1: the run was started with 2"):
+        run(4, "batch.micro=1", resume=True)
+    with pytest.raises(AssertionError, match="in the order of the ranks"):
+        run(4, "parallel.tensor=2", "model.implementation=native", resume=True)
+
+
 def test_other_sequences_a_step_are_refused_on_resume(alone) -> None:
     recipe = rank_training.recipe_of(None, "batch.accumulate=4")
     with pytest.raises(InputError) as refused:

@@ -40,6 +40,11 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Watch]]:
     del store
 
 
+def look(one: Watch) -> None:
+    one._exchange()
+    one._judge()
+
+
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sleep", "600"])
@@ -60,7 +65,7 @@ def test_nothing_happens_while_all_make_progress(pair) -> None:
     for one in pair:
         one.enter(3, "forward")
         one.publish()
-    pair[0]._judge()
+    look(pair[0])
 
 
 def test_the_rank_that_is_behind_is_named(pair, capsys) -> None:
@@ -72,12 +77,12 @@ def test_the_rank_that_is_behind_is_named(pair, capsys) -> None:
         one._since_s -= 1
         one.publish()
     with pytest.raises(EndedError, match="75"):
-        first._judge()
+        look(first)
     line = capsys.readouterr().err
     assert line.startswith("trainfit: error: no progress for 1 s; rank 1 (process ")
     assert "step 3, forward) is behind; all ranks end; how to resume" in line
     with pytest.raises(EndedError, match="75"):
-        second._judge()
+        look(second)
     assert not capsys.readouterr().err, "one rank reports"
 
 
@@ -86,17 +91,17 @@ def test_a_checkpoint_may_take_longer_than_a_phase(pair) -> None:
         one.enter(3, "checkpoint")
         one._since_s -= 0.1
         one.publish()
-    pair[0]._judge()
+    look(pair[0])
 
 
 def test_a_killed_rank_is_named(pair, sleeper, monkeypatch, capsys) -> None:
     pair[1].enter(7, "optimizer")
     lives_in(pair[1], sleeper, monkeypatch)
-    pair[0]._judge()
+    look(pair[0])
     sleeper.kill()
     sleeper.wait()
     with pytest.raises(EndedError, match="75"):
-        pair[0]._judge()
+        look(pair[0])
     assert f"rank 1 (process {sleeper.pid}, step 7, optimizer) was killed" in capsys.readouterr().err
 
 
@@ -105,10 +110,10 @@ def test_a_stopped_rank_is_named_and_ended(pair, sleeper, monkeypatch, capsys) -
     lives_in(pair[1], sleeper, monkeypatch)
     sleeper.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
-    pair[0]._judge()
+    look(pair[0])
     monkeypatch.setattr(watch, "STOPPED_S", 0.0)
     with pytest.raises(EndedError, match="75"):
-        pair[0]._judge()
+        look(pair[0])
     assert f"(process {sleeper.pid}, step 7, forward) has been stopped" in capsys.readouterr().err
     assert sleeper.wait(timeout=20) == -signal.SIGKILL
 
@@ -116,10 +121,10 @@ def test_a_stopped_rank_is_named_and_ended(pair, sleeper, monkeypatch, capsys) -
 def test_a_rank_of_another_host_is_named_once_its_heartbeat_stops(pair, monkeypatch, capsys) -> None:
     pair[1]._host = "elsewhere"
     pair[1].publish()
-    pair[0]._judge()
+    look(pair[0])
     monkeypatch.setattr(watch, "SILENT_S", -1.0)
     with pytest.raises(EndedError, match="75"):
-        pair[0]._judge()
+        look(pair[0])
     assert "no heartbeat of rank 1" in capsys.readouterr().err
 
 
@@ -127,4 +132,4 @@ def test_one_rank_reports_a_failure_and_the_others_end_with_its_exit_code(pair) 
     assert pair[1].fail(65, "bad data")
     assert not pair[0].fail(74, "full disk")
     with pytest.raises(EndedError, match="65"):
-        pair[0]._judge()
+        look(pair[0])

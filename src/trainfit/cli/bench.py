@@ -58,9 +58,9 @@ def run(
     """
     from trainfit.bench.harness.discovery import experiment
     from trainfit.bench.harness.runner import run as run_experiment
-    from trainfit.bench.harness.signals import Signalled
     from trainfit.records import append, replace_text
     from trainfit.spec.provenance import new_bench_record
+    from trainfit.spec.stop import Stopped
 
     if name is None or list_all:
         _list(json)
@@ -80,9 +80,9 @@ def run(
                 name, device=device, form=form, limit_s=limit, on_row=_print_row, folder=files,
                 on_file=lambda path: _print_progress("wrote", str(path)), only=wanted, keep=keep,
             )  # fmt: skip
-    except Signalled as signalled:
+    except Stopped as stopped:
         rest = "--only runs what is not-run" if results else "nothing was measured"
-        say(f"{signalled}: stopped; {rest}", err=True)
+        say(f"{stopped.name}: stopped; {rest}", err=True)
         code = EXIT_STOPPED
     finally:  # Whatever ended the run, what was measured is shown.
         from trainfit.cli.bench_text import show

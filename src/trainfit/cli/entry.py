@@ -4,7 +4,7 @@ import signal
 import sys
 
 from trainfit.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from trainfit.training.stop import Stopped, StopSignal
+from trainfit.spec.stop import Stopped, StopSignal
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
 from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
-from trainfit.training.stop import Stopped, StopSignal
+from trainfit.spec.stop import Stopped, StopSignal
 
 EXIT_USAGE, EXIT_BUG = 2, 70
 

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from trainfit.cli.options import Json, PeakFlops, Settings, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.printable import printable, say
-from trainfit.training.stop import StopSignal, resumable
+from trainfit.spec.stop import StopSignal, resumable
 
 if TYPE_CHECKING:
     from trainfit.spec.result import Record

@@ -11,7 +11,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
 from trainfit.spec.printable import printable, say
-from trainfit.training.stop import resumable
+from trainfit.spec.stop import resumable
 
 OUT_HELP = "The run's folder: checkpoints, logs, tokenizer."
 DATA_HELP = "stories, stories:N (synthetic text), hub:NAME, a text file or a folder of them."

@@ -14,10 +14,10 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.stop import NOTHING_SAVED
 from trainfit.spec.value import parse
 from trainfit.training import durable
 from trainfit.training.options import MAY_CHANGE, TrainOptions
-from trainfit.training.stop import NOTHING_SAVED
 
 RUN, LOCK, DATA, CHECKPOINTS = "run.json", ".lock", "data", "checkpoints"
 RECIPE_MAY_CHANGE = ("hardware.gpu", "hardware.price_per_hour", "model.name")
@@ -108,7 +108,7 @@ def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None
     for part, may_change in (("recipe", recipe), ("options", (*MAY_CHANGE, *CHECKED_ELSEWHERE))):
         before, now = _flat(saved[part]), _flat(requested[part])
         for field in sorted(set(before) | set(now)):
-            may = field in may_change or field.startswith("parallel.")
+            may = field in may_change or (field.startswith("parallel.") and field != "parallel.tensor")
             if not may and before.get(field) != now.get(field):
                 problem = f"the run was started with {before.get(field)!r}"
                 remedy = "resume with the same, or start a new run in another folder"

@@ -15,6 +15,7 @@ from trainfit.models.layers import num_quantized
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.stop import StopSignal
 from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import registry
 from trainfit.training import checkpoint, folder
@@ -25,7 +26,6 @@ from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks, joined
 from trainfit.training.ranks.launch import one_report
 from trainfit.training.session import Session
-from trainfit.training.stop import StopSignal
 
 
 def train(
@@ -52,6 +52,7 @@ def train(
         device_type = _device_type(options.device)
         registry.check(recipe)
         registry.check_device(recipe, device_type)
+        _refuse_reordered(recipe)
     with ExitStack() as stack:
         stack.enter_context(_storage_errors(options))
         resume = partial(folder.how_to_resume, options.folder)
@@ -105,6 +106,14 @@ def _session(
         notes=(*_changes(before, environment), *corpora.index.notes, *_loss_notes(recipe)),
     )
     return Session(step, corpora, options, run, described, flops, observers, progress, newest, ranks)
+
+
+def _refuse_reordered(recipe: Recipe) -> None:
+    """Refuse to save the native decoder's fused projections, whose rows tensor parallel reorders."""
+    if recipe.mesh.tensor > 1 and recipe.model.implementation == "native":
+        problem = "checkpoints would hold the native decoder's fused projections in the order of the ranks"
+        remedy = "use model.implementation: hf, or parallel.tensor: 1"
+        raise InputError(problem, remedy, field="parallel.tensor", value=recipe.mesh.tensor)
 
 
 def _corpora(options: TrainOptions, ranks: Ranks, vocabulary: int, seq: int) -> Corpora:

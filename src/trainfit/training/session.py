@@ -18,6 +18,7 @@ import torch
 from trainfit.measurement.feed import Feed
 from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 from trainfit.spec.errors import InputError
+from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.step import Batch, Step
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
@@ -28,7 +29,6 @@ from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlop
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.ranks.exchange import AgreedStop, Ranks
-from trainfit.training.stop import Stopped, StopSignal
 
 NO_CHECKPOINT = "no checkpoint was saved before"
 

@@ -13,7 +13,6 @@ import torch
 from trainfit.bench.harness.bench import Bench, Point, cell_name, failure_of, failures
 from trainfit.bench.harness.discovery import experiment
 from trainfit.bench.harness.experiment import Experiment
-from trainfit.bench.harness.signals import Signalled, Signals, signals_raise
 from trainfit.bench.harness.stopwatch import stopwatch_of
 from trainfit.bench.harness.timing import Rule
 from trainfit.catalog import load as catalog
@@ -22,6 +21,7 @@ from trainfit.measurement.run import DEVICE
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.virtual.trace.process_state import frozen_gc
 
 Form = Literal["tiny", "full"]
@@ -60,7 +60,7 @@ def run(
     Raises:
         InputError: no such experiment or device, ``folder`` of an experiment without files, or an ``only``
             that matches no point.
-        Signalled: SIGTERM or Ctrl-C ended the run. An error that belongs to no point is raised as it is.
+        Stopped: SIGTERM or Ctrl-C ended the run. An error that belongs to no point is raised as it is.
     """
     start = time.perf_counter()
     chosen, target = experiment(name), _device(device)
@@ -75,7 +75,7 @@ def run(
     bench = Bench(target, form, stopwatch, gpu, RULES[form], start + limit_s, folder, on_file)
     bench.only = _only(name, chosen, bench, only or {})
     environment = host_environment(str(target))  # Before anything can fail.
-    with signals_raise() as signals:
+    with StopSignal(raises=True) as signals:
         rows, cause = _rows(chosen, bench, on_row, signals)
         if cause is not None and not rows:  # Nothing to keep.
             raise cause
@@ -92,7 +92,7 @@ def run(
 
 
 def _rows(
-    chosen: Experiment, bench: Bench, on_row: Callable[[BenchRow], None], signals: Signals
+    chosen: Experiment, bench: Bench, on_row: Callable[[BenchRow], None], signals: StopSignal
 ) -> tuple[list[BenchRow], BaseException | None]:
     """Return the selected rows, and what ended the run early."""
     rows: list[BenchRow] = []
@@ -103,9 +103,9 @@ def _rows(
                 if bench.wants(row.point):
                     rows.append(row)
                     on_row(row)
-        signals.hold()
+        signals.raises = False
     except BaseException as error:  # ``run`` raises it after keeping the rows.
-        signals.hold()
+        signals.raises = False
         return rows, error
     return rows, None
 
@@ -113,8 +113,8 @@ def _rows(
 def _left(chosen: Experiment, bench: Bench, rows: list[BenchRow], cause: BaseException) -> list[BenchRow]:
     """Return not-run rows of the points that the run did not reach."""
     done = {tuple(row.point.items()) for row in rows}
-    ended = isinstance(cause, Signalled)
-    reason = f"{cause} ended the run" if ended else f"the run ended: {failure_of(cause)[1]}"
+    stopped = isinstance(cause, Stopped)
+    reason = f"{cause.name} ended the run" if stopped else f"the run ended: {failure_of(cause)[1]}"
     left: list[Point] = []
     with suppress(Exception):  # It may fail where the run did, which ``run`` raises.
         left += (row.point for row in _all_points(chosen, bench) if tuple(row.point.items()) not in done)

@@ -16,9 +16,9 @@ from trainfit.parallel.processes import local_device, process_group
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, EXIT_STOPPED, InputError
 from trainfit.spec.files import storage_failure
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.training.ranks.launch import end_with_launcher, is_launched
 from trainfit.training.ranks.watch import LINGER_S, Watch
-from trainfit.training.stop import Stopped, StopSignal
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

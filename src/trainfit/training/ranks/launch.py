@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from trainfit.measurement.process import FROM_OUTSIDE, POLL_S, die_with_parent
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_STOPPED, InputError
-from trainfit.training.stop import StopSignal
+from trainfit.spec.stop import StopSignal
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 LAUNCHER = "TRAINFIT_LAUNCHER"

@@ -1,7 +1,8 @@
 """Watch over the ranks of a run: end all of them when one is killed, stopped, hung or has failed.
 
 A thread of each rank publishes a heartbeat (step, phase, count of events) in a store, and reads the others'.
-It ends the process itself, since a main thread that waits for a collective runs no signal handler.
+Another one judges them, and ends the process itself: a main thread that waits for a collective runs no signal
+handler.
 """
 
 import json
@@ -11,10 +12,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -26,11 +28,14 @@ STOPPED_S = 10.0
 """A process that is stopped for so long (SIGSTOP, a debugger) ends the run."""
 SILENT_S = 30.0
 """A rank on another host without a heartbeat for so long ends the run."""
+ANSWER_S = 2.0
+"""Longest wait for the store, whose process may be the one that is stopped."""
 SAVING_TIMES = 6
 """A checkpoint may take so many times the limit of a phase."""
 LINGER_S = 5.0
 """A failed rank that has not ended after so long is ended: a communicator may wait for its peers."""
 VERDICT = "trainfit/verdict"
+T = TypeVar("T")
 
 
 class Beat(NamedTuple):
@@ -61,7 +66,7 @@ class Watch:
         how_to_resume: returns the end of a message.
     """
 
-    def __init__(self, rank: int, world_size: int, hang_timeout_s: float, how_to_resume: Any):
+    def __init__(self, rank: int, world_size: int, hang_timeout_s: float, how_to_resume: Callable[[], str]):
         self.rank, self.hang_timeout_s = rank, hang_timeout_s
         self._resume = how_to_resume
         # A connection of its own: a call that waits in another thread would hold up the heartbeat.
@@ -73,11 +78,15 @@ class Watch:
         self._host, self._started = _host(), _process(os.getpid())[1]
         self._events, self._at, self._since_s = 0, (0, "start"), time.monotonic()
         self._number = 0
+        self._beats: dict[int, Beat] = {}
+        """Last heartbeats of the others."""
+        self._heard_s = time.monotonic()
+        """Time of the last exchange with the store, which rank 0 or torchrun's agent holds."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._stopped_since_s: dict[int, float] = {}
         self._done = threading.Event()
-        self._failed_code: int | None = None
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._failed: tuple[int, float] | None = None
+        """Exit code and time."""
 
     def publish(self) -> None:
         """Publish the first heartbeat. Every rank must have done so before one starts to watch."""
@@ -85,7 +94,10 @@ class Watch:
 
     def start(self) -> None:
         """Start to watch."""
-        self._thread.start()
+        self._exchange()
+        # The store of a rank that is stopped does not answer, and the judgement must not wait for it.
+        for loop in (self._talk, self._watch):
+            threading.Thread(target=loop, name=f"watch {loop.__name__}", daemon=True).start()
 
     def enter(self, step: int, phase: str) -> None:
         """Note that this rank begins ``phase`` of ``step`` (from 1)."""
@@ -95,7 +107,6 @@ class Watch:
     def finish(self) -> None:
         """End the watch of a run that came to its end."""
         self._done.set()
-        self._thread.join()
         self._beat(ended=True)
 
     def fail(self, code: int, message: str) -> bool:
@@ -104,8 +115,8 @@ class Watch:
         The process is ended after a few seconds if it does not end by then.
         """
         first = self._give_verdict(code, message)
-        self._failed_code = code
-        return first
+        self._failed = code, time.monotonic()
+        return first is not False
 
     def _beat(self, ended: bool) -> None:
         self._number += 1
@@ -115,35 +126,43 @@ class Watch:
         )
         self._store.set(_key(self.rank), json.dumps(beat))
 
-    def _run(self) -> None:
-        failed_since_s: float | None = None
+    def _exchange(self) -> None:
+        """Publish this rank's heartbeat and read the others'; end this process if a verdict was given."""
+        self._beat(ended=self._done.is_set())
+        if self._store.check([VERDICT]):
+            _end(json.loads(self._store.get(VERDICT))["code"])
+        values = self._store.multi_get([_key(peer) for peer in self._peers])
+        self._beats = {
+            peer: Beat(*json.loads(value)) for peer, value in zip(self._peers, values, strict=True)
+        }
+        self._heard_s = time.monotonic()
+
+    def _talk(self) -> None:
+        with suppress(RuntimeError):  # The store is gone, and with it the process that held it.
+            while not self._done.wait(BEAT_S):
+                if self._failed is None:
+                    self._exchange()
+
+    def _watch(self) -> None:
         while not self._done.wait(BEAT_S):
-            if self._failed_code is not None:
-                failed_since_s = failed_since_s or time.monotonic()
-                if time.monotonic() - failed_since_s > LINGER_S:
-                    _end(self._failed_code)
-                continue
-            try:
-                self._beat(ended=False)
+            if self._failed is None:
                 self._judge()
-            except RuntimeError:  # The store is gone, and with it rank 0 or the agent that held it.
-                if self._done.wait(BEAT_S) or self._failed_code is not None:
-                    continue
-                if LAUNCHER not in os.environ:
-                    _print(f"rank 0 or its agent has ended; {self._resume()}")
-                _end(EXIT_STOPPED)
+            elif time.monotonic() - self._failed[1] > LINGER_S:
+                _end(self._failed[0])
 
     def _judge(self) -> None:
-        """End this process if a rank has failed, is gone, is stopped or hangs."""
-        self._obey()
-        beats = self._beats()
+        """End this process if a rank is gone, is stopped or hangs."""
+        beats = {rank: beat for rank, beat in self._beats.items() if not beat.ended}
         for rank, beat in beats.items():
-            if not beat.ended:
-                self._judge_process(rank, beat)
-        own = self._own(time.monotonic())
+            self._judge_process(rank, beat)
+        now_s = time.monotonic()
+        if now_s - self._heard_s > SILENT_S:
+            problem = f"no answer of the store that rank 0 or its agent holds for {SILENT_S:.0f} s"
+            self._end_all(problem, 0, beats.get(0))
+        own = self._own(now_s)
         if own.phase == "start" or own.age_s < self._limit_s(own.phase):
             return
-        alive = {rank: beat for rank, beat in beats.items() if not beat.ended} | {self.rank: own}
+        alive = beats | {self.rank: own}
         if all(beat.age_s >= self._limit_s(beat.phase) for beat in alive.values()):
             rank = min(alive, key=lambda one: (alive[one].events, -alive[one].age_s, one))
             problem = f"no progress for {own.age_s:.0f} s"
@@ -151,7 +170,7 @@ class Watch:
                 problem += f"; {alive[rank].where(rank)} is behind"
             else:
                 problem += f" in any rank at step {own.step}, {own.phase}"
-            self._end_all(problem, alive[rank])
+            self._end_all(problem, rank, alive[rank])
 
     def _judge_process(self, rank: int, beat: Beat) -> None:
         now_s = time.monotonic()
@@ -159,20 +178,24 @@ class Watch:
             number, since_s = self._seen.get(rank, (-1, now_s))
             self._seen[rank] = (beat.number, since_s if number == beat.number else now_s)
             if now_s - self._seen[rank][1] > SILENT_S:
-                self._end_all(f"no heartbeat of {beat.where(rank)} for {SILENT_S:.0f} s", beat)
+                self._end_all(f"no heartbeat of {beat.where(rank)} for {SILENT_S:.0f} s", rank, beat)
             return
         state, started = _process(beat.pid)
         if state in "ZX" or started != beat.started:
-            self._obey()  # It may have published why before it ended.
-            beat = self._beats()[rank]
-            if not beat.ended:
-                self._end_all(f"{beat.where(rank)} was killed", beat, reported=LAUNCHER in os.environ)
+            _answer(self._exchange)  # It may have published why before it ended.
+            if not self._beats[rank].ended:
+                self._end_all(f"{beat.where(rank)} was killed", rank, beat, reported=LAUNCHER in os.environ)
         elif state in "Tt":
             since_s = self._stopped_since_s.setdefault(rank, now_s)
             if now_s - since_s > STOPPED_S:
-                self._end_all(f"{beat.where(rank)} has been stopped for {STOPPED_S:.0f} s", beat)
+                self._end_all(f"{beat.where(rank)} has been stopped for {STOPPED_S:.0f} s", rank, beat)
         else:
             self._stopped_since_s.pop(rank, None)
+
+    def _is_here(self, beat: Beat) -> bool:
+        """Return whether the process of a heartbeat is another one of this host, and still the same."""
+        here = beat.host == self._host and beat.pid != os.getpid()
+        return here and _process(beat.pid)[1] == beat.started
 
     def _limit_s(self, phase: str) -> float:
         return self.hang_timeout_s * (SAVING_TIMES if phase == "checkpoint" else 1)
@@ -180,39 +203,45 @@ class Watch:
     def _own(self, now_s: float) -> Beat:
         return Beat(os.getpid(), 0, self._host, self._events, *self._at, now_s - self._since_s, 0, False)
 
-    def _beats(self) -> dict[int, Beat]:
-        values = self._store.multi_get([_key(peer) for peer in self._peers])
-        return {peer: Beat(*json.loads(value)) for peer, value in zip(self._peers, values, strict=True)}
-
-    def _obey(self) -> None:
-        """End this process if a verdict was given."""
-        if self._store.check([VERDICT]):
-            _end(json.loads(self._store.get(VERDICT))["code"])
-
-    def _give_verdict(self, code: int, message: str) -> bool:
-        """Publish why the run ends; return whether no rank did so before."""
+    def _give_verdict(self, code: int, message: str) -> bool | None:
+        """Publish why the run ends; return whether no rank did so before, None if the store is silent."""
         mine = json.dumps({"rank": self.rank, "code": code, "message": message})
-        try:
-            return self._store.compare_set(VERDICT, "", mine).decode() == mine
-        except RuntimeError:
-            return True
+        return _answer(lambda: self._store.compare_set(VERDICT, "", mine).decode() == mine)
 
-    def _end_all(self, problem: str, culprit: Beat, reported: bool = False) -> None:
+    def _end_all(self, problem: str, rank: int, culprit: Beat | None, reported: bool = False) -> None:
         """End every rank; the first one to find the problem reports it.
 
         Args:
-            culprit: ended too, if it is on this host: a stopped process receives no other signal.
+            rank: the one with the problem.
+            culprit: its heartbeat. It is ended too, if it is on this host: a stopped process receives no
+                other signal.
             reported: the launcher reports it.
         """
         message = f"{problem}; all ranks end; {self._resume()}"
-        if self._give_verdict(EXIT_STOPPED, message) and not reported:
+        first = self._give_verdict(EXIT_STOPPED, message)
+        if first is None:  # Without a store the lowest of the other ranks reports.
+            first = self.rank == min({self.rank, *self._peers} - {rank})
+        if first and not reported:
             _print(message)
         # The launcher ends the ranks that are left; torchrun waits for 30 s.
-        here = LAUNCHER not in os.environ and culprit.host == self._host and culprit.pid != os.getpid()
-        if here and _process(culprit.pid)[1] == culprit.started:
+        if LAUNCHER not in os.environ and culprit is not None and self._is_here(culprit):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(culprit.pid, signal.SIGKILL)
         _end(EXIT_STOPPED)
+
+
+def _answer(ask: Callable[[], T]) -> T | None:
+    """Return what ``ask`` returns, or None if it fails or takes longer than ``ANSWER_S``."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    return answers[0] if answers else None
 
 
 def _print(message: str) -> None:
