@@ -101,7 +101,7 @@ def _session(
     run = RunStart(
         out=options.out,
         model=recipe.model.display_name,
-        device=_name(device),
+        device=f"{ranks.world_size} x {_name(device)}" if ranks.several else _name(device),
         device_type="cuda" if device.type == "cuda" else "cpu",
         params=sum(parameter.numel() for parameter in parameters) + num_quantized(step.model),
         trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
