@@ -32,7 +32,7 @@ def prefix(**fields: Any) -> Adapter:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "planning.recompute.resolve"),
     ({"recompute": Budget(budget=0.5)}, "recompute.budget = 0.5: only compiled code has", "; set compile"),
-    ({"parallel": Parallel(context=2), "hardware": Hardware(count=2)}, "parallel.context = 2", "now: 1"),
+    ({"parallel": Parallel(pipeline=2), "hardware": Hardware(count=2)}, "parallel.pipeline = 2", "now: 1"),
     ({"hardware": Hardware(count=2), "compile": "model"}, "compile = 'model'", "now: false, block"),
     ({"attention": "flash"}, "attention = 'flash'", "precision: bf16"),
     ({"attention": "cudnn"}, "attention = 'cudnn'", "precision: bf16"),
@@ -118,11 +118,11 @@ def test_lora_without_peft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_order_of_application() -> None:
     assert [technique.name for technique in registry.in_order()] == [
         "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8",
-        "tensor_parallel", "recompute_full", "recompute_every", "recompute_selective", "recompute_budget",
-        "recompute_layers", "chunked_loss", "fused_loss", "loss_terms", "compile_block", "compile_model",
-        "offload_weights", "offload_activations", "precision", "attention", "accumulation", "loader",
-        "empty_cache", "fsdp", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon", "stochastic_rounding",
-        "optimizer_in_backward", "gradient_clipping", "data_parallel",
+        "tensor_parallel", "context_parallel", "recompute_full", "recompute_every", "recompute_selective",
+        "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss", "loss_terms", "compile_block",
+        "compile_model", "offload_weights", "offload_activations", "precision", "attention", "accumulation",
+        "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon",
+        "stochastic_rounding", "optimizer_in_backward", "gradient_clipping", "data_parallel",
     ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_a_declaration_is_complete_and_its_examples_turn_it_on(name: str) -> Non
     technique = registry.techniques()[name]
     assert technique.title
     assert technique.fields
-    if name not in ("fsdp", "data_parallel", "tensor_parallel"):  # Several GPUs are not in the suites of one.
+    if "parallel." not in technique.fields[0]:  # Several GPUs are not in the suites of one.
         assert technique.examples
         assert technique.draw.alone or technique.draw.weights
     for example in technique.examples:

@@ -123,7 +123,9 @@ def own_attention(
         if name not in IGNORED and setting is not None and setting is not False:
             _stop(f"the model needs {MEANING.get(name, 'an unknown option')} ({name})")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    return attend(query, key, value, causal, scaling).transpose(1, 2).contiguous(), None
+    # One of several ranks of a sequence also gathers keys.
+    run = getattr(module, "attend", attend)
+    return run(query, key, value, causal, scaling).transpose(1, 2).contiguous(), None
 
 
 def _stop(problem: str) -> NoReturn:

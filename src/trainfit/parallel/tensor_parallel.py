@@ -46,8 +46,7 @@ class TokenShards:
 
     def gather(self, x_1te: Tensor) -> Tensor:
         """Return all tokens, [b, s, e], for computation whose results differ by rank."""
-        whole: Any = _Gather.apply(x_1te[0], self.group)
-        return whole.view(*self.batch_shape, -1)
+        return gathered(x_1te[0], self.group).view(*self.batch_shape, -1)
 
     def scatter(self, x_bse: Tensor) -> Tensor:
         """Return this rank's tokens of the sum over ranks, [1, t / n, e]."""
@@ -183,6 +182,11 @@ def _local_class(kind: type[nn.Module], summed: tuple[str, ...], forward: Forwar
             self._parameters = parameters
 
     return type(f"Sharded{kind.__name__}", (kind,), {"forward": on_local})
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the parts of all ranks, joined along the first dimension; gradients are summed over ranks."""
+    return _Gather.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
 def _all_gather(x_te: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -25,7 +25,13 @@ def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) ->
     return F.scaled_dot_product_attention(q_bhsd, k, v, attn_mask=bias)
 
 
-def own_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
+def own_attention(
+    q_bhsd: Tensor,
+    k_bksd: Tensor,
+    v_bksd: Tensor,
+    bias: Tensor | None,
+    attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = attend,
+) -> Tensor:
     """Call trainfit's FlashAttention kernels, which support plain causal attention only."""
     if bias is not None:
         problem = "its kernels add no bias to the scores, which ALiBi, a sliding window or a prefix needs"

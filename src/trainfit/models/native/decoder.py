@@ -4,6 +4,7 @@ Shapes: b batch, s sequence, e hidden_size, h heads, k key-value heads, d head_d
 vocabulary. Memory: docs/internals/native-decoder.md.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,9 @@ class Attention(nn.Module):
     ``kind`` is the recipe's ``attention``.
     """
 
+    attend: Callable[..., Tensor] = staticmethod(attention.attend)
+    """The kernels of ``triton``; one of several ranks of a sequence replaces them, to gather keys."""
+
     def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.config, self.kind = config, kind
@@ -97,7 +101,7 @@ class Attention(nn.Module):
         if self.kind == "eager":
             attended = attention.eager_attention(q, k, v, bias, attention.SOFTMAX[self.config.softmax])
         elif self.kind == "triton":
-            attended = attention.own_attention(q, k, v, bias)
+            attended = attention.own_attention(q, k, v, bias, self.attend)
         else:
             attended = attention.sdpa(q, k, v, bias)
         return self.out(attended.transpose(1, 2).reshape(b, s, -1))
@@ -189,23 +193,31 @@ class NativeDecoder(nn.Module):
         input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Output:
         """Compute logits and, with ``labels``, the mean next-token loss.
 
         Args:
             input_ids, labels: int64 [b, s]; labels of -100 are ignored.
             inputs_embeds: [b, s, e], instead of ``input_ids``.
+            position_ids: int64 [1, s]; None: 0 to s - 1.
         """
-        logits = self.lm_head(self.hidden(input_ids, inputs_embeds))
+        logits = self.lm_head(self.hidden(input_ids, inputs_embeds, position_ids))
         return Output(None if labels is None else next_token_loss(logits, labels), logits)
 
-    def hidden(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Return the input of ``lm_head``, [b, s, e], for losses that never hold all logits."""
         x_bse = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         seq = x_bse.shape[1]
         if self.embed_positions is not None:
-            x_bse = x_bse + self.embed_positions(self._learned_positions(seq, x_bse.device))
-        shared = self._position_tensors(seq, x_bse)
+            learned = self._learned_positions(seq, x_bse.device) if position_ids is None else position_ids[0]
+            x_bse = x_bse + self.embed_positions(learned)
+        shared = self._position_tensors(seq, x_bse, position_ids)
         for block in self.layers:
             x_bse = block(x_bse, shared)
         return self.norm(x_bse)
@@ -250,7 +262,9 @@ class NativeDecoder(nn.Module):
             raise InputError(problem, "use a shorter sequence", field="batch.seq", value=seq)
         return torch.arange(self.num_prefix, self.num_prefix + seq, device=device)
 
-    def _position_tensors(self, seq: int, x_bse: Tensor) -> PositionTensors:
+    def _position_tensors(
+        self, seq: int, x_bse: Tensor, position_ids: Tensor | None = None
+    ) -> PositionTensors:
         """Compute the tensors that all blocks share, in the dtype of attention."""
         device = x_bse.device
         amp = torch.is_autocast_enabled(device.type)
@@ -265,7 +279,10 @@ class NativeDecoder(nn.Module):
         )
         if self.frequencies is None:
             return PositionTensors(bias=bias)
-        steps = torch.arange(first, first + seq, dtype=torch.float32, device=device)
+        if position_ids is None:
+            steps = torch.arange(first, first + seq, dtype=torch.float32, device=device)
+        else:
+            steps = position_ids[0].float()
         angles = steps[:, None] * self.frequencies.float()
         factor = positions.attention_factor(self.config.rope)
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

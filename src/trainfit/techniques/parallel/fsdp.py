@@ -16,6 +16,7 @@ from trainfit.techniques.parallel._ranks import check_gpus, check_processes, che
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ALLOWED: dict[str, tuple[object, ...]] = {
@@ -68,7 +69,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
     mesh = recipe.mesh
     options: dict[str, Any] = {
-        "mesh": draft.mesh["replicate", "shard"] if mesh.replicate > 1 else draft.mesh["shard"],
+        "mesh": _mesh(recipe, draft.mesh),
         "mp_policy": _policy(recipe),
     }
     for block in decoder_blocks(draft.model):
@@ -94,6 +95,13 @@ def _with_loss(draft: Draft) -> nn.Module:
     return root
 
 
+def _mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks that share weights, and their replicas; ranks that share sequences are among them."""
+    if recipe.mesh.context > 1:
+        return mesh["shard", "context"]._flatten("shard_context")
+    return mesh["replicate", "shard"] if recipe.mesh.replicate > 1 else mesh["shard"]
+
+
 def _policy(recipe: Recipe) -> MixedPrecisionPolicy:
     """Return bf16 compute and fp32 reduction for mixed-bf16; else everything in the weights' dtype."""
     import torch
@@ -113,7 +121,7 @@ def not_compared(recipe: Recipe) -> tuple[str, ...]:
 
 def _describe(recipe: Recipe) -> str:
     mesh = recipe.mesh
-    shards = f"FSDP2 over {mesh.shard}"
+    shards = f"FSDP2 over {mesh.shard * mesh.context}"
     if mesh.replicate == 1:
         return shards
     return f"{mesh.replicate} replicas of {shards}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
@@ -130,7 +138,7 @@ TECHNIQUE = Technique(
     order=235,
     title="Fully sharded data parallel",
     fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward"),
-    when=lambda recipe: recipe.mesh.data_ranks > 1 and recipe.mesh.shards_weights,
+    when=lambda recipe: recipe.mesh.data_ranks * recipe.mesh.context > 1 and recipe.mesh.shards_weights,
     check=check,
     check_device=check_processes,
     apply=apply,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ALLOWED: dict[str, tuple[object, ...]] = {
     "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
     "loss": ("standard",),
+    "parallel.context": (1,),
     "loss_terms.label_smoothing": (0.0,),
     "loss_terms.z_loss": (0.0,),
     "recompute": ("none", "full", "selective", "every"),
