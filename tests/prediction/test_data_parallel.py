@@ -112,3 +112,18 @@ def test_a_sharded_optimizer_is_predicted_of_the_rank_that_owns_most() -> None:
 def test_compiled_blocks_run_under_ddp() -> None:
     found = trace(recipe("ddp", compile="block", precision="bf16"))
     assert sum(one.name == "all_reduce" for one in found.collectives) == 2
+
+
+def test_strategies_that_overlap_hide_communication() -> None:
+    hidden = {}
+    for strategy in ("naive", "flat", "bucketed", "ddp"):
+        time = predicted(strategy).time
+        assert time is not None
+        hidden[strategy] = time.hidden_communication_s, time.communication_s
+    assert hidden["naive"][0] == hidden["flat"][0] == 0
+    assert hidden["naive"][1] > hidden["flat"][1] > 0  # latency of each parameter
+    # One bucket, complete when the backward is: nothing is left to hide it.
+    assert hidden["ddp"] == (0, pytest.approx(hidden["flat"][1]))
+    time = predicted("overlapped").time
+    assert time is not None
+    assert time.hidden_communication_s > 0 < time.communication_s < hidden["naive"][1]

@@ -11,6 +11,7 @@ from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
 from trainfit.prediction.estimate import replay_on
+from trainfit.prediction.roofline import op_s
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
@@ -91,7 +92,7 @@ def test_the_computation_waits_for_the_tensor_group_and_not_for_the_shards() -> 
     assert {one.is_synchronous for one in found.collectives if one.span == 2} == {True}
     assert {one.is_synchronous for one in found.collectives if one.span == 3} == {False}
     latency_s = communication.ring(2, 2, gpu("h200")).latency_s
-    for at, (total, exposed) in communication.collectives_s(found, gpu("h200")).items():
+    for at, (total, exposed) in communication.collectives_s(found, gpu("h200"), op_s).items():
         waited = [one for one in found.collectives if one.segment == at and one.is_synchronous]
         assert len(waited) * latency_s <= exposed <= total
 

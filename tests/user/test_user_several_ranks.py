@@ -13,9 +13,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import trainfit
+from trainfit.models.build import build_model
+from trainfit.models.layers import decoder_blocks
 from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
 from user_training import MIB
+from virtual_runs import with_layers
 
 N = 1024
 MATRIX = 4 * MIB
@@ -128,6 +132,50 @@ def test_tensor_parallel_reduces_each_pair_of_layers() -> None:
     assert sent(found) == {"all_reduce": (3, 3 * BATCH)}
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_script_equals_the_recipe_to_the_byte(strategy: str) -> None:
+    recipe = Recipe.model_validate({
+        "model": {"config": with_layers("tiny-llama-demo", 2)}, "batch": {"micro": 2, "seq": 128},
+        "precision": "mixed-bf16" if strategy == "fsdp" else "fp32", "hardware": {"count": 2},
+        "parallel": {"strategy": strategy},
+    })  # fmt: skip
+
+    def script() -> None:
+        dist.init_process_group("nccl")
+        model: Any = build_model(recipe.model, dtype=torch.float32, device="cuda")
+        if strategy == "ddp":
+            model = DistributedDataParallel(model, bucket_cap_mb=25, broadcast_buffers=False)
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for block in decoder_blocks(model):
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            tokens = torch.randint(0, 100, (2, 128)).cuda()
+            labels = tokens.clone()
+            loss = model(input_ids=tokens, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss, tokens, labels
+
+    traced = trainfit.trace(script, world_size=2)
+    expected = trainfit.predict(recipe, use_cache=False)
+    tokens = 2 * 8 * 2 * 128  # and labels; they come after a recipe's init
+    assert traced.phases.after_init == expected.phases.after_init + tokens
+    assert (traced.phases.first, traced.phases.steady) == (expected.phases.first, expected.phases.steady)
+    assert traced.breakdown == expected.breakdown
+    for field in (
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "peak_device_bytes",
+        "traffic",
+        "model_flops",
+    ):
+        assert getattr(traced, field) == getattr(expected, field), field
+
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "use_cache": False,
@@ -161,6 +209,7 @@ def test_the_trainer_runs_under_ddp_and_under_fsdp2(tmp_path: Any, monkeypatch: 
     argument = trainfit.trace(
         lambda: trainer(tmp_path, fsdp="full_shard auto_wrap", fsdp_config=wrapped), world_size=2, steps=2
     )
+    assert "ACCELERATE_USE_FSDP" not in os.environ  # TrainingArguments sets it.
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -193,6 +242,9 @@ def collectives() -> None:
     dist.barrier()
     host = torch.ones(2)
     dist.all_reduce(host)
+    sizes = torch.empty(16, dtype=torch.int64, device="cuda")
+    dist.all_gather_into_tensor(sizes, torch.tensor([7]).cuda())
+    assert sizes.tolist() == [7] * 16
     neighbours = dist.new_group([0, 1])
     model = nn.Linear(N, N, bias=False).cuda()
     model(torch.randn(ROWS, N, device="cuda")).sum().backward()

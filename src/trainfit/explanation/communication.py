@@ -69,14 +69,12 @@ def _by_phase(ledger: Ledger, gpu: Gpu) -> dict[str, Times]:
     for op in ledger.steady_ops:
         if op.name not in COPY_DIRECTIONS:
             busy_s[op.segment] = busy_s.get(op.segment, 0.0) + ledger.times(op) * op_s(op, gpu)
-    moved = communication.collectives_s(ledger, gpu)
+    moved = communication.collectives_s(ledger, gpu, op_s)
     found = dict.fromkeys(PHASES, Times())
     for segment, compute_s in busy_s.items():
-        all_s, least_exposed_s = moved.get(segment, (0.0, 0.0))
+        all_s, exposed_s = moved.get(segment, (0.0, 0.0))
         phase = ledger.segments[segment].phase
         if phase in found:
-            one, exposed_s = found[phase], max(least_exposed_s, all_s - compute_s)
-            found[phase] = Times(
-                one.compute_s + compute_s, one.moved_s + all_s, one.exposed_s + max(0.0, exposed_s)
-            )
+            one = found[phase]
+            found[phase] = Times(one.compute_s + compute_s, one.moved_s + all_s, one.exposed_s + exposed_s)
     return found

@@ -103,6 +103,11 @@ class Collective(NamedTuple):
     """Distance from the group's first to its last rank, plus one: above the GPUs of a host it leaves it."""
     is_synchronous: bool = False
     """The computation waits for it, as between the parts of a tensor-parallel block."""
+    begins_after: int = -1
+    """On a stream of its own: index of the operation that must be done before it begins; -1: ``op``."""
+    waited_at: int = -1
+    """Index of the operation after which the computation waits for it; -1: at once, or in a backward at its
+    end."""
 
 
 class Event(NamedTuple):

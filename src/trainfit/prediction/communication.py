@@ -4,13 +4,16 @@ A ring over n ranks sends (n - 1) / n of an all-gather's or a reduce-scatter's w
 link, and twice that for an all-reduce.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from trainfit.catalog.load import link
-from trainfit.ledger.ledger import Collective, Ledger
+from trainfit.ledger.ledger import Collective, Ledger, Op
+from trainfit.prediction.overlap import overlap
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
+from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 SUSTAINED = 0.75
 """Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
@@ -69,23 +72,26 @@ def sent_bytes(one: Collective) -> int:
     return round(BUS_SHARE[one.name] * one.num_bytes * (one.num_ranks - 1) / one.num_ranks)
 
 
-def collectives_s(ledger: Ledger, gpu: Gpu) -> dict[int, tuple[float, float]]:
-    """Return, for each segment of the steady step, the seconds of all its collectives and the exposed ones.
+def collectives_s(
+    ledger: Ledger, gpu: Gpu, op_s: Callable[[Op, Gpu], float]
+) -> dict[int, tuple[float, float]]:
+    """Return, for each segment of the steady step, the seconds of its collectives and of waiting for any.
 
-    Exposed are those that the computation waits for, and the first of the others.
+    Args:
+        op_s: the expected seconds of an operation.
     """
-    found: dict[int, tuple[float, float]] = {}
-    overlapped: set[int] = set()
-    for one in _steady(ledger):
+
+    def seconds(one: Collective) -> float:
         used = _ring(one, gpu)
-        seconds = sent_bytes(one) / (used.bytes_per_s * SUSTAINED) + (one.num_ranks - 1) * used.latency_s
-        total, exposed = found.get(one.segment, (0.0, 0.0))
-        if one.is_synchronous:
-            exposed += ledger.times(one) * seconds
-        elif one.segment not in overlapped:
-            overlapped.add(one.segment)
-            exposed += seconds
-        found[one.segment] = total + ledger.times(one) * seconds, exposed
+        return sent_bytes(one) / (used.bytes_per_s * SUSTAINED) + (one.num_ranks - 1) * used.latency_s
+
+    if not ledger.collectives:
+        return {}
+    waited = overlap(ledger, lambda op: 0.0 if op.name in COPY_DIRECTIONS else op_s(op, gpu), seconds)
+    found = {segment: (0.0, exposed_s) for segment, exposed_s in waited.items()}
+    for one in _steady(ledger):
+        total_s, exposed_s = found.get(one.segment, (0.0, 0.0))
+        found[one.segment] = total_s + ledger.times(one) * seconds(one), exposed_s
     return found
 
 
@@ -116,11 +122,10 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         if ledger.repeat > 1 and not all(one.is_synchronous for one in ledger.collectives)
         else ()
     )
-    waited = ", and those that it waits for" if any(one.is_synchronous for one in ledger.collectives) else ""
     return (
         *repeated,
         f"collectives: rings at {SUSTAINED:.0%} of the rate of {gpu.link}{between}; "
-        f"they overlap the computation except for each phase's first{waited}",
+        "each begins as soon as its data is there, and the computation waits where the code does",
         "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group",
     )
 

@@ -89,12 +89,19 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     issue_s = (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
     # Copies overlap the computation of a forward or backward: only the excess counts.
     shown_s = sum(max(0.0, max(both.values()) - busy_s.get(at, 0.0)) for at, both in copies_s.items())
-    for at, (all_s, first_s) in communication.collectives_s(ledger, gpu).items():
-        shown_s += max(first_s, all_s - busy_s.get(at, 0.0))
+    moved = communication.collectives_s(ledger, gpu, op_s).values()
+    waited_s = sum(exposed_s for _, exposed_s in moved)
+    shown_s += waited_s
     host_s = max(0.0, issue_s - matmul_s - memory_s - shown_s)
     one_way_s = [sum(both[way] for both in copies_s.values()) for way in ("in", "out")]
     lowest_s = max(least_s, max(one_way_s) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
-    expected = StepTime(matmul_s=matmul_s, memory_s=memory_s, host_s=host_s, communication_s=shown_s)
+    expected = StepTime(
+        matmul_s=matmul_s,
+        memory_s=memory_s,
+        host_s=host_s,
+        communication_s=shown_s,
+        hidden_communication_s=max(0.0, round(sum(total_s for total_s, _ in moved) - waited_s, 12)),
+    )
     return Roofline(expected, lowest_s, num_ops, recomputed)
 
 

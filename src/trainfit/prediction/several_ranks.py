@@ -18,6 +18,7 @@ from trainfit.spec.units import format_bytes
 from trainfit.techniques.parallel.fsdp import not_compared
 from trainfit.virtual.cluster.ddp import ddp_on_fakes
 from trainfit.virtual.cluster.rank import fake_group, one_rank
+from trainfit.virtual.cluster.streams import ordered_collectives
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import replaced
@@ -36,6 +37,7 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
         virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn))
         virtual.mesh = mesh
         stack.enter_context(one_rank(virtual.tracer))
+        stack.enter_context(ordered_collectives(virtual.tracer))
         stack.enter_context(replaced(collectives, "can_average", lambda tensor, group: True))
         stack.enter_context(replaced(collectives, "all_reduce", _all_reduce))
         strategy = recipe.mesh.strategy

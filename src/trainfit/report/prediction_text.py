@@ -218,7 +218,9 @@ def _parts(estimate: Estimate) -> str:
         return ""
     parts = [("matmul", estimate.time.matmul_s), ("memory", estimate.time.memory_s),
              ("communication", estimate.time.communication_s), ("host", estimate.time.host_s)]  # fmt: skip
-    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
+    hidden_s = estimate.time.hidden_communication_s
+    hidden = f"; behind them {format_seconds(hidden_s)} of communication" if hidden_s else ""
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds) + hidden
 
 
 def _bound(name: str, estimate: Estimate) -> str:

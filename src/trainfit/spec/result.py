@@ -55,12 +55,14 @@ class Phases(Value):
 
 
 class StepTime(Value):
-    """Parts of one step's time, in seconds; they sum to ``total``."""
+    """Parts of one step's time, in seconds; those that are not hidden sum to ``total``."""
 
     matmul_s: Seconds = 0.0
     memory_s: Seconds = 0.0
     communication_s: Seconds = 0.0
+    """Collectives and copies to and from the host that the computation waits for."""
     host_s: Seconds = 0.0
+    hidden_communication_s: Seconds = 0.0  # Collectives while the GPU computes
 
     @property
     def total(self) -> float:

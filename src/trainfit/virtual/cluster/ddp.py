@@ -38,6 +38,8 @@ class FirstBuckets:
         """DDP module -> its buckets of the last backward."""
         self._released_at: dict[int, int] = {}
         """Index of a held storage -> number of events when the reducer released it."""
+        self._first_collective = 0
+        """Index of the present backward's first reduction."""
 
     def reduce(self, of: weakref.ref[Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce a module's bucket and return a done future: the reducer's communication hook."""
@@ -45,11 +47,21 @@ class FirstBuckets:
         assert module is not None
         if bucket.index() == 0:
             self._held[module] = []
+            self._first_collective = len(self._live.ledger.collectives)
         self._held[module].append(buffer)
         dist.all_reduce(buffer, group=module.process_group, async_op=True)
+        if bucket.is_last():
+            self._wait()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
+
+    def _wait(self) -> None:
+        """Record that the computation waits for the buckets, which are copied into the gradients next."""
+        ledger = self._live.ledger
+        now = len(ledger.ops) - 1
+        for index in range(self._first_collective, len(ledger.collectives)):
+            ledger.collectives[index] = ledger.collectives[index]._replace(waited_at=now)
 
     def rebuilt(self, module: Any, num_events: int) -> None:
         """Record that the reducer released its buckets after so many events."""

@@ -112,6 +112,7 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
         if is_functional and name == "all_gather":
             num_bytes *= len(ranks)  # The result is no argument.
         is_first_stream = streams.get(current_stream()) == 0
+        is_asynchronous = not any(arg is False for arg in args)  # True is the default, which is left out.
         live.ledger.collectives.append(
             Collective(
                 name,
@@ -121,7 +122,7 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
                 num_bytes,
                 num_ranks=len(ranks),
                 span=ranks[-1] - ranks[0] + 1,
-                is_synchronous=is_functional or (is_first_stream and not any(a is True for a in args)),
+                is_synchronous=is_functional or (is_first_stream and not is_asynchronous),
             )
         )
 

@@ -24,7 +24,7 @@ from trainfit.spec.errors import InputError
 from trainfit.virtual.cluster.ddp import FirstBuckets, ddp_on_fakes
 from trainfit.virtual.cluster.rank import one_rank
 from trainfit.virtual.trace.exclusive import replaced
-from trainfit.virtual.trace.host_tensors import is_host
+from trainfit.virtual.trace.host_tensors import VALUE, carried_values, is_host, on_host
 from trainfit.virtual.user.placement import CUDA
 from trainfit.virtual.user.process_groups import world_size_of
 from trainfit.virtual.user.steps import StepFollower
@@ -43,21 +43,18 @@ Replacement = tuple[Any, str, Callable[..., Any]]
 
 @contextmanager
 def environment_of(num_ranks: int, local_ranks: int) -> Iterator[None]:
-    """Set the variables of torchrun for rank 0."""
+    """Set the variables of torchrun for rank 0; restore them, and those that the code sets."""
+    before = dict(os.environ)
     values = {
         "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": local_ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
     }  # fmt: skip
-    before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: str(value) for name, value in values.items()})
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
@@ -85,6 +82,7 @@ def virtual_rank(
         ):
             enter(replaced(owner, name, function))
         enter(one_rank(tracer, torch.cuda.current_stream))
+        enter(replaced(tracer, "on_collective", _gathering(tracer.on_collective)))
         buckets = enter(ddp_on_fakes(tracer))
         try:
             yield buckets
@@ -194,6 +192,21 @@ def _check_partner(func: Any) -> None:
 def _run_first(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
     """Run the first process's function in this process, in place of ``torch.multiprocessing.spawn``."""
     fn(0, *args)
+
+
+def _gathering(record: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Let a gathered tensor carry rank 0's values for every rank if they are known, such as sizes."""
+
+    def gathered(func: Any, args: Any) -> None:
+        record(func, args)
+        if func._schema.name == "c10d::_allgather_base_":
+            out, part = args[:2]
+            known = carried_values(part)
+            if known is not None and part.numel():
+                times, shape = out.numel() // part.numel(), out.shape
+                setattr(out, VALUE, on_host(lambda: known.flatten().repeat(times).view(shape), (), {}))
+
+    return gathered
 
 
 def _unnoticed(original: Callable[..., Any], steps: StepFollower) -> Callable[..., None]:

@@ -1,0 +1,64 @@
+"""Replay of computation and communication: what is hidden, and where the computation waits."""
+
+from typing import Any
+
+import pytest
+
+from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Collective, Ledger, Op, Segment
+from trainfit.prediction.overlap import overlap
+
+FORWARD, BACKWARD, UPDATE = 0, 1, 2
+
+
+def ledger(segments: list[int], collectives: list[Collective], groups: list[int] | None = None) -> Ledger:
+    """Return one of operations in these segments, each of one second."""
+    names = [Segment("steady", phase) for phase in ("forward", "backward", "optimizer")]
+    groups = groups or [NO_LAYER] * len(segments)
+    ops = [
+        Op("op", "", segment, group, 0, 0, 0, 0, 0, "")
+        for segment, group in zip(segments, groups, strict=True)
+    ]
+    return Ledger(names, ops, collectives=collectives)
+
+
+def one(op: int, segment: int, seconds: int, span: int = 2, **order: Any) -> Collective:
+    return Collective("all_reduce", segment, NO_LAYER, op, seconds, 2, span, **order)
+
+
+def waits(found: Ledger) -> dict[int, float]:
+    return overlap(found, lambda op: 1.0, lambda collective: float(collective.num_bytes))
+
+
+def test_reductions_of_a_backward_are_waited_for_at_its_end() -> None:
+    # Four seconds of backward. The first begins after 1 s and takes 2 s, the second after 4 s.
+    found = ledger([BACKWARD] * 4 + [UPDATE], [one(0, BACKWARD, 2), one(3, BACKWARD, 1)])
+    assert waits(found) == {BACKWARD: 1.0}
+
+
+def test_collectives_of_a_group_follow_one_another_and_those_of_others_do_not() -> None:
+    same = ledger([BACKWARD] * 4, [one(0, BACKWARD, 4), one(1, BACKWARD, 2)])
+    assert waits(same) == {BACKWARD: 3.0}  # They end 7 s after the beginning.
+    others = ledger([BACKWARD] * 4, [one(0, BACKWARD, 4), one(1, BACKWARD, 2, span=3)])
+    assert waits(others) == {BACKWARD: 1.0}
+
+
+def test_outside_the_backward_a_collective_of_the_computations_stream_is_waited_for_at_once() -> None:
+    found = ledger([UPDATE, UPDATE], [one(0, UPDATE, 3)])
+    assert waits(found) == {UPDATE: 3.0}
+    synchronous = one(0, BACKWARD, 3)._replace(is_synchronous=True)
+    assert waits(ledger([BACKWARD] * 8, [synchronous])) == {BACKWARD: 3.0}
+
+
+def test_a_prefetched_gather_is_waited_for_at_its_first_use() -> None:
+    # Issued after operation 2, but it needs only operation 0, and operation 4 waits for it.
+    gather = one(2, FORWARD, 5, begins_after=0, waited_at=3)
+    assert waits(ledger([FORWARD] * 5, [gather])) == {FORWARD: 2.0}
+    assert waits(ledger([FORWARD] * 5, [gather._replace(begins_after=2)])) == {FORWARD: 4.0}
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_repeated_group_repeats_its_collectives(times: int) -> None:
+    reduced = one(1, FORWARD, 2, is_synchronous=True)._replace(group=MIDDLE)
+    found = ledger([FORWARD] * 3, [reduced], [NO_LAYER, MIDDLE, NO_LAYER])
+    found.repeats = (times,)
+    assert waits(found) == {FORWARD: 2.0 * times}
