@@ -178,7 +178,8 @@ def measured(script: Callable[[], None]) -> list[Data]:
         environment = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "8", **os.environ}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         if done.returncode:
-            return [{"error": done.stderr[-1500:]}]
+            ranks, _, _ = done.stderr.partition("torch/distributed/elastic")  # The launcher's log follows.
+            return [{"error": ranks[-1500:]}]
         return [json.loads(Path(folder, f"{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
 
 

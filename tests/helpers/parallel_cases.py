@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainfit.measurement.process import die_with_parent
 from trainfit.parallel import DataParallel, FullySharded, ShardedOptimizer, collectives
 from trainfit.parallel.collectives import all_reduce
 
@@ -31,13 +32,15 @@ class Ranks:
     """``world_size`` processes of one gloo group; each keeps its imports from one call to the next."""
 
     def __init__(self, world_size: int):
-        context = multiprocessing.get_context("spawn")
+        # A fork has nothing to import, but no autograd of its own where there is a GPU.
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, store, rank, world_size), daemon=True)
+            arguments = (there, store, rank, world_size, os.getpid())
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -65,7 +68,10 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(pipe: Any, store: Path, rank: int, world_size: int) -> None:
+def _serve(pipe: Any, store: Path, rank: int, world_size: int, parent: int) -> None:
+    die_with_parent(parent)
+    gc.freeze()  # A collection that visited the parent's objects would copy all of its memory.
+    torch.manual_seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
