@@ -183,7 +183,7 @@ def test_every_cuda_gpu_predicts_and_others_say_why_not() -> None:
             assert found.step_s is not None
             assert 0 < (found.mfu or 0) < 1
             num_predicted += 1
-        else:
+        elif row.vendor != "amd":  # test_amd.py
             with pytest.raises(InputError, match=r"hardware\.gpu"):
                 predict(recipe, use_cache=False)
     assert num_predicted >= 20
