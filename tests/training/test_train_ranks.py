@@ -17,6 +17,7 @@ from test_forged_checkpoints import sealed
 
 from parallel_cases import Ranks
 from tiny_training import asked, losses_in_log
+from trainfit.cli.train import _with_count
 from trainfit.spec.errors import InputError
 from trainfit.training.log import LOG
 from trainfit.training.loop import train
@@ -90,9 +91,10 @@ def test_other_sequences_a_step_are_refused_on_resume(alone) -> None:
     assert refused.value.field == "batch.accumulate"
 
 
-def test_a_signal_at_one_rank_stops_all_after_the_step_and_resume_repeats_every_bit(ranks, tmp_path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_a_signal_at_one_rank_stops_all_and_resume_repeats_every_bit(ranks, tmp_path, strategy) -> None:
     def run(out: str, steps: int = 5, **more: object) -> list[dict]:
-        return ranks.run(rank_training.trained, tmp_path / out, "fsdp", steps, dropout=True, **more)
+        return ranks.run(rank_training.trained, tmp_path / out, strategy, steps, dropout=True, **more)
 
     straight, other = run("straight")
     assert straight["losses"] == other["losses"]
@@ -143,6 +145,31 @@ def test_an_index_that_holds_anything_but_tensors_is_refused(ranks, tmp_path, ca
     (folder / ".metadata").write_bytes(whole)
     sealed(folder)
     assert rank_training.trained(tmp_path / "run", None, 3, resume=True)["status"] == "done"
+
+
+def test_a_number_of_processes_that_is_not_the_recipes_is_refused(tmp_path, monkeypatch) -> None:
+    with pytest.raises(
+        InputError, match="2 GPUs need 2 processes, and this run has 1; use trainfit train --gpus 2"
+    ):
+        rank_training.trained(tmp_path, "fsdp", 1)
+    two = "batch={micro: 1, seq: 8}", "hardware.count=2"
+    assert _with_count("gpt2", list(two), 2)[-1] == "hardware.count=2"
+    assert _with_count("gpt2", ["batch.seq=8"], 4) == ["batch.seq=8", "hardware.count=4"]
+    with pytest.raises(InputError, match="--gpus 4 is another number; use --gpus 2"):
+        _with_count("gpt2", list(two), 4)
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="started 2 processes, and the recipe is for one GPU; add --gpus 2"):
+        rank_training.trained(tmp_path, None, 1)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="65"):
+        rank_training.trained(tmp_path, None, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def rank_processes(launcher: int) -> dict[int, int]:

@@ -24,7 +24,7 @@ from trainfit.training.corpus import Corpora, open_corpora, opened
 from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks, joined
-from trainfit.training.ranks.launch import one_report
+from trainfit.training.ranks.launch import launched_world_size, one_report
 from trainfit.training.session import Session
 
 
@@ -49,6 +49,7 @@ def train(
         StorageError: the disk is full or failed; the message names the newest intact checkpoint.
     """
     with one_report():
+        _refuse_more_processes(recipe)
         device_type = _device_type(options.device)
         registry.check(recipe)
         registry.check_device(recipe, device_type)
@@ -67,6 +68,14 @@ def train(
             observer.on_start(session.run)
         with StopSignal() as stop:
             return session.train(stop)
+
+
+def _refuse_more_processes(recipe: Recipe) -> None:
+    """Refuse a recipe for one GPU in each of several processes."""
+    found = launched_world_size()
+    if recipe.hardware.count == 1 and found > 1:
+        problem = f"torchrun started {found} processes, and the recipe is for one GPU"
+        raise InputError(problem, f"add --gpus {found}", field="hardware.count", value=1)
 
 
 def _session(
@@ -92,7 +101,7 @@ def _session(
     run = RunStart(
         out=options.out,
         model=recipe.model.display_name,
-        device=_name(device),
+        device=f"{ranks.world_size} x {_name(device)}" if ranks.several else _name(device),
         device_type="cuda" if device.type == "cuda" else "cpu",
         params=sum(parameter.numel() for parameter in parameters) + num_quantized(step.model),
         trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),

@@ -25,7 +25,7 @@ from trainfit.training.ranks.launch import LAUNCHER
 
 BEAT_S = 0.5
 STOPPED_S = 10.0
-"""A process that is stopped for so long (SIGSTOP, a debugger) ends the run."""
+"""A process that is stopped for so long (SIGSTOP) ends the run."""
 SILENT_S = 30.0
 """A rank on another host without a heartbeat for so long ends the run."""
 ANSWER_S = 2.0
@@ -185,7 +185,7 @@ class Watch:
             _answer(self._exchange)  # It may have published why before it ended.
             if not self._beats[rank].ended:
                 self._end_all(f"{beat.where(rank)} was killed", rank, beat, reported=LAUNCHER in os.environ)
-        elif state in "Tt":
+        elif state == "T":
             since_s = self._stopped_since_s.setdefault(rank, now_s)
             if now_s - since_s > STOPPED_S:
                 self._end_all(f"{beat.where(rank)} has been stopped for {STOPPED_S:.0f} s", rank, beat)
@@ -268,7 +268,7 @@ def _host() -> str:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Return a process's state (proc(5): R, S, D, T, t, Z) and start time; ("X", 0) if there is none."""
+    """Return a process's state (proc(5): R, S, D, T, Z) and start time; ("X", 0) if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
