@@ -23,6 +23,7 @@ from trainfit.spec.result import Estimate
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import MIB
 from trainfit.techniques.parallel import fsdp
+from trainfit.virtual.cluster.shards import Chunks
 
 LAYERS = 4
 INVERSE_FREQUENCIES = 16
@@ -223,3 +224,19 @@ def test_device_memory_counts_nccl_by_group() -> None:
     alone, shards, replicas = ledger(1), ledger(4), ledger(4, parallel=Parallel(replicate=2, shard=2))
     assert outside(shards) - outside(alone) == (358 + 486) * MIB
     assert outside(replicas) - outside(shards) == 486 * MIB
+
+
+@pytest.mark.parametrize(("length", "count"), [(12, 4), (10, 4), (3, 5), (9, 8)])
+def test_a_rank_cuts_its_own_chunk_as_all_ranks_chunks_are_cut(length: int, count: int) -> None:
+    tensor = torch.arange(2 * length).view(2, length)
+    expected = list(tensor.chunk(count, 1))
+    found = Chunks(tensor, count, 1)
+    for rank in range(count):
+        if rank < len(expected):
+            assert torch.equal(found[rank], expected[rank])
+        else:
+            assert found[rank].shape == (0,)
+
+
+def test_more_ranks_than_rows_add_no_operations() -> None:
+    assert len(ledger(256).ops) <= len(ledger(4).ops) + len(shapes())
