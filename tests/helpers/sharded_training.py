@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +25,7 @@ def losses_and_norms(recipe: Recipe) -> tuple[list[float], dict[str, float]]:
         if recipe.hardware.count > 1
         else None
     )
-    step = assemble(recipe, torch.device("cpu"), mesh=mesh)
+    step = assemble(recipe, torch.device("cpu"), compiler=compile_whole, mesh=mesh)
     norms: dict[str, float] = {}
 
     def on_phase(phase: str) -> None:
@@ -37,6 +38,11 @@ def losses_and_norms(recipe: Recipe) -> tuple[list[float], dict[str, float]]:
 
     losses = [step(step.random_batches(10 * n), on_phase=on_phase).item() for n in range(STEPS)]
     return losses, norms
+
+
+def compile_whole(module: nn.Module) -> None:
+    """Compile without Inductor; a break of the graph is an error."""
+    module.compile(backend="aot_eager", fullgraph=True)
 
 
 def apart(implementation: str, config: dict[str, Any], fields: dict[str, Any], mesh: dict[str, Any]) -> float:

@@ -29,6 +29,7 @@ EQUAL = 1e-5
             {"batch": Batch(micro=1, seq=16, accumulate=2)},
         ),
         ("hf", {}, {}),
+        ("native", {}, {"compile": "block"}),
         ("hf", {"attention_bias": True, "mlp_bias": True}, {"recompute": "full"}),
         ("hf", {"model_type": "mistral", "sliding_window": 8}, {}),
         ("hf", {"model_type": "qwen2", "tie_word_embeddings": True}, {}),

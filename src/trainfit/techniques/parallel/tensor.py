@@ -25,7 +25,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "loss_terms.label_smoothing": (0.0,),
     "loss_terms.z_loss": (0.0,),
     "recompute": ("none", "full", "selective", "every"),
-    "compile": (False,),
+    "compile": (False, "block"),
     "adapter.kind": (None,),
     "optimizer.clip_norm": (None,),
     "optimizer.in_backward": (False,),
