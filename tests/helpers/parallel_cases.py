@@ -70,6 +70,7 @@ class Ranks:
 
 def _serve(pipe: Any, store: Path, rank: int, world_size: int, parent: int) -> None:
     die_with_parent(parent)
+    gc.freeze()  # A collection that visited the parent's objects would copy all of its memory.
     torch.manual_seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

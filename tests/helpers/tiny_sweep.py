@@ -1,5 +1,6 @@
 """A sweep of one tiny model, as a file's text, and workers that are forks of the sweep's process."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def forked_worker(
     def serve() -> NoReturn:
         os.closerange(3, 1024)  # Popen waits until the child has closed its pipe, as exec would.
         os.environ.update(environment)
+        gc.freeze()
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
         code: Any = 1
         try:

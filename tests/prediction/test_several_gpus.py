@@ -23,6 +23,7 @@ from trainfit.spec.result import Estimate
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import MIB
 from trainfit.techniques.parallel import fsdp
+from trainfit.virtual.cluster.shards import Chunks
 
 LAYERS = 4
 INVERSE_FREQUENCIES = 16
@@ -159,8 +160,11 @@ def test_a_loss_that_reads_the_output_layer_gathers_as_the_models_own() -> None:
 
     found = trace(recipe(4, loss="fused"))
     assert kinds(found) == kinds(ledger(4))
-    (line,) = (line for line in found.assumptions if "not yet compared" in line)
-    assert line.endswith("measured run: loss: fused")
+
+
+def test_what_no_measured_run_had_is_an_assumption() -> None:
+    (line,) = fsdp.not_compared(recipe(4, optimizer={"name": "adamw", "clip_norm": 1.0}))
+    assert line.endswith("measured run: optimizer.clip_norm: 1.0")
     assert not any("not yet compared" in line for line in ledger(4).assumptions)
 
 
@@ -220,3 +224,19 @@ def test_device_memory_counts_nccl_by_group() -> None:
     alone, shards, replicas = ledger(1), ledger(4), ledger(4, parallel=Parallel(replicate=2, shard=2))
     assert outside(shards) - outside(alone) == (358 + 486) * MIB
     assert outside(replicas) - outside(shards) == 486 * MIB
+
+
+@pytest.mark.parametrize(("length", "count"), [(12, 4), (10, 4), (3, 5), (9, 8)])
+def test_a_rank_cuts_its_own_chunk_as_all_ranks_chunks_are_cut(length: int, count: int) -> None:
+    tensor = torch.arange(2 * length).view(2, length)
+    expected = list(tensor.chunk(count, 1))
+    found = Chunks(tensor, count, 1)
+    for rank in range(count):
+        if rank < len(expected):
+            assert torch.equal(found[rank], expected[rank])
+        else:
+            assert found[rank].shape == (0,)
+
+
+def test_more_ranks_than_rows_add_no_operations() -> None:
+    assert len(ledger(256).ops) <= len(ledger(4).ops) + len(shapes())

@@ -22,7 +22,7 @@ def run(
     json: Json = False,
 ) -> None:
     """Compare predictions with measurements; write a page with plots."""
-    from trainfit.records import load
+    from trainfit.records import load, replace_text
     from trainfit.report.compare import compare
 
     if html is not None:
@@ -33,9 +33,9 @@ def run(
     else:
         _print(comparisons, markdown)
     if html is not None:
-        from trainfit.report.html import write_report
+        from trainfit.report.html import report_page
 
-        write_report(comparisons, html)
+        replace_text(html, report_page(comparisons))
         say(f"page with plots: {html}", err=True)
 
 

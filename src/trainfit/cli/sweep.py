@@ -184,10 +184,11 @@ class View:
 
 
 def _report(state: "Run", page: Path) -> Path:
-    from trainfit.report.html import NO_PLOTS, write_sweep
+    from trainfit.records import replace_text
+    from trainfit.report.html import NO_PLOTS, sweep_page
     from trainfit.report.plot import can_draw
 
-    write_sweep(state.sweep.name, state.rows(), page, notes=state.sweep.notes)
+    replace_text(page, sweep_page(state.sweep.name, state.rows(), notes=state.sweep.notes))
     if not can_draw():
         say(f"note: {NO_PLOTS}", err=True)
     return page

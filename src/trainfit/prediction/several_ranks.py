@@ -42,6 +42,9 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
         stack.enter_context(replaced(collectives, "all_reduce", _all_reduce))
         strategy = recipe.mesh.strategy
         if recipe.mesh.shards_weights:
+            from trainfit.virtual.cluster.shards import own_chunks  # Imports FSDP2.
+
+            stack.enter_context(own_chunks())
             virtual.about_ranks = lambda _: (LARGEST_SHARDS,)
         elif strategy in ("ddp", "zero1"):
             first_buckets = stack.enter_context(ddp_on_fakes(virtual.tracer))

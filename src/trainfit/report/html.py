@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainfit.records import replace_text
 from trainfit.report import comparisons, sweep
 from trainfit.report.compare import GOAL, Comparison, Summary, summarise
 from trainfit.report.plot import can_draw
@@ -79,11 +77,6 @@ def render(template: str, **values: Any) -> str:
     return _templates().get_template(f"{template}.html.j2").render(**values)
 
 
-def write_report(found: Sequence[Comparison], path: Path) -> None:
-    """Write the page of ``trainfit report`` to ``path``, replacing what is there."""
-    replace_text(path, report_page(found))
-
-
 def report_page(found: Sequence[Comparison], *, title: str = "Predicted against measured") -> str:
     """Return the page of predictions against measurements: summary, plots, table, each recipe's phases."""
     summary = summarise(found)
@@ -142,11 +135,6 @@ def _phases(one: Comparison) -> Table:
         Column("error", lambda name: percent(one.error(f"phases.{name}"))),
     ]
     return Table(columns, names)
-
-
-def write_sweep(name: str, rows: Sequence[Row], path: Path, *, notes: Sequence[str] = ()) -> None:
-    """Write a sweep's page to ``path``, replacing what is there."""
-    replace_text(path, sweep_page(name, rows, notes=notes))
 
 
 def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:
