@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Run:
     def __init__(self, out: Path, arguments: list[str]):
         self.out, self._errors = out, out.with_suffix(".errors")
         self._start_s = time.monotonic()
+        self._pids: dict[int, int] = {}
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trainfit", "train", *arguments, "--out", str(out), "--gpus", "2"],
@@ -55,11 +57,12 @@ class Run:
 
     def ranks(self) -> dict[int, int]:
         """Return the process ids of the ranks, by rank."""
-        launcher, found = self._process.pid, {}
-        for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found |= {int(one[5:]): int(pid) for one in variables if one.startswith(b"RANK=")}
-        return found
+        launcher = self._process.pid
+        with suppress(OSError):  # A rank or the launcher ends meanwhile.
+            for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                self._pids |= {int(one[5:]): int(pid) for one in variables if one.startswith(b"RANK=")}
+        return self._pids
 
     def wait_for(self, step: int) -> None:
         """Wait until the log has a step, or the run has ended."""
@@ -70,7 +73,7 @@ class Run:
 
     def end(self) -> dict[str, Any]:
         """Wait for the end; return exit code, message and time."""
-        pids = self.ranks().values() if self._process.poll() is None else ()
+        pids = self.ranks().values()
         waited_s = time.monotonic()
         try:
             self._process.wait(LIMIT_S)
@@ -111,7 +114,7 @@ def main() -> None:
         Path(recipe).write_text(json.dumps(TINY))
     common = [
         recipe, *(word for setting in settings for word in ("--set", setting)),
-        "--device", given.device, "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
+        "--device", given.device, "--steps", str(STEPS),
         "--data", "stories:1000", "--no-tensorboard",
     ]  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -136,6 +139,7 @@ def main() -> None:
             case, number = "rank 1 gets SIGKILL", signal.SIGKILL
         else:
             case, number = "rank 0 gets SIGSTOP", signal.SIGSTOP
+        chosen += ("--save-every", str(SAVE_EVERY))
         broken = start(f"{strategy}-broken", *chosen)
         broken.wait_for(END_AT)
         os.kill(broken.ranks()[number == signal.SIGKILL], number)

@@ -25,6 +25,7 @@ PEAKS = {
 }
 LOWER = re.compile(r"^DDP rebuilds its buckets .* or [^()]+ \((\d+) bytes\)$")
 """Assumption of a prediction that names the lower of two peaks, of which a race decides."""
+SPEED_FILES = ("speed-predicted.jsonl", "speed-measured.jsonl")
 WITHIN = (0.0002, 0.005)
 """Sizes of errors whose share of recipes is shown."""
 NUM_LARGEST = 8
@@ -130,6 +131,38 @@ def _words(one: Comparison) -> str:
 def _errors(one: Comparison) -> list[str]:
     found = [allocated_error(one), *(one.error(PEAKS[name]) for name in ("reserved", "device"))]
     return ["" if error is None else share(error, signed=True) for error in found]
+
+
+@cache
+def fsdp2() -> tuple[Comparison, ...]:
+    """Return the recipes of ``recipes/fsdp2`` that were measured."""
+    return tuple(joined(record for name in SPEED_FILES for record in load(FOLDER / name)))
+
+
+def speed() -> str:
+    """MFU, step time and device memory of ``recipes/fsdp2``."""
+    lines: list[list[str]] = []
+    for one in fsdp2():
+        assert one.predicted is not None
+        assert one.measured is not None
+        found = one.measured
+        lines.append(
+            [
+                describe(one.recipe), f"{found.tokens_per_s or 0:,.0f}", f"{100 * (found.mfu or 0):.1f}",
+                f"{1e3 * (found.step_s or 0):,.0f}", f"{ratio(one) or 0:.2f}",
+                f"{(found.peak_device_bytes or 0) / 2**30:.2f}", _errors(one)[-1],
+            ]
+        )  # fmt: skip
+    heads = [
+        "recipe",
+        "tokens/s in all",
+        "MFU, %",
+        "step, ms",
+        "measured / predicted",
+        "device, GiB",
+        "error",
+    ]
+    return markdown_grid(heads, lines)
 
 
 def verdicts(pairs: Sequence[Comparison]) -> dict[tuple[bool, str], int]:

@@ -5,10 +5,12 @@ import re
 import subprocess
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import pytest
 
-from benchmarks.tables import accuracy, blind, commits, joined, several_gpus
+from benchmarks import several_gpus as drawing
+from benchmarks.tables import accuracy, blind, commits, joined, several_gpus, several_gpus_suite
 from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, suite, time_ratios, verdicts
 from benchmarks.tables.errors import exact, percentile_95, share, worst
 from benchmarks.tables.joined import errors
@@ -335,3 +337,40 @@ def test_recipes_of_two_gpus_are_exact_but_for_the_barriers_tensor() -> None:
     assert len(found) == int(num)
     assert {one.error_bytes() for one in found} == {0, -int(barrier)}
     assert {one.recipe.hardware.count for one in found} == {2}
+
+
+def test_figures_of_the_drawn_recipes_for_two_gpus() -> None:
+    pairs = several_gpus_suite.suite()
+    errors = [abs(several_gpus_suite.allocated_error(one) or 0.0) for one in pairs]
+    drawn, ended = figures(PAGE, r"# recipes for two H200s, drawn by a seed.*?time ended after #\.")
+    assert (int(drawn), int(ended)) == (drawing.NUM_RECIPES, len(pairs))
+    assert max(errors) <= 0.0002
+    assert figures(PAGE, r"peaks are within 0\.02 %, # of them to the byte") == (str(errors.count(0.0)),)
+    lower = [
+        one for one in pairs if one.error("peak_allocated_bytes") != several_gpus_suite.allocated_error(one)
+    ]
+    assert figures(PAGE, r"counts here; # times the lower") == (str(len(lower)),)
+    reserved: dict[bool, list[float]] = {True: [], False: []}
+    for one in pairs:
+        is_ddp = one.recipe.mesh.strategy in ("ddp", "zero1")
+        reserved[is_ddp].append(abs(one.error("peak_reserved_bytes") or 0.0))
+    check(PAGE, r"with PyTorch's DDP they are up to # % too high", (100 * max(reserved[True]),))
+    close = sum(size <= 0.005 for size in reserved[False])
+    check(
+        PAGE, r"Of the # recipes without it, # have the reserved peak within 0\.5 %, the worst is off by # %",
+        (len(reserved[False]), close, 100 * max(reserved[False])),
+    )  # fmt: skip
+    assert several_gpus_suite.verdicts(pairs) == {(True, "done"): len(pairs)}
+
+
+def test_figures_of_fsdp2_at_speed() -> None:
+    found: list[Any] = [one.measured for one in several_gpus_suite.fsdp2()]
+    ours, usual, alone, two = found
+    check(
+        PAGE, r"reaches # % MFU on two H200s, # times .*? recomputed blocks \(# %\)",
+        (100 * ours.mfu, ours.tokens_per_s / usual.tokens_per_s, 100 * usual.mfu),
+    )  # fmt: skip
+    check(
+        PAGE, r"takes # ms a step where one GPU alone takes #: # % of its speed",
+        (1e3 * two.step_s, 1e3 * alone.step_s, 100 * alone.step_s / two.step_s),
+    )  # fmt: skip

@@ -160,8 +160,11 @@ def test_a_loss_that_reads_the_output_layer_gathers_as_the_models_own() -> None:
 
     found = trace(recipe(4, loss="fused"))
     assert kinds(found) == kinds(ledger(4))
-    (line,) = (line for line in found.assumptions if "not yet compared" in line)
-    assert line.endswith("measured run: loss: fused")
+
+
+def test_what_no_measured_run_had_is_an_assumption() -> None:
+    (line,) = fsdp.not_compared(recipe(4, optimizer={"name": "adamw", "clip_norm": 1.0}))
+    assert line.endswith("measured run: optimizer.clip_norm: 1.0")
     assert not any("not yet compared" in line for line in ledger(4).assumptions)
 
 

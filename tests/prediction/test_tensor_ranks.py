@@ -10,11 +10,12 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
-from trainfit.prediction.estimate import replay_on
+from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.roofline import op_s
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
+from trainfit.spec.sweep import Row
 from trainfit.techniques import registry
 from trainfit.techniques.parallel import fsdp
 
@@ -77,6 +78,15 @@ def test_hidden_states_are_gathered_before_each_part_and_scattered_after_it() ->
         ("all_reduce", "optimizer", 4 * HIDDEN): 2 * LAYERS + 1,  # The norms' gradients
     }
     assert all(one.is_synchronous and (one.num_ranks, one.span) == (2, 2) for one in found.collectives)
+
+
+def test_a_group_of_ranks_reads_one_batch() -> None:
+    one = recipe(2, 2)
+    found = estimate(one, gpu("h200"), ledger(2, 2, whole=True))
+    row = Row(variant="one", recipe=one.content(), recipe_id="", status="done", estimate=found)
+    assert found.step_s is not None
+    assert found.tokens_per_s == pytest.approx(2 * TOKENS / found.step_s)
+    assert row.predicted_samples_per_s == pytest.approx(2 * 2 / found.step_s)
 
 
 def test_layers_traced_once_equal_all_traced() -> None:

@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,7 +125,7 @@ def test_fsdp2_takes_half_of_every_state_and_gathers_two_layers() -> None:
 
 def tensor_script() -> None:
     mesh = init_device_mesh("cuda", (2,))
-    plan = {str(n): ColwiseParallel() if n % 2 == 0 else RowwiseParallel() for n in range(4)}
+    plan: dict[str, Any] = {str(n): ColwiseParallel() if n % 2 == 0 else RowwiseParallel() for n in range(4)}
     model = parallelize_module(four_matrices().cuda(), mesh, plan)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -249,7 +254,9 @@ def collectives() -> None:
     model = nn.Linear(N, N, bias=False).cuda()
     model(torch.randn(ROWS, N, device="cuda")).sum().backward()
     assert model.weight.grad is not None
-    dist.all_reduce(model.weight.grad)
+    work = dist.all_reduce(model.weight.grad, async_op=True)
+    assert work is not None
+    assert work.is_completed()  # Code that polls it ends.
     dist.all_reduce(model.weight.grad, group=neighbours)
 
 
@@ -281,13 +288,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "communication hooks",
     ),
     "fsdp1": (
-        lambda: torch.distributed.fsdp.FullyShardedDataParallel(four_matrices().cuda()),
+        lambda: FullyShardedDataParallel(four_matrices().cuda()),
         "FSDP1.*fully_shard.*FSDP version 2",
     ),
     "offload": (
-        lambda: fully_shard(
-            four_matrices(), offload_policy=torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
-        ),
+        lambda: fully_shard(four_matrices(), offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "offload of parameters",
     ),
 }

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import Parallel, Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
 from trainfit.spec.value import Count, PositiveInt, Value, disagreement
 
@@ -190,7 +190,8 @@ class Row(Value):
         """Of all GPUs, as ``predicted_tokens_per_s``."""
         if self.estimate is None or not self.estimate.step_s:
             return None
-        return self.samples * self.estimate.num_gpus / self.estimate.step_s
+        mesh = Parallel(**self.recipe.get("parallel", {})).over(self.estimate.num_gpus)
+        return self.samples * mesh.data_ranks / self.estimate.step_s
 
     @property
     def samples_per_s(self) -> float | None:

@@ -27,20 +27,18 @@ ALLOWED: dict[str, tuple[object, ...]] = {
 }
 """Field -> values that work on sharded parameters: equal to one process on the whole batch."""
 COMPARED: dict[str, tuple[object, ...]] = {
-    "precision": ("bf16", "fp32", "amp-bf16"),
-    "loss": ("standard",),
-    "recompute": ("none", "full", "selective"),
+    "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
+    "loss": ("standard", "chunked", "fused"),
+    "recompute": ("none", "full", "selective", "every", "budget"),
     "compile": (False, "block"),
     "adapter.kind": (None, "lora"),
-    "optimizer.name": ("adamw",),
+    "optimizer.name": ("adamw", "adamw8bit", "sgd", "adafactor", "muon"),
     "optimizer.clip_norm": (None,),
     "optimizer.stochastic_rounding": (False,),
     "quantize": (None,),
     "offload.activations": (False,),
-    "parallel.strategy": ("auto", "fsdp"),
-    "parallel.tensor": (1,),
-    "parallel.reshard_after_forward": (True,),
-    "parallel.sync_each_batch": (None, True),
+    "parallel.tensor": (1, 2),
+    "parallel.context": (1,),
 }
 """Field -> values of recipes for several GPUs whose peaks were compared with measured runs."""
 MAX_TRACED_LAYERS = 64

@@ -100,6 +100,7 @@ def _of_groups(num_ranks: int, notes: set[str]) -> list[Replacement]:
         (c10d, "rendezvous", _rendezvous(num_ranks)),
         (c10d, "_new_process_group_helper", _new_group(num_ranks)),
         (dist.TCPStore, "__init__", _refused_store),
+        (dist.Work, "is_completed", lambda work: True),
         (spawn, "start_processes", _run_first),
         (importlib.import_module("torch.cuda.nccl"), "version", lambda: NCCL_VERSION),
         *((owner, name, function) for name, function in _OBJECTS.items() for owner in (c10d, dist)),
