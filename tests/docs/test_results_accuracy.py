@@ -363,6 +363,17 @@ def test_figures_of_the_drawn_recipes_for_two_gpus() -> None:
     assert several_gpus_suite.verdicts(pairs) == {(True, "done"): len(pairs)}
 
 
+def test_figures_of_two_gpus_in_the_readme() -> None:
+    pairs = several_gpus_suite.suite()
+    sizes = [abs(several_gpus_suite.allocated_error(one) or 0.0) for one in pairs]
+    ratios = [several_gpus_suite.ratio(one) or 0.0 for one in pairs]
+    check(
+        "README.md",
+        r"On two H200s, # drawn recipes .*?: # allocated peaks exact, worst # %; step times # to # times",
+        (len(pairs), sizes.count(0.0), 100 * max(sizes), min(ratios), max(ratios)),
+    )
+
+
 def test_figures_of_fsdp2_at_speed() -> None:
     found: list[Any] = [one.measured for one in several_gpus_suite.fsdp2()]
     ours, usual, alone, two = found
