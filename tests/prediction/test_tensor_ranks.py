@@ -54,6 +54,10 @@ def weights(tensor: int, shard: int = 1) -> int:
     return sum(held.values())
 
 
+def test_every_operation_of_a_rank_has_a_flop_rule() -> None:
+    assert trace(recipe(2, implementation="hf")).ops_without_flops == ()
+
+
 def test_a_rank_holds_its_share_of_each_matrix_and_whole_norms() -> None:
     for tensor, shard in ((2, 1), (2, 2)):
         matrices = (MATRICES + 2 * VOCABULARY * HIDDEN) // tensor

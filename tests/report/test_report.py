@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from trainfit.report import comparisons as plots
+from trainfit.report import words
 from trainfit.report.compare import Comparison, compare, summarise
 from trainfit.report.comparisons import markdown_table, text_table
 from trainfit.report.html import report_page as page
@@ -158,6 +159,12 @@ def test_nothing_to_report_is_said():
         compare([])
     with pytest.raises(InputError, match="1 records"):
         compare([new_record("train", recipe(), train={})])
+
+
+def test_a_recipe_in_words_names_its_hosts():
+    hardware = {"gpu": "h200", "count": 16}
+    assert words.describe(recipe(hardware=hardware)).endswith(", on 16 x h200")
+    assert words.describe(recipe(hardware=hardware | {"nodes": 4})).endswith(", on 16 x h200 in 4 hosts")
 
 
 def test_technique_names_what_differs():

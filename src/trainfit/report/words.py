@@ -12,7 +12,9 @@ from trainfit.techniques import registry
 def describe(recipe: Recipe) -> str:
     """Return one line: model, batch, technique and hardware."""
     size = batch_text(recipe) + (" accumulated" if recipe.batch.accumulate > 1 else "")
-    hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
+    nodes = recipe.hardware.nodes
+    hosts = f" in {nodes} host{'s' * (nodes > 1)}" if nodes else ""
+    hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}{hosts}"
     return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 

@@ -19,7 +19,8 @@ def check_gpus(recipe: Recipe) -> None:
     if recipe.hardware.gpu == CPU:
         raise InputError(
             "gpu: cpu is this machine, one device",
-            "name a GPU, such as hardware.gpu: h100-sxm, or use hardware.count: 1",
+            "name a GPU, such as hardware.gpu: h100-sxm (train and measure take it with --device cpu), "
+            "or use hardware.count: 1",
             field="hardware.count",
             value=recipe.hardware.count,
         )

@@ -96,7 +96,8 @@ VECTOR_WORK = frozenset(
     upsample_bicubic2d _upsample_bicubic2d_aa upsample_bicubic2d_backward upsample_bilinear2d
     _upsample_bilinear2d_aa upsample_bilinear2d_backward upsample_linear1d upsample_nearest1d
     upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d
-    upsample_trilinear3d var_mean _weight_norm_interface _weight_norm_interface_backward where xlogy
+    upsample_trilinear3d var_mean _weight_norm_interface _weight_norm_interface_backward where xlogy __and__
+    __or__ __xor__
     """.split()
 )
 """Elementwise work, reductions, norms, losses, pooling, sorting: their FLOPs are not counted."""
