@@ -125,6 +125,7 @@ def test_shards_of_a_tensor_parallel_rank_are_gathered_over_their_own_group(
         ({"model": {"config": {**TINY_LLAMA, "model_type": "olmo2"}}}, "no plan for olmo2"),
         ({"batch": Batch(micro=1, seq=17)}, "17 tokens cannot"),
         ({"parallel": Parallel(tensor=2, strategy="ddp")}, "whole weights"),
+        ({"precision": "mixed-bf16"}, "FSDP2's own mixed precision"),
         ({"adapter": {"kind": "lora"}}, "adapter.kind"),
         ({"compile": "model"}, "compile"),
         ({"loss": "fused"}, "loss"),
