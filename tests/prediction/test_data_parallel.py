@@ -14,8 +14,10 @@ from trainfit.parallel import ShardedOptimizer
 from trainfit.prediction.estimate import estimate
 from trainfit.prediction.several_ranks import fullest_rank
 from trainfit.prediction.trace import trace
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
+from trainfit.techniques import registry
 from trainfit.virtual.cluster.rank import fake_group
 
 LAYERS = 2
@@ -127,3 +129,13 @@ def test_strategies_that_overlap_hide_communication() -> None:
     time = predicted("overlapped").time
     assert time is not None
     assert time.hidden_communication_s > 0 < time.communication_s < hidden["naive"][1]
+
+
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "bucketed"])
+def test_our_strategies_refuse_to_average_after_every_micro_batch(strategy: str) -> None:
+    mesh = Parallel.model_validate({"strategy": strategy, "sync_each_batch": True})
+    once = recipe(strategy).model_copy(update={"parallel": mesh})
+    registry.check(once)
+    batch = once.batch.model_copy(update={"accumulate": 2})
+    with pytest.raises(InputError, match="averages gradients once a step"):
+        registry.check(once.model_copy(update={"batch": batch}))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench_rows import WHERE
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
@@ -15,6 +16,7 @@ from trainfit.prediction.roofline import op_s
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
+from trainfit.spec.result import Measurement
 from trainfit.spec.sweep import Row
 from trainfit.techniques import registry
 from trainfit.techniques.parallel import fsdp
@@ -87,7 +89,16 @@ def test_hidden_states_are_gathered_before_each_part_and_scattered_after_it() ->
 def test_a_group_of_ranks_reads_one_batch() -> None:
     one = recipe(2, 2)
     found = estimate(one, gpu("h200"), ledger(2, 2, whole=True))
-    row = Row(variant="one", recipe=one.content(), recipe_id="", status="done", estimate=found)
+    measured = Measurement(recipe_id="", status="done", step_s=0.5, environment=WHERE)
+    row = Row(
+        variant="one",
+        recipe=one.content(),
+        recipe_id="",
+        status="done",
+        estimate=found,
+        measurement=measured,
+    )
+    assert (row.samples_per_s, row.tokens_per_s) == (2 * 2 / 0.5, 2 * TOKENS / 0.5)
     assert found.step_s is not None
     assert found.tokens_per_s == pytest.approx(2 * TOKENS / found.step_s)
     assert row.predicted_samples_per_s == pytest.approx(2 * 2 / found.step_s)
@@ -129,6 +140,7 @@ def test_shards_of_a_tensor_parallel_rank_are_gathered_over_their_own_group(
         ({"model": {"config": {**TINY_LLAMA, "model_type": "olmo2"}}}, "no plan for olmo2"),
         ({"batch": Batch(micro=1, seq=17)}, "17 tokens cannot"),
         ({"parallel": Parallel(tensor=2, strategy="ddp")}, "whole weights"),
+        ({"precision": "mixed-bf16"}, "FSDP2's own mixed precision"),
         ({"adapter": {"kind": "lora"}}, "adapter.kind"),
         ({"compile": "model"}, "compile"),
         ({"loss": "fused"}, "loss"),

@@ -82,6 +82,8 @@ def test_tensor_parallel_ranks_have_the_losses_of_one_process_and_keep_their_num
         run(4, "batch.micro=1", resume=True)
     with pytest.raises(AssertionError, match="in the order of the ranks"):
         run(4, "parallel.tensor=2", "model.implementation=native", resume=True)
+    with pytest.raises(AssertionError, match="cannot hold the 8-bit or 4-bit moments of FSDP2's shards"):
+        ranks.run(rank_training.trained, tmp_path / "codes", "fsdp", 2, "optimizer.name=adamw8bit")
 
 
 def test_other_sequences_a_step_are_refused_on_resume(alone) -> None:
@@ -130,13 +132,16 @@ class Hostile:
         return print, ("executed",)
 
 
-def test_an_index_that_holds_anything_but_tensors_is_refused(ranks, tmp_path, capsys) -> None:
+def test_an_index_that_holds_anything_but_tensors_is_refused(ranks, tmp_path, capsys, monkeypatch) -> None:
     ranks.run(rank_training.trained, tmp_path / "run", "ddp", 2)
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
     whole = (folder / ".metadata").read_bytes()
     entry = pickle.loads(whole).storage_data
     foreign = whole.replace(next(iter(entry.values())).relative_path.encode(), b"../0_0.disc")
-    for content in (pickle.dumps(Hostile()), pickle.dumps({}), whole[:100], foreign):
+    (tmp_path / "foreign_module.py").write_text("print('executed')")
+    monkeypatch.syspath_prepend(tmp_path)
+    imports = b"cforeign_module\nfloat32\n."
+    for content in (pickle.dumps(Hostile()), imports, pickle.dumps({}), whole[:100], foreign):
         (folder / ".metadata").write_bytes(content)
         sealed(folder)
         with pytest.raises(InputError, match=r"\.metadata: not shards that trainfit wrote"):

@@ -201,7 +201,7 @@ def trace(
     Args:
         step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run.
             It is called once without arguments. Values on the device are not computed.
-        gpu: name of an NVIDIA GPU in the catalog.
+        gpu: name of a GPU of the catalog that is measured or modelled.
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
         world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
 

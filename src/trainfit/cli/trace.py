@@ -24,7 +24,9 @@ def run(
     arguments: Annotated[
         list[str] | None, Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
     ] = None,
-    gpu: Annotated[str, Option(metavar="NAME", help="An NVIDIA GPU of trainfit gpus.")] = DEFAULT_GPU,
+    gpu: Annotated[
+        str, Option(metavar="NAME", help="A measured or modelled GPU of trainfit gpus.")
+    ] = DEFAULT_GPU,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
     world_size: Annotated[int | None, Option(min=1, metavar="N", help=RANKS_HELP)] = None,
     json: Json = False,

@@ -159,9 +159,10 @@ class Row(Value):
 
     @property
     def samples(self) -> int:
-        """Sequences of one step."""
-        batch = self.recipe["batch"]
-        return batch["micro"] * batch["accumulate"]
+        """Sequences of one step of all GPUs."""
+        batch, count = self.recipe["batch"], self.recipe.get("hardware", {}).get("count", 1)
+        mesh = Parallel(**self.recipe.get("parallel", {})).over(count)
+        return batch["micro"] * batch["accumulate"] * mesh.data_ranks
 
     @property
     def verdict(self) -> str | None:
@@ -190,12 +191,11 @@ class Row(Value):
         """Of all GPUs, as ``predicted_tokens_per_s``."""
         if self.estimate is None or not self.estimate.step_s:
             return None
-        mesh = Parallel(**self.recipe.get("parallel", {})).over(self.estimate.num_gpus)
-        return self.samples * mesh.data_ranks / self.estimate.step_s
+        return self.samples / self.estimate.step_s
 
     @property
     def samples_per_s(self) -> float | None:
-        """Measured: of the median step; where it was only trained, of the steps after the first ten."""
+        """Of all GPUs, measured: of the median step; where only trained, of the steps after the first ten."""
         if self._measured is not None and self._measured.step_s:
             return self.samples / self._measured.step_s
         speed = self._trained.get("speed", {})

@@ -53,7 +53,7 @@ def train(
         device_type = _device_type(options.device)
         registry.check(recipe)
         registry.check_device(recipe, device_type)
-        _refuse_reordered(recipe)
+        _refuse_unsavable(recipe)
     with ExitStack() as stack:
         stack.enter_context(_storage_errors(options))
         resume = partial(folder.how_to_resume, options.folder)
@@ -117,12 +117,21 @@ def _session(
     return Session(step, corpora, options, run, described, flops, observers, progress, newest, ranks)
 
 
-def _refuse_reordered(recipe: Recipe) -> None:
-    """Refuse to save the native decoder's fused projections, whose rows tensor parallel reorders."""
+def _refuse_unsavable(recipe: Recipe) -> None:
+    """Refuse what checkpoints of several ranks cannot hold.
+
+    Tensor parallel reorders the rows of the native decoder's fused projections. Codes of FSDP2's shards are
+    plain tensors that differ by rank under one name.
+    """
     if recipe.mesh.tensor > 1 and recipe.model.implementation == "native":
         problem = "checkpoints would hold the native decoder's fused projections in the order of the ranks"
         remedy = "use model.implementation: hf, or parallel.tensor: 1"
         raise InputError(problem, remedy, field="parallel.tensor", value=recipe.mesh.tensor)
+    name, shards_weights = recipe.optimizer.name, recipe.hardware.count > 1 and recipe.mesh.shards_weights
+    if shards_weights and name in ("adamw8bit", "adamw4bit"):
+        problem = "checkpoints cannot hold the 8-bit or 4-bit moments of FSDP2's shards"
+        remedy = "use optimizer.name: adamw, or parallel.strategy: zero1"
+        raise InputError(problem, remedy, field="optimizer.name", value=name)
 
 
 def _corpora(options: TrainOptions, ranks: Ranks, vocabulary: int, seq: int) -> Corpora:

@@ -7,7 +7,7 @@ read with a list of the classes that it may hold, and after the folder's checksu
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,9 @@ class _Reader(dcp.FileSystemReader):
 
 class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        with suppress(AttributeError):
-            if name in INDEX_HOLDS.get(module, ()) or isinstance(getattr(torch, name), torch.dtype):
-                return super().find_class(module, name)
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in INDEX_HOLDS.get(module, ()):
+            return super().find_class(module, name)
         raise pickle.UnpicklingError(f"an index does not hold {module}.{name}")
 
 

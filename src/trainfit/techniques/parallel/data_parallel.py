@@ -26,6 +26,8 @@ TITLES = {
     "overlapped": "one overlapped all-reduce a parameter",
     "bucketed": "overlapped buckets",
 }
+OURS = ("naive", "flat", "overlapped", "bucketed")
+"""Strategies of ``trainfit.parallel.DataParallel``."""
 
 
 def check(recipe: Recipe) -> None:
@@ -37,6 +39,10 @@ def check(recipe: Recipe) -> None:
         remedy = "use parallel.strategy: fsdp, or leave the other fields of parallel at 1"
         raise refusal(recipe, "parallel.strategy", problem, remedy)
     check_values(recipe, ALLOWED, mesh.strategy)
+    if mesh.strategy in OURS and mesh.syncs_each_batch and recipe.batch.accumulate > 1:
+        problem = f"{mesh.strategy} averages gradients once a step"
+        remedy = "leave sync_each_batch out, or use parallel.strategy: ddp"
+        raise refusal(recipe, "parallel.sync_each_batch", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

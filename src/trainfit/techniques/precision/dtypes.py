@@ -12,9 +12,12 @@ from trainfit.techniques.draft import Draft
 
 def check(recipe: Recipe) -> None:
     """Refuse mixed-bf16 without FSDP2, which casts as it gathers."""
-    if recipe.precision == "mixed-bf16" and not (recipe.hardware.count > 1 and recipe.mesh.shards_weights):
+    mesh = recipe.mesh
+    # With tensor-parallel ranks alone nothing is gathered, and nothing cast.
+    has_fsdp = mesh.shards_weights and mesh.data_ranks * mesh.context > 1
+    if recipe.precision == "mixed-bf16" and not has_fsdp:
         problem = "mixed-bf16 is FSDP2's own mixed precision"
-        remedy = "use precision: amp-bf16, or several GPUs with parallel.strategy: fsdp"
+        remedy = "use precision: amp-bf16, or several GPUs with parallel.strategy: fsdp and parallel.shard"
         raise refusal(recipe, "precision", problem, remedy)
 
 
