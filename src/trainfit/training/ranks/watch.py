@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from trainfit.spec.errors import EXIT_STOPPED
+from trainfit.spec.printable import say
 from trainfit.training.ranks.launch import LAUNCHER
 
 BEAT_S = 0.5
@@ -246,8 +246,7 @@ def _answer(ask: Callable[[], T]) -> T | None:
 
 def _print(message: str) -> None:
     with suppress(OSError):
-        sys.stderr.write(f"trainfit: error: {message}\n")
-        sys.stderr.flush()
+        say(f"trainfit: error: {message}", err=True)
 
 
 def _end(code: int) -> None:
