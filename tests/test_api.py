@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainfit
 from tiny_recipe import TINY_LLAMA
+from trainfit.api.calls import train_options, training_flops
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
 from trainfit.report import results
@@ -152,6 +155,16 @@ def test_measure_and_train_return_values_that_print(forks: None, recipe_file: Pa
     assert f"checkpoint  {out}" in str(run)
     assert "3 of 3" in run._repr_html_()
     assert (out / "run.json").is_file()
+
+
+def test_a_rank_of_the_callers_process_group_trains_without_mfu(tmp_path: Path) -> None:
+    recipe = recipe_from({"model": {"config": TINY_LLAMA}, "hardware": {"count": 2}})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        assert training_flops(recipe, train_options("stories", out=str(tmp_path)), None) is None
+        assert dist.get_world_size() == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_table_holds_the_verdict_and_escapes_what_a_recipe_says(recipe_file: Path) -> None:

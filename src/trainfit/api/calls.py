@@ -16,7 +16,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import parse
 
 if TYPE_CHECKING:
-    from trainfit.training.observer import Observer
+    from trainfit.training.observer import Observer, StepFlops
     from trainfit.training.options import TrainOptions
 
 
@@ -173,22 +173,35 @@ def train_built(
     observers: "Sequence[Observer]" = (),
 ) -> TrainingRun:
     """Train a recipe without open fields; ``notes``: how they were planned."""
-    from trainfit.api.flops import step_flops
     from trainfit.training.log import JsonlLog, TensorBoard
     from trainfit.training.loop import train as run
-    from trainfit.training.observer import StepFlops
     from trainfit.training.progress import ProgressBar
     from trainfit.training.ranks.launch import launched_rank
 
     if launched_rank():  # Rank 0 alone reports.
         return TrainingRun.of(built, run(built, options), notes)
-    model, hardware, peak = step_flops(built, options.device, peak_flops, deterministic=options.deterministic)
-    flops = StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
+    flops = training_flops(built, options, peak_flops)
     bar = ProgressBar() if progress else None
     log = JsonlLog() if bar is None else JsonlLog(bar.note)
     boards = [TensorBoard()] if options.tensorboard else []
     listening = [*([bar] if bar else []), log, *boards, *observers]
     return TrainingRun.of(built, run(built, options, flops=flops, observers=listening), notes)
+
+
+def training_flops(built: Recipe, options: "TrainOptions", peak_flops: float | None) -> "StepFlops | None":
+    """Return a step's FLOPs for MFU and HFU; None in a process that already is a rank of a process group.
+
+    The prediction needs a process group of its own, and a process has one default group.
+    """
+    import torch.distributed as dist
+
+    from trainfit.api.flops import step_flops
+    from trainfit.training.observer import StepFlops
+
+    if dist.is_available() and dist.is_initialized():
+        return None
+    model, hardware, peak = step_flops(built, options.device, peak_flops, deterministic=options.deterministic)
+    return StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
 
 
 def trace(
