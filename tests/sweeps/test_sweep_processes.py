@@ -90,7 +90,7 @@ def test_a_dead_worker_is_a_lost_row_and_a_stopped_or_killed_sweep_leaves_no_pro
         rows = json.loads(stopped.out)["rows"]
         assert [row["status"] for row in rows] == ["lost", "waiting"]
         assert "its worker ended: signal 9" in rows[0]["message"]
-        assert not any(Path(f"/proc/{pid}").exists() for pid in second)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in second), seconds=20)
 
         ending, sweep = begin(pool)  # The lost row is kept; the second variant runs.
         third = measuring(sweep)
