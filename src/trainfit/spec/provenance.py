@@ -22,6 +22,7 @@ def commit() -> str | None:
     return os.environ.get(COMMIT_VARIABLE) or _checked_out(Path(trainfit.__file__).parent)
 
 
+@functools.cache  # Of the code that runs: a later change to the files is not of this process.
 def _checked_out(package: Path) -> str | None:
     # A package installed inside some other project's checkout is not that project's code: it must be tracked.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
