@@ -188,9 +188,9 @@ def presets_section(peaks: dict[str, int]) -> str:
     ]
     for name, spec in ultrascale.PRESETS.items():
         found, peak = ultrascale.memory(spec), peaks.get(name)
-        ours = (
-            f"{format_bytes(peak)} | {found.total / peak - 1:+.1%}" if peak else "several GPUs: not compared | n/a"
-        )
+        ours = "several GPUs: not compared | n/a"
+        if peak:
+            ours = f"{format_bytes(peak)} | {found.total / peak - 1:+.1%}"
         lines.append(f"| {name} | {format_bytes(found.activations)} | {format_bytes(found.total)} | {ours} |")
     return "\n".join(lines)
 
