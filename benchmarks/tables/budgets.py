@@ -1,4 +1,4 @@
-"""Published GPU-hours of Llama 3.1's pretraining, the MFU that they imply, and predictions of the same tokens.
+"""Published GPU-hours of Llama 3.1's pretraining, the MFU that they imply, and predictions at these tokens.
 
 ``python -m benchmarks.tables.budgets`` predicts the recipes anew into results/published-runs/budgets.jsonl.
 """
@@ -47,10 +47,11 @@ BUDGETS = (
     Budget("llama-3.1-70b", 7.0e6, 15e12,
            {"hardware": {"count": 256}, "recompute": "full", "loss": "chunked"}),
     Budget("llama-3.1-405b", 30.84e6, 15.6e12,
-           {"hardware": {"count": 1024}, "parallel": {"tensor": 8}, "recompute": "full", "batch": {"micro": 4}}),
+           {"hardware": {"count": 1024}, "parallel": {"tensor": 8}, "recompute": "full",
+            "batch": {"micro": 4}}),
 )  # fmt: skip
-"""GPU-hours: https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/MODEL_CARD.md (H100-80GB, cumulative,
-"15T+" tokens). The 405B model saw 15.6T tokens: https://arxiv.org/abs/2407.21783, section 3."""
+"""GPU-hours: https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/MODEL_CARD.md (H100-80GB,
+cumulative, "15T+" tokens). The 405B model saw 15.6T tokens: https://arxiv.org/abs/2407.21783, section 3."""
 
 
 def recipe_of(budget: Budget) -> Any:
@@ -72,7 +73,7 @@ def predicted(budget: Budget) -> dict[str, Any]:
     assert found.fits
     assert found.mfu is not None
     return {
-        "model": budget.model, "recipe": describe(found.recipe), "recipe_id": found.recipe_id,
+        "model": budget.model, "words": describe(found.recipe), "recipe_id": found.recipe_id,
         "commit": commit(), "versions": found.versions, "num_gpus": found.num_gpus, "mfu": found.mfu,
         "gpu_hours": run.gpu_hours, "run_s": run.run_s, "dollars": run.dollars,
     }  # fmt: skip
@@ -86,8 +87,8 @@ def rows() -> list[tuple[Budget, dict[str, Any]]]:
 
 def table() -> str:
     """Return published hours and implied MFU, predicted MFU, hours and days."""
-    heads = ["model", "tokens", "published GPU-hours", "MFU by 6N, %", "predicted: H100s", "MFU, %", "GPU-hours",
-             "days", "published / predicted"]  # fmt: skip
+    heads = ["model", "tokens", "published GPU-hours", "MFU by 6N, %", "predicted: H100s", "MFU, %", 
+             "GPU-hours", "days", "published / predicted"]  # fmt: skip
     lines = [
         [
             one.model, format_count(one.tokens), f"{one.gpu_hours:,.0f}", f"{one.mfu:.1%}".rstrip("%"),

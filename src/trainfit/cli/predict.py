@@ -40,15 +40,18 @@ def run(
     if tokens is not None and tokens <= 0:
         raise typer.BadParameter("--tokens must be above 0")
     names = [None] if gpu is None else list(dict.fromkeys(map(str.strip, gpu.split(","))))
-    requested = [
-        options.read_recipe(recipe, options.with_hardware(settings, name, price)) for name in names
-    ]
-    several = len(requested) > 1
-    with options.work(recipe, settings, json=json, record=record):
-        found = [
-            _predicted(one, record, refusable=several, deterministic=deterministic, use_cache=not no_cache)
-            for one in requested
-        ]
+    several = len(names) > 1
+    found: list[Prediction | InputError] = []
+    given = [options.with_hardware(settings, name, price) for name in names]
+    requested = [options.read_recipe(recipe, one) for one in given]
+    for wanted, its_settings in zip(requested, given, strict=True):
+        try:
+            with options.work(recipe, its_settings, json=json, record=record):
+                found.append(_predict(wanted, record, deterministic, use_cache=not no_cache))
+        except InputError as error:
+            if not several:
+                raise
+            found.append(error)
     if several:
         _compare(requested, found, tokens, json=json)
     else:
@@ -57,21 +60,13 @@ def run(
     return EXIT_DOES_NOT_FIT if check and not fits else 0
 
 
-def _predicted(
-    recipe: "Recipe", record: Path | None, *, refusable: bool, **how: bool
-) -> "Prediction | InputError":
-    """Return a recipe's prediction; with ``refusable``, what it is refused for instead."""
+def _predict(recipe: "Recipe", record: Path | None, deterministic: bool, *, use_cache: bool) -> "Prediction":
     from trainfit.api.calls import predict_recipe
     from trainfit.report.console import progress
 
     name = recipe.model.display_name
-    try:
-        with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
-            estimate = predict_recipe(recipe, **how)
-    except InputError as error:
-        if not refusable:
-            raise
-        return error
+    with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
+        estimate = predict_recipe(recipe, deterministic=deterministic, use_cache=use_cache)
     options.keep(record, "predict", estimate.recipe, estimate=estimate)
     return estimate
 

@@ -25,9 +25,10 @@ def show(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None, *, out: C
         tokens: of the run; None: costs are of a million tokens.
     """
     out = out or console()
-    run = "" if tokens is None else f", {format_count(tokens)} tokens"
     count = recipe.hardware.count
-    out.print(f"{describe(recipe).rpartition(', on ')[0]}, on {count} GPU{"s" * (count > 1)}{run}", style="bold")
+    on = f"on {count} GPU{'s' * (count > 1)}"
+    run = "" if tokens is None else f", {format_count(tokens)} tokens"
+    out.print(f"{describe(recipe).rpartition(', on ')[0]}, {on}{run}", style="bold")
     ordered = sorted(found, key=_order)
     best = ordered[0] if _dollars(ordered[0]) is not None and _fits(ordered[0]) else None
     table = Table(_columns(found), ordered, lambda one: one is best).fitted(out.width)
