@@ -52,7 +52,7 @@ def run(
             if not several:
                 raise
             found.append(error)
-    if several:
+    if several or isinstance(found[0], InputError):
         _compare(requested, found, tokens, json=json)
     else:
         _show(found[0], tokens, json=json, verbose=verbose)

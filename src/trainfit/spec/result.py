@@ -162,7 +162,7 @@ class Estimate(Value):
 
 
 class Run(Value):
-    """Time and cost of a run over ``tokens`` tokens at a step's speed; nothing is interrupted or evaluated."""
+    """Time and cost of a run over ``tokens`` tokens at a step's speed, without interruptions."""
 
     tokens: float
     step_tokens: Count  # Of all GPUs
