@@ -18,7 +18,7 @@ def row(point: dict[str, Cell], status: str = "done", **numbers: Cell) -> BenchR
 
 
 def wide(*statuses: str) -> Grid:
-    """Eight lines with three keys and nine numbers besides the times; all others are done."""
+    """Eight lines with three keys and nine numbers after the times; all others are done."""
     rows = []
     for index, (precision, name, context) in enumerate(
         product(("fp32", "amp-bf16"), ("forward", "backward"), (128, 256))
