@@ -7,7 +7,7 @@ from rich.console import Console
 
 from trainfit.report.console import console, rows
 from trainfit.report.prediction_text import amount
-from trainfit.report.table import NOTHING, Column, Table, number_text, share_text
+from trainfit.report.table import Column, Table, or_dash
 from trainfit.report.words import describe
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import OnGpu
@@ -46,10 +46,10 @@ def _columns(found: Sequence[OnGpu]) -> list[Column]:
         Column("device GiB", lambda one: _of(one, "peak_device_bytes", "{:.1f}", GIB), rank=3),
         Column("of GiB", lambda one: _of(one, "device_bytes", "{:.1f}", GIB), rank=4),
         Column("tokens/s predicted", lambda one: _of(one, "tokens_per_s", "{:,.0f}"), rank=2),
-        Column("MFU", lambda one: share_text(one.estimate and one.estimate.mfu), rank=1),
-        Column("time", lambda one: format_seconds(one.run.run_s) if one.run else NOTHING),
-        Column("GPU-hours", lambda one: amount(one.run.gpu_hours) if one.run else NOTHING),
-        Column("$/h a GPU", lambda one: number_text(_price(one), "{:.2f}"), rank=1),
+        Column("MFU", lambda one: or_dash(one.estimate and one.estimate.mfu, "{:.1%}"), rank=1),
+        Column("time", lambda one: or_dash(one.run and one.run.run_s, format_seconds)),
+        Column("GPU-hours", lambda one: or_dash(one.run and one.run.gpu_hours, amount)),
+        Column("$/h a GPU", lambda one: or_dash(_price(one), "{:.2f}"), rank=1),
         Column("cost $" if any(one.run for one in found) else "$ a million tokens", _cost_text),
     ]
     return list(Table(every, found).filled().columns)
@@ -83,12 +83,9 @@ def _dollars(one: OnGpu) -> float | None:
 
 
 def _cost_text(one: OnGpu) -> str:
-    dollars = _dollars(one)
-    if dollars is None:
-        return NOTHING
-    return amount(dollars) if one.run else f"{dollars:.4g}"
+    return or_dash(_dollars(one), amount if one.run else "{:.4g}")
 
 
 def _of(one: OnGpu, name: str, pattern: str, unit: float = 1) -> str:
     value = getattr(one.estimate, name, None)
-    return number_text(None if value is None else value / unit, pattern)
+    return or_dash(None if value is None else value / unit, pattern)
