@@ -43,7 +43,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the state before the first update, besides ``step``."""
+        """Return the state before the first update, without ``step``."""
 
     @abstractmethod
     def _update(

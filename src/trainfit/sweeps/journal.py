@@ -12,8 +12,7 @@ from typing import Any
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import Appender, write_text
-from trainfit.spec.provenance import new_record
-from trainfit.spec.record_line import from_line, lines_of, to_line
+from trainfit.spec.provenance import from_line, lines_of, new_record, to_line
 from trainfit.spec.result import Outcome, Record
 from trainfit.spec.sweep import RESULTS
 from trainfit.sweeps.parts import PartRequest, PartResult

@@ -124,7 +124,7 @@ class Bench:
 
         Args:
             rule: replaces the experiment's rule; the time left caps it.
-            numbers: added to every row besides the rates; read when the runs are over.
+            numbers: added to every row after the rates; read when the runs are over.
             on_host: the work is the CPU's, whatever the device.
             needed_by: points computed from these rows' times: where one is selected, the series runs too.
         """

@@ -88,7 +88,7 @@ class Experiment:
         columns: columns in the order of the tables. Keys of points need one only for a title or a note.
         plots: plots drawn into one figure.
         on_host: all work is the CPU's, whatever device is chosen.
-        files: which files it writes besides its rows; empty: none.
+        files: which files it writes in addition to its rows; empty: none.
     """
 
     title: str

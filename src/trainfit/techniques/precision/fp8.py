@@ -48,7 +48,7 @@ def check(recipe: Recipe) -> None:
         remedy = "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on"
         raise refusal(recipe, "precision", problem, remedy)
     if recipe.adapter is not None:
-        problem = "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients"
+        problem = "the base is frozen under an adapter, and fp8 layers would compute its weights' gradients"
         remedy = "use precision: bf16, with quantize: fp8 to store the base in 8 bits"
         raise refusal(recipe, "precision", problem, remedy)
     if recipe.offload.weights:

@@ -55,7 +55,7 @@ class Beat(NamedTuple):
     ended: bool
 
     def where(self, rank: int) -> str:
-        return f"rank {rank} (process {self.pid}, last heard at step {self.step}, {self.phase})"
+        return f"rank {rank} (process {self.pid}, last seen at step {self.step}, {self.phase})"
 
 
 class Watch:
