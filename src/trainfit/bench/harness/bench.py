@@ -27,10 +27,8 @@ from trainfit.spec.hardware import Gpu
 from trainfit.spec.units import format_seconds
 
 Point = dict[str, Cell]
-Build = Callable[[], Callable[[Lap], object]]
-"""Makes tensors and modules, and returns the function to time."""
-Rates = Callable[[float], Mapping[str, Cell]]
-"""Computes numbers from a median in seconds, such as TFLOP/s."""
+Build = Callable[[], Callable[[Lap], object]]  # Makes tensors and modules, and returns the function to time
+Rates = Callable[[float], Mapping[str, Cell]]  # Computes numbers from a median in seconds, such as TFLOP/s
 Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
 """Status and message of a row without a result."""
 Found = TypeVar("Found")

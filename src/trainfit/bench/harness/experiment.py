@@ -11,8 +11,7 @@ from trainfit.spec.bench import BenchRow, Cell
 if TYPE_CHECKING:
     from trainfit.bench.harness.bench import Bench
 
-MEDIAN = "median_s"
-"""The median of a row's samples, where a number's name is expected."""
+MEDIAN = "median_s"  # The median of a row's samples, where a number's name is expected
 Number = str | Callable[[BenchRow], float | None]
 """The name of a row's number, or a function that computes one from the row."""
 

@@ -21,8 +21,7 @@ from trainfit.spec.bench import Curve
 
 Interval = tuple[float, float]
 COMPUTE, COMMUNICATION = "compute", "communication"
-FULL = 1000
-"""A column of a timeline's curve that is busy throughout."""
+FULL = 1000  # A column of a timeline's curve that is busy throughout
 OPERATIONS = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",

@@ -24,12 +24,10 @@ from typing import Any
 from trainfit.bench.harness.stopwatch import BUSY_S, Stopwatch
 from trainfit.spec.bench import BenchStatus, Spread
 
-Lap = Callable[[str], None]
-"""Called by the timed function where a part of it begins."""
+Lap = Callable[[str], None]  # Called by the timed function where a part of it begins
 TOTAL = "total"
 FIRST_REST_S, LONGEST_REST_S = 0.01, 1.0
-SPIN = 1.5
-"""Multiple of the longest time that the host took to issue a run."""
+SPIN = 1.5  # Multiple of the longest time that the host took to issue a run
 MOST_EXPOSED = 6
 """Samples in a row that the device reached too early; with so many the work itself waits for the device."""
 PATIENCE = 8
