@@ -63,11 +63,9 @@ def app() -> typer.Typer:
     return verbs
 
 
-FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")
-"""The dotted name of a recipe's field."""
+FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")  # The dotted name of a recipe's field
 
-NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
-"""Loggers that warn when transformers imports torchao."""
+NOISY_IMPORTS = ("torchao", "torch.utils._pytree")  # Loggers that warn when transformers imports torchao
 
 
 def _version(wanted: bool) -> None:
