@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from trainfit.spec.recipe import Recipe
 
-EXIT_DOES_NOT_FIT = 1
-"""With ``--check``."""
+EXIT_DOES_NOT_FIT = 1  # With --check
 
 
 def finite(value: float | None) -> float | None:

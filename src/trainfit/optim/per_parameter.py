@@ -19,8 +19,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     Of a sharded parameter (a DTensor) it updates this rank's part.
     """
 
-    _seed: int
-    """Seed of stochastic rounding; each parameter and step derives its own."""
+    _seed: int  # Seed of stochastic rounding; each parameter and step derives its own
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -37,8 +37,7 @@ class Journal:
         self.path = out if self.is_file else out / RECORDS
         self._tags = (*tags, f"{SWEEP_TAG}{sweep}")
         self._file: Appender | None = None
-        self.notes: tuple[str, ...] = ()
-        """Lines for the user about existing records."""
+        self.notes: tuple[str, ...] = ()  # Lines for the user about existing records
         self._newest: dict[str, Record] = {}
         self._measured: dict[str, Record] = {}
         """By recipe: results of measurements that ``trainfit measure`` or older programs recorded."""

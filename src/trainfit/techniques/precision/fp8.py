@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-MULTIPLE = 16
-"""Sizes of ``torch._scaled_mm``'s operands, in elements."""
+MULTIPLE = 16  # Sizes of torch._scaled_mm's operands, in elements
 SMALL = (4096, 1024)
 """(inputs, outputs): a layer with at most this many of both gains nothing (torchao.float8's
 ``_auto_filter_for_tensorwise``)."""
-CAPABILITY = (8, 9)
-"""The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0."""
+CAPABILITY = (8, 9)  # The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0
 
 
 def check(recipe: Recipe) -> None:
