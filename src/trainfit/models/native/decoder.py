@@ -225,7 +225,7 @@ class NativeDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise weights from N(0, initializer_range), biases to 0, norms to 1; on meta if it is recorded."""
+        """Initialise weights from N(0, initializer_range), biases to 0, norms to 1; on meta if recorded."""
         if self.embed.weight.is_meta and not is_deferred():
             return
         for module in self.modules():
