@@ -6,6 +6,7 @@ import json
 from functools import cache
 from typing import Any, NamedTuple
 
+from benchmarks.tables.errors import share
 from benchmarks.tables.joined import RESULTS
 from trainfit.report.table import markdown_grid
 from trainfit.report.words import describe
@@ -95,3 +96,31 @@ def peaks() -> str:
         for one in comparisons()
     ]
     return markdown_grid(heads, lines)
+
+
+@cache
+def scripts() -> tuple[Data, ...]:
+    """Return peaks of users' scripts on two GPUs, and the error of the allocated peak."""
+    rows: dict[str, Data] = {}
+    for name in ("scripts-predicted.jsonl", "scripts-measured.jsonl"):
+        for line in (RESULTS / "several-gpus" / name).read_text("utf-8").splitlines():
+            row = json.loads(line)
+            rows.setdefault(row["script"], {}).update(row)
+    for row in rows.values():
+        measured, predicted = row["ranks"][0]["peak_allocated_bytes"], row["predicted"]
+        row["error"] = (predicted["peak_allocated_bytes"] - measured) / measured
+    return tuple(rows.values())
+
+
+def scripts_table() -> str:
+    """Allocated, reserved and device memory of users' scripts, against their measurements."""
+    lines: list[list[str]] = []
+    for row in scripts():
+        predicted, measured = row["predicted"], row["ranks"][0]
+        pairs = [
+            (predicted[name], measured[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes")
+        ]
+        pairs.append((predicted["peak_device_bytes"], measured["device_bytes_at_end"]))
+        errors = [share((ours - theirs) / theirs, signed=True) for ours, theirs in pairs]
+        lines.append([f"`{row['script']}`", f"{measured['peak_allocated_bytes'] / GIB:.2f}", *errors])
+    return markdown_grid(["script", "allocated, GiB", "error", "reserved error", "device error"], lines)

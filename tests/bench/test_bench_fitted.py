@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from bench_rows import result_of
-from trainfit.cli.bench_text import broken, fitted, show, width_of
+from trainfit.cli.bench_text import BREAKS, broken, fitted, show, width_of
 from trainfit.report.bench_table import Grid, grids
 from trainfit.spec.bench import BenchRow, Cell, Spread
 
@@ -88,7 +88,7 @@ def test_keys_go_into_headings_and_long_names_over_lines() -> None:
 
 
 def test_broken_names_lose_no_letter() -> None:
-    text = broken(KERNEL, 24)
+    text = broken(KERNEL, 24, BREAKS)
     assert max(map(len, text.splitlines())) <= 24
     assert text.replace("\n", "").replace(" ", "") == KERNEL.replace(" ", "")
     assert broken("trainfit/models/native/decoder.py:195", 24) == "trainfit/models/native/\ndecoder.py:195"
