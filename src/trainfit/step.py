@@ -154,10 +154,8 @@ class Step:
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
         self._wrapped, self._before_batch = draft.wrapped, draft.before_batch
-        self.mesh = draft.mesh
-        """The ranks; None: one rank."""
-        self.data_rank = data_rank(draft.mesh)
-        """This rank's number among those that read different data."""
+        self.mesh = draft.mesh  # The ranks; None: one rank
+        self.data_rank = data_rank(draft.mesh)  # This rank's number among those that read different data
         self._steps_in_backward = draft.steps_in_backward
         self.hosted = draft.hosted
         """The decoder blocks whose weights are on the host; None: all weights are on the device."""

@@ -310,9 +310,9 @@ def test_a_share_that_is_not_0_never_reads_0(value: float, shown: str) -> None:
 
 def test_the_lost_commits_are_those_that_git_does_not_hold() -> None:
     named = sorted({commit for counts in commits.rows_by_file().values() for commit in counts})
-    asked = "".join(f"{commit}^{{commit}}\n" for commit in named)
+    lines = "".join(f"{commit}^{{commit}}\n" for commit in named)
     command = ["git", "-C", str(ROOT), "cat-file", "--batch-check"]
-    answer = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    answer = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
     shallow = (ROOT / ".git/shallow").exists()
     if answer.returncode or shallow or not answer.stdout:
         pytest.skip("no whole git history here")

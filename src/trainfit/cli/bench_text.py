@@ -16,12 +16,9 @@ from trainfit.report.console import broken, console, notes, rows
 from trainfit.report.table import GAP
 from trainfit.spec.bench import BenchResult
 
-FEWEST_LINES = 4
-"""Least average number of lines of a table for each value of a key."""
-NARROWEST = 20
-"""Narrowest column of broken names."""
-LINES_PER_TABLE = 8
-"""Lines that a further table counts for."""
+FEWEST_LINES = 4  # Least average number of lines of a table for each value of a key
+NARROWEST = 20  # Narrowest column of broken names
+LINES_PER_TABLE = 8  # Lines that a further table counts for
 BREAKS = r"(?<=[ /_])"  # Where a name may break
 
 

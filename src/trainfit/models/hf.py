@@ -23,8 +23,7 @@ NOT_THE_ARCHITECTURE = (
 )  # fmt: skip
 """Keys of a config.json about code, storage or versions; the recipe has precision and quantisation."""
 
-LOSS_SET = "_trainfit_set_loss_type"
-"""Attribute of a model whose ``loss_type`` was set here."""
+LOSS_SET = "_trainfit_set_loss_type"  # Attribute of a model whose loss_type was set here
 IMPLEMENTATIONS = {"eager": "eager", "triton": NAME}
 """transformers' names of the recipe's attention values; the others are backends of SDPA."""
 

@@ -18,8 +18,7 @@ TIMES = ("median", "spread", "samples")
 SPREAD_NOTE = "spread: from the samples' 10th to their 90th percentile, over the median"
 UNSTEADY_NOTE = "unsteady: the time cap came before the median was known as well as the experiment requires"
 DEVIATION_NOTE = "a ± b: mean and standard deviation of the samples"
-ADVICE = " Including non-PyTorch memory"
-"""An out-of-memory message is cut here: what follows is advice."""
+ADVICE = " Including non-PyTorch memory"  # An out-of-memory message is cut here: what follows is advice
 
 
 @dataclass(frozen=True)

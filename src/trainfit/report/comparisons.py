@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     import rich.table
     from rich.text import Text
 
-MAX_ROWS = 60
-"""Bars of more recipes are not drawn; the page says so."""
+MAX_ROWS = 60  # Bars of more recipes are not drawn; the page says so
 SHORT_OUTCOMES = {"out-of-memory": "OOM", "timeout": "time out", "crashed": "crashed"}
 PEAK = "peak_allocated_bytes"
 

@@ -38,8 +38,7 @@ STYLE: dict[str, Any] = {
 
 Kind = Literal["line", "step", "scatter", "bar", "area", "band"]
 """An ``area`` is stacked on the areas before it; a ``band`` is between ``low`` and ``high``."""
-Bar = tuple[float, float, float, float]
-"""Position, start, length and width."""
+Bar = tuple[float, float, float, float]  # Position, start, length and width
 can_draw = partial(is_installed, "matplotlib")
 
 

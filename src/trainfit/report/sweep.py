@@ -22,8 +22,7 @@ KINDS = {
 VERDICTS = {"fits": "good", "tight": "warning", "does not fit": "bad"}
 LONGEST_MESSAGE = 160  # Characters of a message in a line of progress
 SHORT = {"out-of-memory": "OOM"}
-MAX_ROWS = 60
-"""Bars of more variants are not drawn; the page says so."""
+MAX_ROWS = 60  # Bars of more variants are not drawn; the page says so
 CUT = 1.5  # Bars end at this multiple of the longest measured one, as far longer ones flatten the others
 SPREAD = 6.0  # An axis is logarithmic where the largest value is more than this multiple of the smallest
 

@@ -167,8 +167,7 @@ class NativeDecoder(nn.Module):
     def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.config = config
-        self.num_prefix = 0
-        """Tokens of the prefixes; positions of the sequence start after them."""
+        self.num_prefix = 0  # Tokens of the prefixes; positions of the sequence start after them
         e, v = config.hidden_size, config.vocab_size
         self.embed = Embedding(v, e, padding_idx=config.pad_token_id, dtype=dtype, device=device)
         learned = config.position_embedding == "learned"
