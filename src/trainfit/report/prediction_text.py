@@ -1,6 +1,8 @@
 """A prediction as text for a terminal: what ``trainfit predict`` prints and ``print(estimate)`` shows."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -10,7 +12,7 @@ from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, quantity
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
 
@@ -18,6 +20,7 @@ def show(
     recipe: Recipe | None,
     estimate: Estimate,
     *,
+    run: Run | None = None,
     notes: Sequence[str] = (),
     verbose: bool = False,
     out: Console | None = None,
@@ -26,11 +29,15 @@ def show(
 
     Args:
         recipe: None for the user's own code.
+        run: time and cost of a run of such steps.
         notes: choices made for open fields, and ignored keys of the model's config.
         out: the console; None: standard output.
     """
     out = out or console()
     _answer(out, recipe, estimate)
+    if run is not None:
+        heading(out, f"A run over {format_count(run.tokens)} tokens")
+        rows(out, run_lines(run.model_dump()), "left", "right", "wrap")
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
@@ -122,6 +129,26 @@ def cost(recipe: Recipe | None, estimate: Estimate) -> str:
         return f"no price of {_gpu(recipe, estimate)} is known: give yours, --price USD"
     gpus = f"{money.num_gpus} GPU{'s' * (money.num_gpus > 1)} at {money.price_per_gpu_hour:.2f} $"
     return f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
+
+
+def run_lines(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return time, GPU-hours and cost of a run, from the fields of ``spec.result.Run``."""
+    num_steps = math.ceil(found["tokens"] / found["step_tokens"])
+    steps, hours = f"{num_steps:,} steps of {format_count(found['step_tokens'])} tokens", ""
+    if (bounds := found.get("bounds")) is not None:
+        ends = (bounds["low"], bounds["high"])
+        steps = f"{' to '.join(map(format_seconds, ends))}; {steps}"
+        hours = " to ".join(amount(found["gpu_hours"] * end / found["run_s"]) for end in ends)
+    cost = ["cost", "-", "no price known: give --price"]
+    if found.get("dollars") is not None:
+        cost[1:] = f"{amount(found['dollars'])} $", f"{found['price_per_gpu_hour']:.2f} $ a GPU-hour"
+    time = ["time", format_seconds(found["run_s"]), steps]
+    return [time, ["GPU-hours", amount(found["gpu_hours"]), hours], cost]
+
+
+def amount(value: float) -> str:
+    """Return hours or dollars: whole ones, and three digits of fewer than a hundred."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def of_one(estimate: Estimate) -> str:

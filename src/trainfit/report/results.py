@@ -1,6 +1,5 @@
 """Measurements, training runs and utilisation as text; every result as an HTML table for Jupyter."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -144,10 +143,10 @@ def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:
         notes(out, "Operations without a FLOP rule (counted as 0)", found["ops_without_flops"])
     if "run_s" in found:
         heading(out, f"A run over {format_count(found['tokens'])} tokens")
-        rows(out, _run(found), "left", "right", "wrap")
+        rows(out, predictions.run_lines(found), "left", "right", "wrap")
     elif "dollars" in found:
-        hours = f"{_amount(found['gpu_hours'])} GPU-hours at {found['price_per_gpu_hour']:.2f} $"
-        out.print(f"{hours}: {_amount(found['dollars'])} $")
+        hours = f"{predictions.amount(found['gpu_hours'])} GPU-hours at {found['price_per_gpu_hour']:.2f} $"
+        out.print(f"{hours}: {predictions.amount(found['dollars'])} $")
 
 
 def _used(found: dict[str, Any]) -> list[Line]:
@@ -162,20 +161,6 @@ def _used(found: dict[str, Any]) -> list[Line]:
         ["hardware FLOPs", format_flops(found["hardware_flops"]), "executed, recomputation included"],
         *([name.upper(), f"{found[name]:.2%}", text] for name, text in closed.items()),
     ]
-
-
-def _run(found: dict[str, Any]) -> list[Line]:
-    num_steps = math.ceil(found["tokens"] / found["step_tokens"])
-    cost = ["cost", "-", "no price known: give --price"]
-    if "dollars" in found:
-        cost[1:] = f"{_amount(found['dollars'])} $", f"{found['price_per_gpu_hour']:.2f} $ a GPU-hour"
-    time = ["time", format_seconds(found["run_s"]), f"{num_steps:,} steps"]
-    return [time, ["GPU-hours", _amount(found["gpu_hours"]), ""], cost]
-
-
-def _amount(value: float) -> str:
-    """Return hours or dollars: whole ones, and three digits of fewer than a hundred."""
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def _html(title: str, verdict: str, lines: Sequence[Line], *, good: bool) -> str:
@@ -214,6 +199,6 @@ def training_html(recipe: Recipe, summary: "TrainSummary") -> str:
 
 def usage_html(found: dict[str, Any]) -> str:
     """Return the table of the numbers of ``trainfit.mfu``."""
-    lines = [*_used(found), *(_run(found) if "run_s" in found else [])]
+    lines = [*_used(found), *(predictions.run_lines(found) if "run_s" in found else [])]
     title = f"{found['model']}, {format_count(found['params'])} parameters"
     return _html(title, f"{found['mfu']:.2%} MFU", lines, good=found["mfu"] <= 1)

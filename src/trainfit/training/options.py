@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import Count, PositiveInt, Value
+from trainfit.spec.value import Count, FromPercent, PositiveInt, Value
 
 SYNTHETIC: Literal["stories"] = "stories"
 MAX_SYNTHETIC = 2**24
@@ -56,7 +56,7 @@ class TrainOptions(Value):
     resume: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataSpec = SyntheticData()
-    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    eval_fraction: Annotated[float, Field(ge=0, le=0.5), FromPercent] = 0.05
     """Share of documents held out, chosen by a hash of their text; 0: no evaluation."""
     tokenizer: str | None = None
     """Path of a ``tokenizer.json``. None: a byte-level BPE is trained on the training documents."""
