@@ -1,4 +1,4 @@
-"""Optional packages, imported on use; and techniques of other installed packages (``trainfit.techniques``)."""
+"""Optional packages, imported on use; techniques of other installed packages (``trainfit.techniques``)."""
 
 import importlib
 import importlib.util
