@@ -72,8 +72,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     }
     for block in decoder_blocks(draft.model):
         fully_shard(block, reshard_after_forward=mesh.reshard_after_forward, **options)
-    root = draft.model if draft.body is None else _with_loss(draft)
-    model = fully_shard(root, **options)
+    draft.outermost = draft.model if draft.body is None else _with_loss(draft)
+    model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
