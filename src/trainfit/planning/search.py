@@ -26,13 +26,11 @@ from trainfit.planning.space import (
     Space,
     agree,
     changed,
-    flat,
     space,
     value_in,
-    written,
 )
 from trainfit.spec.errors import InputError
-from trainfit.spec.plan import Found, Plan, Rejection
+from trainfit.spec.plan import Found, Plan, Rejection, flat, written
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB, format_bytes
 

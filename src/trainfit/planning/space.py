@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from trainfit.planning.attention import fastest_kernels
 from trainfit.spec.errors import InputError
+from trainfit.spec.plan import written
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from, set_field
 from trainfit.techniques import registry
@@ -53,11 +54,6 @@ class Space(NamedTuple):
     varies_batch: bool
     excluded: tuple[tuple[Option, str], ...]
     """Options with the reason why they are not tried."""
-
-
-def written(field: str, value: Any) -> str:
-    """Return a field and its value as on a recipe's line."""
-    return f"{field}: {value if isinstance(value, str) else json.dumps(value)}"
 
 
 def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,15 +160,3 @@ def agree(options: Sequence[Option]) -> dict[str, Any] | None:
             if values.setdefault(field, value) != value:
                 return None
     return values
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a recipe's content by dotted field; a model's config and ``recompute`` are one value each."""
-    found: dict[str, Any] = {}
-    for name, value in data.items():
-        whole = f"{prefix}{name}" in (RECOMPUTE, "model.config")
-        if isinstance(value, Mapping) and not whole:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
