@@ -1,4 +1,4 @@
-"""Table of the recipes for several GPUs, of docs/results/accuracy.md."""
+"""Chosen recipes and scripts for several GPUs, of docs/results/accuracy.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from benchmarks.tables.errors import share
 from benchmarks.tables.joined import RESULTS
 from trainfit.report.table import markdown_grid
-from trainfit.report.words import describe
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.result import PHASES
@@ -80,22 +79,6 @@ def _on_two(data: Data) -> Recipe:
 
 def _rows(file: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-
-
-def peaks() -> str:
-    """Predicted peaks and their errors, by recipe."""
-    heads = ["recipe", "allocated, GiB", "error, bytes", "reserved error", "step, measured / predicted"]
-    lines = [
-        [
-            describe(one.recipe).removesuffix(" on 2 x h200").rstrip(","),
-            f"{one.predicted['peak_allocated_bytes'] / GIB:.2f}",
-            f"{one.error_bytes():+,}" if one.error_bytes() else "0",
-            f"{one.reserved_error():+.2%}".replace("%", " %") if one.reserved_error() else "0",
-            f"{one.steps():.2f}",
-        ]
-        for one in comparisons()
-    ]
-    return markdown_grid(heads, lines)
 
 
 @cache

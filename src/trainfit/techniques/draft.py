@@ -67,14 +67,16 @@ class Draft:
     mesh: DeviceMesh | None = None  # The ranks, with the dimensions of recipe.mesh; None: one rank
     before_batch: list[Callable[[bool], None]] = field(default_factory=list)
     """Called before each micro-batch; the argument is True for the last of a step."""
+    outermost: nn.Module | None = None
+    """The module that FSDP2 wraps where that is not the model."""
     wrapped: Forward | None = None
     """The training forward through a data-parallel wrapper; None: model and loss are called directly."""
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
         """True if the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
-        from torch._subclasses.fake_tensor import FakeTensor
+        from torch._guards import active_fake_mode
 
-        is_virtual = isinstance(next(self.model.parameters()), FakeTensor)
+        is_virtual = active_fake_mode() is not None
         return self.device.type == "cpu" and (not is_virtual or recipe.hardware.gpu == CPU)
 
     def trainable(self) -> list[nn.Parameter]:

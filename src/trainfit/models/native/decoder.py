@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainfit.models.deferred_init import is_deferred
 from trainfit.models.native import attention, positions
 from trainfit.models.native.config import NativeConfig
 from trainfit.spec.errors import InputError
@@ -223,8 +224,8 @@ class NativeDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise weights from N(0, initializer_range), biases to 0, norms to 1; nothing on meta."""
-        if self.embed.weight.is_meta:
+        """Initialise weights from N(0, initializer_range), biases to 0, norms to 1; on meta if recorded."""
+        if self.embed.weight.is_meta and not is_deferred():
             return
         for module in self.modules():
             self.init_module(module)
