@@ -90,14 +90,14 @@ class Collective(NamedTuple):
     """One collective operation of this rank."""
 
     name: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``."""
     segment: int
     group: int
     """Group of layers, as of an operation."""
     op: int
     """Index of the operation before it."""
     num_bytes: int
-    """Bytes of the whole tensor: what an all-gather makes, or a reduction takes."""
+    """Bytes of the whole tensor: what an all-gather makes, or a reduction or an all-to-all takes."""
     num_ranks: int
     span: int
     """Distance from the group's first to its last rank, plus one: above the GPUs of a host it leaves it."""
