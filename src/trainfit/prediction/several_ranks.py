@@ -87,8 +87,8 @@ def balanced_experts(order: Order) -> Iterator[About]:
     def about(ledger: Ledger) -> tuple[str, ...]:
         each = kept_by_a_pair(ledger, max(pairs))
         return (
-            f"tokens are routed evenly: each rank computes {max(pairs):,} pairs of a token and an expert in a "
-            f"layer; a rank that receives more needs {each:,} bytes more a pair of every layer",
+            f"tokens are routed evenly: a rank computes {max(pairs):,} pairs of a token and an expert in each "
+            f"layer; one that receives more needs {each:,} bytes for each more in all layers",
         )
 
     with replaced(expert_parallel, "read_sizes", balanced):
