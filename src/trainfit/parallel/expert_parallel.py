@@ -1,8 +1,8 @@
 """Expert parallel: each rank of a group holds a share of every layer's experts, and tokens travel to them.
 
-A rank routes its own tokens. Each pair of a token and a chosen expert is sent to the rank that holds the expert
-by an all-to-all, and its result is sent back (GShard, arXiv:2006.16668). The model's own code computes the
-products, of fewer experts. The groups are taken from the ranks that shard the dense weights, as in torchtitan:
+A rank routes its own tokens. Each pair of a token and a chosen expert is sent by an all-to-all to the rank
+with that expert, and its result is sent back (GShard, arXiv:2006.16668). The model's own code computes the
+products, of fewer experts. Groups are taken from the ranks that shard the dense weights, as in torchtitan:
 expert weights are sharded by FSDP2 over the ranks that are left.
 
 Shapes: t tokens of this rank, k experts a token, p = t * k pairs, r pairs received, h hidden size, e experts,
@@ -11,9 +11,10 @@ n ranks of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -37,23 +38,17 @@ class ExpertRanks(NamedTuple):
     def of(cls, mesh: DeviceMesh, num_ranks: int) -> ExpertRanks:
         """Return groups of ``num_ranks`` neighbours among the ranks of ``mesh["replicate", "shard"]``."""
         replicas, shards = mesh["replicate"].size(), mesh["shard"].size()
-        if shards > num_ranks:
-            shape, names = (replicas, shards // num_ranks, num_ranks), ("replicate", "expert_shard", "expert")
-            ranks = init_device_mesh(mesh.device_type, shape, mesh_dim_names=names)
-            over = ("replicate", "expert_shard") if replicas > 1 else ("expert_shard",)
-            return cls(ranks["expert"], ranks[over])
-        if replicas == 1:
+        if shards * replicas == num_ranks:
             return cls(mesh["shard"], None)
-        alone, _ = dist.new_subgroups(1)
-        assert alone is not None
-        # The group of all shards is used again: another one's communicator would take memory.
-        ranks = DeviceMesh.from_group(
-            [mesh["replicate"].get_group(), alone, mesh["shard"].get_group()],
-            mesh.device_type,
-            mesh.mesh.view(replicas, 1, num_ranks),
-            mesh_dim_names=("replicate", "expert_shard", "expert"),
+        names = ("replicate", "expert_shard", "expert")
+        split = init_device_mesh(
+            mesh.device_type, (replicas, shards // num_ranks, num_ranks), mesh_dim_names=names
         )
-        return cls(ranks["expert"], ranks["replicate", "expert_shard"])
+        # Groups that are there are used again: another one's communicator would take memory.
+        expert = mesh["shard"] if shards == num_ranks else split["expert"]
+        groups = [one.get_group() for one in (mesh["replicate"], split["expert_shard"], expert)]
+        ranks = DeviceMesh.from_group(groups, mesh.device_type, split.mesh, mesh_dim_names=names)
+        return cls(ranks["expert"], ranks[names[:2] if replicas > 1 else names[1:2]])
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -83,7 +78,7 @@ class Routes(NamedTuple):
 
 
 def read_sizes(sizes_2n: Tensor, num_pairs: int) -> list[list[int]]:
-    """Return the pairs to and from each rank, of which ``num_pairs`` are sent; the host waits for the device."""
+    """Return the pairs to and from each rank, ``num_pairs`` of them sent; the host waits for the device."""
     sent, received = sizes_2n.tolist()
     assert sum(sent) == num_pairs, "each pair has an expert"
     return [sent, received]
@@ -93,8 +88,8 @@ def shard_experts(module: nn.Module, ranks: ExpertRanks) -> None:
     """Keep this rank's share of stacked experts, and let the forward send tokens to their experts' ranks.
 
     Args:
-        module: of transformers; its parameters are [e, ...], its forward takes hidden states [t, h], the chosen
-            experts [t, k] and their weights [t, k]. e is a multiple of the number of ranks.
+        module: of transformers; its parameters are [e, ...], its forward takes hidden states [t, h], the
+            chosen experts [t, k] and their weights [t, k]. e is a multiple of the number of ranks.
     """
     for name in module._parameters:
         replace_parameter(module, name, ranks.mesh, Shard(0))
@@ -113,13 +108,13 @@ def fully_shard_experts(block: nn.Module, options: dict[str, Any]) -> set[nn.Par
     """
     alone: set[nn.Parameter] = set()
     for experts in expert_modules(block):
-        mesh = experts.tokens.data_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        mesh = experts.tokens.data_mesh
         if mesh is None:
             alone |= set(experts.parameters())
             continue
         size = mesh.size(mesh.ndim - 1)
         # Shards of equal size: of whole experts, or of each expert's rows.
-        dim = 0 if experts.num_experts % size == 0 else 1  # pyright: ignore[reportOperatorIssue]
+        dim = 0 if experts.num_experts % size == 0 else 1
         # The router's weights keep their dtype.
         policy = replace(options["mp_policy"], cast_forward_inputs=False)
         own = {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": lambda _, dim=dim: Shard(dim)}
@@ -132,7 +127,7 @@ def prefetch(blocks: list[nn.Module]) -> None:
 
     The host waits in each layer for the sizes of its exchange, so it cannot issue gathers ahead of time.
     """
-    for one, following in zip(blocks, blocks[1:], strict=False):
+    for one, following in pairwise(blocks):
         _units(one)[0].set_modules_to_forward_prefetch([*_units(one)[1:], *_units(following)])
         _units(following)[0].set_modules_to_backward_prefetch([*_units(following)[1:], *_units(one)])
 
@@ -142,7 +137,7 @@ def _units(block: nn.Module) -> list[Any]:
     return [block, *(one for one in expert_modules(block) if isinstance(one, FSDPModule))]
 
 
-def expert_modules(model: nn.Module) -> Iterable[nn.Module]:
+def expert_modules(model: nn.Module) -> list[Any]:
     """Return the modules whose experts are shared by ranks."""
     return [one for one in model.modules() if isinstance(getattr(one, "tokens", None), ExpertRanks)]
 
@@ -150,6 +145,7 @@ def expert_modules(model: nn.Module) -> Iterable[nn.Module]:
 @cache
 def _dispatched(kind: type[nn.Module]) -> Callable[..., Tensor]:
     """Return the forward of a class of experts, with the tokens of all ranks of the group."""
+    forward_of_own: Callable[..., Tensor] = kind.forward
 
     def forward(self: Any, x_th: Tensor, experts_tk: Tensor, weights_tk: Tensor) -> Tensor:
         ranks, num_own, k = self.tokens, self.num_experts, experts_tk.shape[1]
@@ -162,14 +158,15 @@ def _dispatched(kind: type[nn.Module]) -> Callable[..., Tensor]:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=ranks.group)
         sizes_2n = torch.stack((counts, arriving)).view(2, num_ranks, num_own).sum(2)
-        routes = Routes(*read_sizes(sizes_2n, order_p.numel()), ranks.group)
+        sent, received = read_sizes(sizes_2n, order_p.numel())
+        routes = Routes(sent, received, ranks.group)
         x_rh = _Dispatch.apply(x_th, order_p, places_p, routes)
         own = torch.arange(num_own, device=x_th.device).repeat(num_ranks)
-        own_r1 = own.repeat_interleave(arriving, output_size=sum(routes.received))[:, None]
+        own_r1 = own.repeat_interleave(arriving, output_size=sum(received))[:, None]
         if not own_r1.numel():  # No kernel has to take an empty product, and every weight gets a gradient.
             x_rh, own_r1 = x_rh.new_zeros((1, x_rh.shape[1])) + x_rh.sum(), own_r1.new_zeros((1, 1))
-        y_rh = kind.forward(self, x_rh, own_r1, torch.ones_like(own_r1, dtype=x_rh.dtype))
-        y_ph = _Combine.apply(y_rh[: sum(routes.received)], order_p, places_p, routes)
+        y_rh: Tensor = forward_of_own(self, x_rh, own_r1, torch.ones_like(own_r1, dtype=x_rh.dtype))
+        y_ph = _Combine.apply(y_rh[: sum(received)], order_p, places_p, routes)
         y_tkh = y_ph.unflatten(0, (-1, k))
         return (y_tkh * weights_tk[..., None]).sum(1).to(x_th.dtype)
 

@@ -1,8 +1,8 @@
 """Traffic and time of a step's collectives. No torch here.
 
 A ring over n ranks sends (n - 1) / n of an all-gather's or a reduce-scatter's whole tensor through each GPU's
-link, and twice that for an all-reduce. An all-to-all sends 1 / n of a rank's tensor to each of the others: of n
-ranks with g in each host, (g - 1) / n through the link inside it and (n - g) / n through the GPU's own port.
+link, and twice that for an all-reduce. An all-to-all sends 1 / n of a rank's tensor to each other rank: with
+g ranks in each host, (g - 1) / n through the link inside it and (n - g) / n through the GPU's own port.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,11 @@ def sent(one: Collective, gpu: Gpu) -> list[tuple[Ring, int]]:
     used = ring(one.num_ranks, one.span, gpu)
     if one.name != "all_to_all" or not used.between_hosts:
         return [(used, round(BUS_SHARE[one.name] * one.num_bytes * (one.num_ranks - 1) / one.num_ranks))]
-    in_host, port, to_each = _in_host(one.num_ranks, one.span, gpu), link(gpu.network), one.num_bytes / one.num_ranks
+    in_host, port, to_each = (
+        _in_host(one.num_ranks, one.span, gpu),
+        link(gpu.network),
+        one.num_bytes / one.num_ranks,
+    )
     outside = Ring(port.bytes_per_s, port.latency_s, between_hosts=True), one.num_ranks - in_host
     ways = [outside] if in_host == 1 else [(ring(in_host, in_host, gpu), in_host - 1), outside]
     return [(way, round(peers * to_each)) for way, peers in ways]
@@ -142,7 +146,8 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     )
     return (
         *repeated,
-        f"collectives: rings{', all-to-alls' * exchanges} at {SUSTAINED:.0%} of the rate of {gpu.link}{between}; "
+        f"collectives: rings{', all-to-alls' * exchanges} at {SUSTAINED:.0%} of the rate of "
+        f"{gpu.link}{between}; "
         "each begins as soon as its data is there, and the computation waits where the code does",
         "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group",
     )

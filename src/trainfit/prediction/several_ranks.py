@@ -53,13 +53,10 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
         else:
             stack.enter_context(_gradients_in_buckets(virtual))
             virtual.about_ranks = lambda _: (EQUAL_RANKS,)
-        about_experts: About = lambda _: ()
+        lines: list[About] = [virtual.about_ranks, lambda _: not_compared(recipe)]
         if recipe.mesh.expert > 1:
-            about_experts = stack.enter_context(balanced_experts(order))
-        about_ranks = virtual.about_ranks
-        virtual.about_ranks = lambda ledger: (
-            *about_ranks(ledger), *about_experts(ledger), *not_compared(recipe)
-        )  # fmt: skip
+            lines.insert(1, stack.enter_context(balanced_experts(order)))
+        virtual.about_ranks = lambda ledger: tuple(line for each in lines for line in each(ledger))
         yield virtual
 
 
@@ -87,8 +84,8 @@ def balanced_experts(order: Order) -> Iterator[About]:
     def about(ledger: Ledger) -> tuple[str, ...]:
         each = kept_by_a_pair(ledger, max(pairs))
         return (
-            f"tokens are routed evenly: a rank computes {max(pairs):,} pairs of a token and an expert in each "
-            f"layer; one that receives more needs {each:,} bytes for each more in all layers",
+            f"tokens are routed evenly: a rank computes {max(pairs):,} pairs of a token and an expert in "
+            f"each layer; one that receives more needs {each:,} bytes for each more in all layers",
         )
 
     with replaced(expert_parallel, "read_sizes", balanced):

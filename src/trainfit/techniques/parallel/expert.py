@@ -55,7 +55,9 @@ def check(recipe: Recipe) -> None:
     holders = mesh.shard // mesh.expert
     sizes = [_size(config, "hidden_size"), _size(config, "moe_intermediate_size", "intermediate_size")]
     if (experts // mesh.expert) % holders and any(size % holders for size in sizes):
-        problem = f"{holders} ranks cannot share {experts // mesh.expert} experts equally, nor an expert's rows"
+        problem = (
+            f"{holders} ranks cannot share {experts // mesh.expert} experts equally, nor an expert's rows"
+        )
         raise refusal(recipe, field, problem, "use more of parallel.replicate, or of parallel.expert")
     if recipe.precision == "mixed-bf16" and holders * mesh.replicate == 1:
         problem = "FSDP2 casts what it gathers, and each expert is on one rank"

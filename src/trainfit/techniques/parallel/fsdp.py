@@ -74,7 +74,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     }
     blocks = decoder_blocks(draft.model)
     for block in blocks:
-        of_block = options | {"reshard_after_forward": mesh.reshard_after_forward}
+        of_block: dict[str, Any] = options | {"reshard_after_forward": mesh.reshard_after_forward}
         if mesh.expert > 1:
             options["ignored_params"] |= fully_shard_experts(block, of_block)
         fully_shard(block, **of_block)
