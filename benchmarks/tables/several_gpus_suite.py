@@ -134,15 +134,16 @@ def _errors(one: Comparison) -> list[str]:
 
 
 @cache
-def fsdp2() -> tuple[Comparison, ...]:
-    """Return the recipes of ``recipes/fsdp2`` that were measured."""
-    return tuple(joined(record for name in SPEED_FILES for record in load(FOLDER / name)))
+def fsdp2(model: str) -> tuple[Comparison, ...]:
+    """Return the measured recipes of one model of ``recipes/fsdp2``, on one and two GPUs."""
+    found = joined(record for name in SPEED_FILES for record in load(FOLDER / name))
+    return tuple(one for one in found if one.recipe.model.config == model)
 
 
 def speed() -> str:
-    """MFU, step time and device memory of ``recipes/fsdp2``."""
+    """MFU, step time and device memory of Qwen3-14B in ``recipes/fsdp2``."""
     lines: list[list[str]] = []
-    for one in fsdp2():
+    for one in fsdp2("qwen3-14b"):
         assert one.predicted is not None
         assert one.measured is not None
         found = one.measured
@@ -163,6 +164,48 @@ def speed() -> str:
         "error",
     ]
     return markdown_grid(heads, lines)
+
+
+def scaling_pairs() -> list[tuple[Comparison, Comparison]]:
+    """Return each recipe of Llama-3.1-8B on two GPUs after the one with the same batch on one."""
+    found = fsdp2("llama-3.1-8b")
+    alone = {one.recipe.batch: one for one in found if one.recipe.hardware.count == 1}
+    return [(alone[one.recipe.batch], one) for one in found if one.recipe.hardware.count == 2]
+
+
+def scaled(alone: Comparison, several: Comparison) -> float:
+    """Return the speed of each of several GPUs over the speed of one alone, measured."""
+    assert alone.measured is not None
+    assert several.measured is not None
+    return (alone.measured.step_s or 0.0) / (several.measured.step_s or 1.0)
+
+
+def scaling() -> str:
+    """Step times of Llama-3.1-8B on one and on two GPUs, with the same batch on each."""
+    lines: list[list[str]] = []
+    for alone, several in scaling_pairs():
+        batch, parallel = several.recipe.batch, several.recipe.parallel
+        name = strategy_of(several)
+        if name == "fsdp":
+            name += ", resharded" if parallel.reshard_after_forward else ", gathered once"
+        times = [1e3 * (one.measured.step_s or 0.0) for one in (alone, several) if one.measured is not None]
+        lines.append(
+            [
+                f"{batch.micro} x {batch.seq}" + f" x {batch.accumulate}" * (batch.accumulate > 1), name,
+                *(f"{time:,.0f}" for time in times), f"{scaled(alone, several):.1%}".replace("%", " %"),
+                f"{ratio(several) or 0:.2f}",
+            ]
+        )  # fmt: skip
+    heads = ["batch a GPU", "strategy", "step on 1, ms", "on 2, ms", "speed a GPU", "measured / predicted"]
+    return markdown_grid(heads, lines)
+
+
+def context() -> str:
+    """Peaks and step times of context parallel on two GPUs."""
+    names = ("context-predicted.jsonl", "context-measured.jsonl")
+    found = joined(record for name in names for record in load(FOLDER / name))
+    heads = ["recipe", *PEAKS, "step, measured / predicted"]
+    return markdown_grid(heads, [[_words(one), *_errors(one), f"{ratio(one) or 0:.2f}"] for one in found])
 
 
 def verdicts(pairs: Sequence[Comparison]) -> dict[tuple[bool, str], int]:

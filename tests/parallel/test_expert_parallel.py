@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import expert_training as cases
-from parallel_cases import Ranks
+from rank_processes import Ranks
 from trainfit.spec.recipe import Batch
 
 EQUAL = 2e-6

@@ -150,7 +150,7 @@ def test_a_cache_that_cannot_be_used_is_done_without(tmp_path: Path, monkeypatch
     blocked = tmp_path / "c" / f"{cache.key(recipe)}.json.gz"
     blocked.mkdir(parents=True)  # a folder where the ledger should be
     assert predict(recipe).peak_allocated_bytes > 0
-    assert list((tmp_path / "c").iterdir()) == [blocked]  # and no draft left beside it
+    assert list((tmp_path / "c").iterdir()) == [blocked]  # and no draft left next to it
 
 
 def save_and_load(times: int, folder: str) -> int:

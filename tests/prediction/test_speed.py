@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import counted_calls
-from machine_speed import slowness
+from counted_calls import slowness
 from tiny_recipe import tiny_recipe
 from trainfit.planning.recompute import plan
 from trainfit.prediction.estimate import predict

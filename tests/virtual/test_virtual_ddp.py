@@ -55,7 +55,7 @@ def test_one_bucket_is_reduced_in_the_first_step_and_two_in_the_second() -> None
     found = [(one.name, one.num_bytes) for one in ledger.collectives]
     assert found == [
         ("broadcast", 4 * MATRIX),  # rank 0's parameters
-        ("all_reduce", 4 * MATRIX),  # The first backward has one bucket, whatever the size asked for.
+        ("all_reduce", 4 * MATRIX),  # The first backward has one bucket, whatever the bucket size.
         ("all_reduce", 2 * MATRIX),
         ("all_reduce", 2 * MATRIX),
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Storage
 
-FORMAT = 9
+FORMAT = 10
 """Version of the file format; other versions are not read."""
 OP_NAMES, STORAGE_NAMES = (
     frozenset(at for at, kind in enumerate(row.__annotations__.values()) if kind is str)
@@ -67,4 +67,7 @@ def load(path: Path) -> Ledger:
 
 
 def _named(row: list[Any], name_fields: frozenset[int], names: list[str]) -> Iterator[Any]:
-    return (names[value] if at in name_fields else value for at, value in enumerate(row))
+    return (
+        names[value] if at in name_fields else tuple(value) if isinstance(value, list) else value
+        for at, value in enumerate(row)
+    )

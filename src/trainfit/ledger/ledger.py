@@ -84,6 +84,12 @@ class Op(NamedTuple):
     """Attention: queries per sequence."""
     masked: bool = False
     """Attention: a mask or bias tensor is added to the scores."""
+    shape: tuple[int, ...] = ()
+    """Matrix product: batch, m, n, k."""
+    layout: str = ""
+    """How tensors lie in memory, where it decides the speed (virtual/cuda/op_layout.py)."""
+    host: tuple[int, int, int] = (0, 0, 0)
+    """Views, module calls and compiled graphs that the host ran since the entry before."""
 
 
 class Collective(NamedTuple):

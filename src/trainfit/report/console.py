@@ -12,12 +12,7 @@ from trainfit.spec.files import writing
 from trainfit.spec.printable import STANDARD_OUTPUT
 from trainfit.spec.terminal import Terminal
 
-EIGHTHS = " ▏▎▍▌▋▊▉"
-
-
-def console() -> Console:
-    """Return a console on standard output that reads no styles out of text."""
-    return Terminal()
+console = Terminal  # On standard output; it reads no styles out of text.
 
 
 @contextmanager
@@ -40,7 +35,7 @@ def bar(share: float, width: int, *, blocks: bool = True) -> str:
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     if not blocks:
         return "#" * round(eighths / 8)
-    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).rstrip()
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
 
 
 def can_draw(out: Console) -> bool:
@@ -65,14 +60,14 @@ def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str, min
         out.file.flush()
 
 
-def broken(text: str, width: int) -> str:
-    """Return text broken into lines of at most ``width`` characters, at spaces and before dots."""
+def broken(text: str, width: int, at: str = r"(?=[. ])") -> str:
+    """Return text on lines of at most ``width`` characters, broken where the pattern ``at`` matches."""
     lines = [""]
-    for part in re.split(r"(?=[. ])", text):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
+    for part in re.split(at, text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
             lines.append("")
         lines[-1] += part if lines[-1] else part.lstrip(" ")
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def heading(out: Console, text: str) -> None:
@@ -83,7 +78,6 @@ def heading(out: Console, text: str) -> None:
 
 def notes(out: Console, title: str, items: Sequence[str]) -> None:
     """Print a title and one bullet an item; nothing where there are none."""
-    if not items:
-        return
-    heading(out, title)
-    rows(out, [["-", item] for item in items], "left", "wrap")
+    if items:
+        heading(out, title)
+        rows(out, [["-", item] for item in items], "left", "wrap")

@@ -161,6 +161,27 @@ class Estimate(Value):
         return self.device_bytes - self.peak_device_bytes
 
 
+class Run(Value):
+    """Time and cost of a run over ``tokens`` tokens at a step's speed, without interruptions."""
+
+    tokens: float
+    step_tokens: Count  # Of all GPUs
+    run_s: Seconds
+    gpu_hours: float
+    price_per_gpu_hour: float | None = None  # US dollars; None: not known
+    dollars: float | None = None
+    bounds: Interval | None = None  # Of ``run_s``, those of the step
+
+
+class OnGpu(Value):
+    """The prediction of a recipe on one of several kinds of GPU, and a run's time and cost on it."""
+
+    gpu: str
+    estimate: Estimate | None = None
+    run: Run | None = None  # None: no tokens given, or no speed known
+    refused: str = ""  # Why there is no estimate
+
+
 class RankMeasurement(Value):
     """Memory and time of one of several ranks."""
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
     from trainfit.techniques.draft import Draft
 
-Data = dict[str, Any]
-"""Fields of a recipe as plain data."""
+Data = dict[str, Any]  # Fields of a recipe as plain data
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,9 @@ class Draw:
 class Technique:
     """One change to a plain training step. A module of this package declares it as ``TECHNIQUE``."""
 
-    name: str
-    """As in records and pages."""
-    order: int
-    """Techniques are applied by ascending order."""
-    title: str
-    """As in tables, and as the heading of its paragraph in docs/reference/techniques.md."""
+    name: str  # As in records and pages
+    order: int  # Techniques are applied by ascending order
+    title: str  # As in tables, and as the heading of its paragraph in docs/reference/techniques.md
     apply: Callable[[Recipe, Draft], None] = lambda recipe, draft: None
     """Changes the draft. Torch is imported inside."""
     covers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -62,10 +58,8 @@ class Technique:
     """A few words for tables of recipes; empty where there is nothing to say."""
     examples: tuple[Data, ...] = ()
     """Fields that turn it on, together with ``needs``; by default the first value of ``covers``."""
-    variants: tuple[Data, ...] = ()
-    """Further fields that turn it on, which no record of results measures."""
-    needs: Data = field(default_factory=dict)
-    """Fields that the examples, and their control, require."""
+    variants: tuple[Data, ...] = ()  # Further fields that turn it on, which no record of results measures
+    needs: Data = field(default_factory=dict)  # Fields that the examples, and their control, require
     draw: Draw = Draw()
     build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
     """(recipe, on_model, **options of ``build_model``) -> model, blocks whose weights are on the host."""

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-LEAST_NORM = 1e-6
-"""Added to the norm before dividing by it, as torch does."""
+LEAST_NORM = 1e-6  # Added to the norm before dividing by it, as torch does
 
 
 def check(recipe: Recipe) -> None:

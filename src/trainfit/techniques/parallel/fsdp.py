@@ -78,8 +78,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         if mesh.expert > 1:
             options["ignored_params"] |= fully_shard_experts(block, of_block)
         fully_shard(block, **of_block)
-    root = draft.model if draft.body is None else _with_loss(draft)
-    model = fully_shard(root, **options)
+    draft.outermost = draft.model if draft.body is None else _with_loss(draft)
+    model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
     if mesh.expert > 1:
         prefetch(blocks)
