@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainfit.api.calls import measure, predict, trace, train
     from trainfit.api.mfu import mfu
+    from trainfit.api.plans import plan
     from trainfit.api.recipes import load_recipe
     from trainfit.spec.errors import InputError
     from trainfit.spec.recipe import Recipe
@@ -25,6 +26,7 @@ __all__ = [
     "load_recipe",
     "measure",
     "mfu",
+    "plan",
     "predict",
     "trace",
     "train",
@@ -38,6 +40,7 @@ _MODULES = {
     "load_recipe": "api.recipes",
     "measure": "api.calls",
     "mfu": "api.mfu",
+    "plan": "api.plans",
     "predict": "api.calls",
     "trace": "api.calls",
     "train": "api.calls",

@@ -62,15 +62,19 @@ def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = Fal
     return estimate(recipe, gpu, ledger)
 
 
-def ledger_of(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
-    """The recipe's ledger, from the cache or traced."""
+def ledger_of(
+    recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False, shorten: bool = False
+) -> Ledger:
+    """The recipe's ledger, from the cache or traced; ``shorten``: as ``trace`` takes it."""
     kept = cache.load(recipe, deterministic=deterministic) if use_cache else None
     if kept is not None:
         return kept
-    from trainfit.prediction.trace import trace
+    from trainfit.prediction.trace import trace, trace_whole
 
-    ledger = trace(recipe, deterministic=deterministic)
-    cache.save(recipe, ledger, deterministic=deterministic)
+    shorten = shorten and trace_whole(recipe)
+    ledger = trace(recipe, deterministic=deterministic, shorten=shorten)
+    if not shorten:  # A shortened one is no prediction.
+        cache.save(recipe, ledger, deterministic=deterministic)
     return ledger
 
 
