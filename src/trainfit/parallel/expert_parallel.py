@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.parallel.tensor_parallel import adopt, replace_parameter
 
@@ -41,13 +42,13 @@ class ExpertRanks(NamedTuple):
         if shards * replicas == num_ranks:
             return cls(mesh["shard"], None)
         names = ("replicate", "expert_shard", "expert")
-        split = init_device_mesh(
-            mesh.device_type, (replicas, shards // num_ranks, num_ranks), mesh_dim_names=names
-        )
-        # Groups that are there are used again: another one's communicator would take memory.
-        expert = mesh["shard"] if shards == num_ranks else split["expert"]
-        groups = [one.get_group() for one in (mesh["replicate"], split["expert_shard"], expert)]
-        ranks = DeviceMesh.from_group(groups, mesh.device_type, split.mesh, mesh_dim_names=names)
+        shape = replicas, shards // num_ranks, num_ranks
+        with _disable_current_modes():  # A mesh reads its ranks, which fake tensors do not have.
+            split = init_device_mesh(mesh.device_type, shape, mesh_dim_names=names)
+            # Groups that are there are used again: another one's communicator would take memory.
+            expert = mesh["shard"] if shards == num_ranks else split["expert"]
+            groups = [one.get_group() for one in (mesh["replicate"], split["expert_shard"], expert)]
+            ranks = DeviceMesh.from_group(groups, mesh.device_type, split.mesh, mesh_dim_names=names)
         return cls(ranks["expert"], ranks[names[:2] if replicas > 1 else names[1:2]])
 
     @property
