@@ -47,9 +47,9 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
             stack.enter_context(own_chunks())
             virtual.about_ranks = lambda _: (LARGEST_SHARDS,)
         elif strategy in ("ddp", "zero1"):
-            first_buckets = stack.enter_context(ddp_on_fakes(virtual.tracer))
+            stack.enter_context(ddp_on_fakes(virtual.tracer))
             about = stack.enter_context(fullest_rank()) if strategy == "zero1" else lambda _: (EQUAL_RANKS,)
-            virtual.about_ranks = lambda ledger: (*first_buckets.assumptions(ledger), *about(ledger))
+            virtual.about_ranks = about
         else:
             stack.enter_context(_gradients_in_buckets(virtual))
             virtual.about_ranks = lambda _: (EQUAL_RANKS,)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainfit.catalog.load import model_config
+from trainfit.catalog.load import gpu, model_config
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal, value_at
+from trainfit.techniques.base import Data, Offer, Technique, refusal, value_at
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 
@@ -131,6 +131,17 @@ def _trace_whole(recipe: Recipe) -> bool:
     return int(config.get("num_hidden_layers", 0)) <= MAX_TRACED_LAYERS  # pyright: ignore[reportArgumentType]
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    """Offer parameters that stay gathered between forward and backward, and shards within each host."""
+    count, in_host = recipe.hardware.count, gpu(recipe.hardware.gpu).gpus_per_host
+    if count == 1:
+        return ()
+    meshes: list[Data] = [{"reshard_after_forward": False}]
+    if count > in_host and count % in_host == 0:
+        meshes.append({"replicate": count // in_host, "shard": in_host})
+    return tuple(Offer({"parallel": mesh}) for mesh in meshes)
+
+
 TECHNIQUE = Technique(
     name="fsdp",
     order=235,
@@ -147,4 +158,5 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}, "parallel": {"reshard_after_forward": False}},
     ),
     trace_whole=_trace_whole,
+    offers=_offers,
 )
