@@ -113,7 +113,7 @@ def plan(recipe: Recipe) -> Plan:
 def _fitting(recipe: Recipe, found: Candidates) -> Plan:
     """Return the fastest plan found that fits on the GPU with ``least_headroom`` free.
 
-    What the device holds beside a plan's evaluated bytes differs from plan to plan. That of the last traced
+    What the device holds next to a plan's evaluated bytes differs from plan to plan. That of the last traced
     one selects the next: a smaller plan after one that is too large, a faster one where room is left.
     """
     gpu = find_gpu(recipe.hardware.gpu)
