@@ -15,6 +15,7 @@ from trainfit.prediction import attention_time, cache, communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Cost, Estimate, Interval
 from trainfit.spec.units import format_bytes
@@ -58,19 +59,25 @@ def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = Fal
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
     """
     gpu = find_gpu(recipe.hardware.gpu)
+    if recipe.mesh.pipeline > 1:
+        from trainfit.prediction.pipeline import estimate_pipeline
+
+        return estimate_pipeline(recipe, gpu, use_cache=use_cache, deterministic=deterministic)
     ledger = ledger_of(recipe, use_cache=use_cache, deterministic=deterministic)
     return estimate(recipe, gpu, ledger)
 
 
-def ledger_of(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
-    """The recipe's ledger, from the cache or traced."""
-    kept = cache.load(recipe, deterministic=deterministic) if use_cache else None
+def ledger_of(
+    recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False, stage: Stage | None = None
+) -> Ledger:
+    """The recipe's ledger, or that of one stage of its pipeline, from the cache or traced."""
+    kept = cache.load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
     if kept is not None:
         return kept
     from trainfit.prediction.trace import trace
 
-    ledger = trace(recipe, deterministic=deterministic)
-    cache.save(recipe, ledger, deterministic=deterministic)
+    ledger = trace(recipe, deterministic=deterministic, stage=stage)
+    cache.save(recipe, ledger, deterministic=deterministic, stage=stage)
     return ledger
 
 
@@ -79,7 +86,11 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     gpu = communication.on_hosts(gpu, recipe.hardware)
     replayed, fits = replay_on(gpu, ledger)
     time = roofline(ledger, gpu)
-    found = summary(gpu, ledger, replayed, time, fits=fits)
+    return of_recipe(recipe, gpu, ledger, summary(gpu, ledger, replayed, time, fits=fits), time)
+
+
+def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: Roofline | None) -> Estimate:
+    """Return the Estimate with what the recipe adds: tokens a second, cost, assumptions and bounds."""
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
     tokens_per_s = tokens / found.step_s if found.step_s else None
     return found.model_copy(

@@ -21,7 +21,7 @@ from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Technique, refusal, value_at
 
-NOT_COVERED = ("parallel.expert", "parallel.pipeline")
+NOT_COVERED = ("parallel.expert",)
 """Fields that no technique implements yet: only their defaults are accepted."""
 
 DESCRIBED = (

@@ -73,8 +73,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     for block in decoder_blocks(draft.model):
         fully_shard(block, reshard_after_forward=mesh.reshard_after_forward, **options)
     root = draft.model if draft.body is None else _with_loss(draft)
+    if mesh.pipeline > 1:  # Of several micro-batches in flight none finds what another one gathered.
+        options["reshard_after_forward"] = mesh.reshard_after_forward
     model = fully_shard(root, **options)
     assert isinstance(model, FSDPModule)
+    if mesh.pipeline > 1 and not mesh.reshard_after_forward:
+        draft.before_batch.append(model.set_reshard_after_backward)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
 
