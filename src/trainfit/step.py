@@ -50,13 +50,14 @@ def assemble(
         on_model: called with the bare model before any technique changes it.
         compiler: compiles a module in place; None: ``module.compile()``.
         mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
-        stage: the stage of a pipeline that ``on_model`` leaves of the model.
+        stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
             a sequence.
     """
-    registry.check(recipe)
+    if stage is None:
+        registry.check(recipe)
     _seed(recipe.seed)
     model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)

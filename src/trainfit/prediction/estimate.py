@@ -70,7 +70,14 @@ def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = Fal
 def ledger_of(
     recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False, stage: Stage | None = None
 ) -> Ledger:
-    """The recipe's ledger, or that of one stage of its pipeline, from the cache or traced."""
+    """The recipe's ledger, or that of one stage of its pipeline, from the cache or traced.
+
+    Of a whole pipeline it is that of the GPU with the highest peak (``stage_ledger.composed``).
+    """
+    if stage is None and recipe.mesh.pipeline > 1:
+        from trainfit.prediction.pipeline import fullest_ledger
+
+        return fullest_ledger(recipe, use_cache=use_cache, deterministic=deterministic)
     kept = cache.load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
     if kept is not None:
         return kept

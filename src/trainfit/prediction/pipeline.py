@@ -115,10 +115,9 @@ class _Pipeline:
         traced: dict[Stage, _Stage] = {}
         self.traced: list[_Stage] = []
         for stage in self.stages:
-            # Blocks are all equal: which of them a stage in the middle has changes nothing.
-            alike = stage._replace(first_block=min(stage.first_block, 1))
+            alike = stage._replace(first_block=0)  # Blocks are all equal.
             if alike not in traced:
-                ledger = ledger_of(_traced_recipe(recipe, stage), stage=alike, **options)
+                ledger = ledger_of(_traced_recipe(recipe, alike), stage=alike, **options)
                 traced[alike] = _Stage(ledger, self.gpu)
             self.traced.append(traced[alike])
         self.sent_bytes = prod(hidden_shape(recipe)) * (2 if recipe.precision in ("bf16", "mixed-bf16") else 4)
@@ -306,8 +305,10 @@ class _Pipeline:
 
 
 def _traced_recipe(recipe: Recipe, stage: Stage) -> Recipe:
-    """Return the recipe of a stage's trace: few micro-batches, and a loss where the stage has one."""
+    """Return the recipe of a stage's trace: its blocks, few micro-batches, and a loss where it has one."""
+    config = {**model_config(recipe.model.config), "num_hidden_layers": stage.num_blocks}
+    model = recipe.model.model_copy(update={"config": config})
     batch = recipe.batch.model_copy(update={"accumulate": min(recipe.batch.accumulate, TRACED)})
     parallel = recipe.parallel.model_copy(update={"schedule": "1f1b", "virtual_stages": None})
     no_loss = {} if stage.is_last else {"loss": "standard", "loss_terms": LossTerms()}
-    return recipe.model_copy(update={"batch": batch, "parallel": parallel, **no_loss})
+    return recipe.model_copy(update={"model": model, "batch": batch, "parallel": parallel, **no_loss})

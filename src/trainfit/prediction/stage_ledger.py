@@ -7,7 +7,7 @@ between, and the last, which reduces them.
 
 from collections.abc import Sequence
 
-from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, LiveEvent, RepeatError, Segment
+from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, LiveEvent, RepeatError, Segment, Storage
 from trainfit.spec.pipeline import Action
 
 TRACED = 3
@@ -66,13 +66,16 @@ class _Composer:
         self.events: list[dict[int, list[LiveEvent]]] = [{} for _ in traced]
         for events, ledger in zip(self.events, traced, strict=True):
             for event in ledger.expand():
-                events.setdefault(event.segment, []).append(event)
+                if event.num_bytes:  # FSDP2 keeps parameters that are not gathered with none.
+                    events.setdefault(event.segment, []).append(event)
         freed = [{event.storage for event in one.events if event.kind == FREE} for one in traced]
         self.kept = [
             {index for index, s in enumerate(one.storages) if s.category == "workspace" and index not in gone}
             for one, gone in zip(traced, freed, strict=True)
         ]
         """Workspaces that libraries keep, by stage; all stages share them."""
+        self.storages: dict[tuple[int, int], Storage] = {}
+        """Stage and number of a traced storage -> as in the composed ledger."""
         self.num_ops = [sum(len(one.ops) for one in traced[:chunk]) for chunk in range(len(traced))]
 
     def begin(self, step: str, phase: str) -> None:
@@ -104,10 +107,14 @@ class _Composer:
                 self._allocate(chunk, event, micro_batch)
 
     def _allocate(self, chunk: int, event: LiveEvent, micro_batch: int) -> None:
-        storage, index = self.traced[chunk].storages[event.storage], len(self.out.storages)
-        stream = storage.stream + chunk * MAX_STREAMS * (storage.stream > 0)
-        op = storage.op + self.num_ops[chunk] * (storage.op >= 0)
-        self.out.storages.append(storage._replace(group=NO_LAYER, op=op, stream=stream))
+        index, found = len(self.out.storages), self.storages.get((chunk, event.storage))
+        if found is None:
+            found = self.traced[chunk].storages[event.storage]
+            stream = found.stream + chunk * MAX_STREAMS * (found.stream > 0)
+            op = found.op + self.num_ops[chunk] * (found.op >= 0)
+            found = found._replace(group=NO_LAYER, op=op, stream=stream)
+            self.storages[chunk, event.storage] = found
+        self.out.storages.append(found)
         self.alive.setdefault((chunk, event.key), {})[micro_batch] = index
         self._add(ALLOCATE, index)
 
@@ -115,7 +122,8 @@ class _Composer:
         copies = self.alive.get((chunk, event.key))
         if not copies:
             raise RepeatError(f"{self.traced[chunk].storages[event.storage].path} is freed twice")
-        freed = [micro_batch] if micro_batch in copies else list(copies)
+        own = micro_batch != OF_NONE and micro_batch in copies
+        freed = [micro_batch] if own else list(copies)
         for one in freed:
             self._add(FREE, copies.pop(one))
 

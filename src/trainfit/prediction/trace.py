@@ -147,8 +147,8 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
                 technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Behind frozen weights the first layer's input has no gradient, and its graph differs.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
-            # With tensor parallel it splits the tokens.
-            first_differs = first_differs or (recipe.mesh.tensor > 1 and (stage is None or stage.is_first))
+            # With tensor parallel it splits the tokens, in a pipeline it receives them.
+            first_differs = first_differs or recipe.mesh.tensor * recipe.mesh.pipeline > 1
             found, repeats, removed = trim_layers(
                 layer_lists(model),
                 first_differs=first_differs,

@@ -34,6 +34,7 @@ def show(
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
+    _pipeline(out, estimate)
     _holders(out, estimate)
     heading(out, f"One step{_of_one(estimate)}")
     rows(out, _step_lines(estimate), "left", "right", "wrap")
@@ -174,6 +175,29 @@ def phase_lines(phases: Phases) -> list[list[str]]:
     return lines
 
 
+def _pipeline(out: Console, estimate: Estimate) -> None:
+    """Print a row for each position of a pipeline; equal neighbours are one row."""
+    if not estimate.pipeline:
+        return
+    heading(out, f"Pipeline{_bubble(estimate)}")
+    titles = ["GPU", "blocks", "in flight", "peak", "forward", "backward", "idle in a step"]
+    lines = [titles]
+    for number, one in enumerate(estimate.pipeline):
+        blocks = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in one.blocks)
+        times = [one.forward_s, one.backward_s, one.idle_s]
+        lines.append(
+            [str(number), blocks, str(one.in_flight), format_bytes(one.peak_device_bytes)]
+            + ["" if seconds is None else format_seconds(seconds) for seconds in times]
+        )
+    rows(out, lines, "left", "left", *(["right"] * 5))
+
+
+def _bubble(estimate: Estimate) -> str:
+    if estimate.bubble is None:
+        return ""
+    return f": GPUs wait for other stages {estimate.bubble:.1%} of the forwards' and backwards' time"
+
+
 def _holders(out: Console, estimate: Estimate) -> None:
     if estimate.code is None:
         return
@@ -217,7 +241,8 @@ def _parts(estimate: Estimate) -> str:
     if estimate.time is None:
         return ""
     parts = [("matmul", estimate.time.matmul_s), ("memory", estimate.time.memory_s),
-             ("communication", estimate.time.communication_s), ("host", estimate.time.host_s)]  # fmt: skip
+             ("communication", estimate.time.communication_s), ("host", estimate.time.host_s),
+             ("waiting for other stages", estimate.time.bubble_s)]  # fmt: skip
     hidden_s = estimate.time.hidden_communication_s
     hidden = f"; behind them {format_seconds(hidden_s)} of communication" if hidden_s else ""
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds) + hidden
