@@ -61,7 +61,9 @@ def assemble(
     _seed(recipe.seed)
     model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)
-    draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted, mesh=mesh, stage=stage)
+    draft = Draft(
+        model, device, compiler or (lambda module: module.compile()), hosted, mesh=mesh, stage=stage
+    )
     for technique in registry.in_order():
         if technique.applies(recipe):
             technique.apply(recipe, draft)

@@ -3,8 +3,8 @@
 On one process nothing is sent: the buffers are made that a real stage receives into. The input is kept as
 what the first block saves, its gradient and the output until the micro-batch's backward is done.
 
-Shapes: b micro-batch, s sequence, e hidden size, x the hidden states between blocks: [b, s, e], or this rank's
-tokens of them with tensor parallel.
+Shapes: b micro-batch, s sequence, e hidden size, x the hidden states between blocks: [b, s, e], or with
+tensor parallel this rank's tokens of them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def cut(model: nn.Module, stage: Stage, recipe: Recipe) -> list[Tensor]:
     native = isinstance(model, NativeDecoder)
     body = whole if native else whole.base_model
     if not stage.is_first:
-        parameter, (b, s, n) = next(model.parameters()), (recipe.batch.micro, recipe.batch.seq, recipe.mesh.tensor)
+        parameter, (b, s, n) = (
+            next(model.parameters()),
+            (recipe.batch.micro, recipe.batch.seq, recipe.mesh.tensor),
+        )
         size = whole.config.hidden_size
         dtype = torch.bfloat16 if recipe.precision == "mixed-bf16" else parameter.dtype
         received = Received(size, dtype, parameter.device, (1, b * s // n, size) if n > 1 else None)

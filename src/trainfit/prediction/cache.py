@@ -70,9 +70,7 @@ def load(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = N
         return None
 
 
-def save(
-    recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: Stage | None = None
-) -> None:
+def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: Stage | None = None) -> None:
     """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
     try:
         name = key(recipe, deterministic=deterministic, stage=stage)

@@ -120,7 +120,9 @@ class _Pipeline:
                 ledger = ledger_of(_traced_recipe(recipe, alike), stage=alike, **options)
                 traced[alike] = _Stage(ledger, self.gpu)
             self.traced.append(traced[alike])
-        self.sent_bytes = prod(hidden_shape(recipe)) * (2 if recipe.precision in ("bf16", "mixed-bf16") else 4)
+        self.sent_bytes = prod(hidden_shape(recipe)) * (
+            2 if recipe.precision in ("bf16", "mixed-bf16") else 4
+        )
         self.memories: dict[Any, _Memory] = {}
 
     def own(self, rank: int) -> range:
@@ -198,7 +200,10 @@ class _Pipeline:
             for lowest in (False, True)
         )
         update_s, least_s = (
-            [sum(_seconds(self.traced[at].update.time, lowest=lowest) for at in self.own(one)) for one in ranks]
+            [
+                sum(_seconds(self.traced[at].update.time, lowest=lowest) for at in self.own(one))
+                for one in ranks
+            ]
             for lowest in (False, True)
         )
         step_s = max(end_s + update_s[at] for at, end_s in enumerate(expected.end_s))
@@ -282,9 +287,9 @@ class _Pipeline:
         mesh = self.mesh
         buffers = 2 * self.num * self.sent_bytes * len(self.own(rank))
         lines = [
-            f"memory is that of position {rank} of {mesh.pipeline} of the pipeline, whose peak is the highest",
-            f"pipeline: {mesh.schedule}, {self.num} micro-batches; a GPU computes while it sends, and waits for "
-            "what it has not received",
+            f"memory is that of GPU {rank} of the pipeline's {mesh.pipeline}, whose peak is the highest",
+            f"pipeline: {mesh.schedule}, {self.num} micro-batches; a GPU computes while it sends, and waits "
+            "for what it has not received",
             "a stage receives into a buffer made as the micro-batch arrives, and keeps its output until the "
             "backward; torch.distributed.pipelining makes the buffers of all micro-batches first, "
             f"{format_bytes(buffers)} on a GPU between two others",

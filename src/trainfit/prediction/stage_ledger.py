@@ -1,4 +1,4 @@
-"""The ledger of one GPU of a pipeline, from traces of its stages with one micro-batch after the other. No torch.
+"""The ledger of one GPU of a pipeline, from traces of its stages, one micro-batch after the other. No torch.
 
 A micro-batch's forward or backward allocates and frees the same, whichever others are in flight. So the
 schedule's order of them is written out from three traced ones: the first, which makes gradients, one in
@@ -7,7 +7,17 @@ between, and the last, which reduces them.
 
 from collections.abc import Sequence
 
-from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, LiveEvent, RepeatError, Segment, Storage
+from trainfit.ledger.ledger import (
+    ALLOCATE,
+    FREE,
+    NO_LAYER,
+    Event,
+    Ledger,
+    LiveEvent,
+    RepeatError,
+    Segment,
+    Storage,
+)
 from trainfit.spec.pipeline import Action
 
 TRACED = 3

@@ -1,6 +1,6 @@
-"""Pipeline parallel: the blocks of each stage, and the order in which a GPU runs its micro-batches. No torch here.
+"""Pipeline parallel: the blocks of each stage, and a GPU's order of micro-batches. No torch here.
 
-With v virtual stages a model is cut into P v stages, and the GPU at position r of the pipeline holds the stages
+With v virtual stages a model is cut into P v stages, and the GPU at position r of the pipeline holds stages
 r, r + P, r + 2 P ... (arXiv:2104.04473, section 2.2).
 """
 
@@ -33,8 +33,8 @@ class Action(NamedTuple):
 def stages(num_blocks: int, num_stages: int) -> tuple[Stage, ...]:
     """Return the stages of a model, equal in blocks where that is possible.
 
-    Else the embedding and the output layer count as a block each and the first stages get what is left over, as
-    in torchtitan (``generate_llm_fqn_per_model_part``): 126 blocks over 16 stages are 7, 14 times 8, and 7.
+    Else the embedding and the output layer count as a block each and the first stages get what is left over,
+    as in torchtitan (``generate_llm_fqn_per_model_part``): 126 blocks over 16 stages are 7, 14 x 8, and 7.
     """
     if num_blocks % num_stages == 0:
         sizes = [num_blocks // num_stages] * num_stages
@@ -65,8 +65,8 @@ def order(parallel: "Parallel", rank: int, num_micro_batches: int) -> list[Actio
     """Return the forwards and backwards of the GPU at a position of the pipeline.
 
     Forwards alone first, then a forward and a backward in turn, then backwards alone, as in Megatron-LM
-    (``schedules.py``) and ``torch.distributed.pipelining``. Interleaved, P micro-batches go through one of the
-    GPU's stages before the next one's turn.
+    (``schedules.py``) and ``torch.distributed.pipelining``. Interleaved, P micro-batches go through one of
+    the GPU's stages before the next one's turn.
     """
     ranks, chunks = parallel.pipeline, parallel.stages_per_rank
     forwards, backwards = list[Action](), list[Action]()

@@ -48,7 +48,7 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
 
 
 def hidden_shape(recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the hidden states that a GPU sends; with tensor parallel, of its share of tokens."""
+    """Return the shape of the hidden states that a GPU sends: with tensor parallel its share of tokens."""
     config: Any = model_config(recipe.model.config)
     size, batch, ranks = config["hidden_size"], recipe.batch, recipe.mesh.tensor
     return (1, batch.micro * batch.seq // ranks, size) if ranks > 1 else (batch.micro, batch.seq, size)
@@ -110,7 +110,7 @@ def _sum_of_both_ends(recipe: Recipe, draft: Draft) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    assert draft.mesh is not None and draft.stage is not None
+    assert draft.stage is not None
     group = dist.new_group([0, recipe.hardware.count // recipe.mesh.pipeline * (recipe.mesh.pipeline - 1)])
     names = ("embed_tokens.weight", "embed.weight") if draft.stage.is_first else ("lm_head.weight",)
     (weight,) = (p for name, p in draft.model.named_parameters() if name.endswith(names))
@@ -130,7 +130,7 @@ def _sum_of_both_ends(recipe: Recipe, draft: Draft) -> None:
 
 TECHNIQUE = Technique(
     name="pipeline_parallel",
-    order=145,
+    order=148,
     title="Pipeline parallel",
     fields=("parallel.pipeline", "parallel.schedule", "parallel.virtual_stages"),
     when=lambda recipe: recipe.mesh.pipeline > 1,
