@@ -5,7 +5,6 @@ of one table per value, long names break over lines, or columns are split over t
 The shortest result is chosen.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,18 +12,14 @@ from dataclasses import replace
 from trainfit.bench.harness.discovery import experiment
 from trainfit.report import bench_table
 from trainfit.report.bench_table import STATUS, Grid
-from trainfit.report.console import console, notes, rows
+from trainfit.report.console import broken, console, notes, rows
 from trainfit.report.table import GAP
 from trainfit.spec.bench import BenchResult
 
-FEWEST_LINES = 4
-"""Least average number of lines of a table for each value of a key."""
-NARROWEST = 20
-"""Narrowest column of broken names."""
-LINES_PER_TABLE = 8
-"""Lines that a further table counts for."""
-PIECE = re.compile(r"[^ /_]*[ /_]|[^ /_]+")
-"""Piece of a name after which it may break."""
+FEWEST_LINES = 4  # Least average number of lines of a table for each value of a key
+NARROWEST = 20  # Narrowest column of broken names
+LINES_PER_TABLE = 8  # Lines that a further table counts for
+BREAKS = r"(?<=[ /_])"  # Where a name may break
 
 
 def show(result: BenchResult) -> None:
@@ -121,18 +116,8 @@ def _with_broken_names(grid: Grid, width: int) -> Grid:
     widest = max(words, key=lambda index: widths[index], default=-1)
     if widest < 0 or (room := widths[widest] - (width_of(grid) - width)) < NARROWEST:
         return grid
-    lines = [(*line[:widest], broken(line[widest], room), *line[widest + 1 :]) for line in grid.lines]
+    lines = [(*line[:widest], broken(line[widest], room, BREAKS), *line[widest + 1 :]) for line in grid.lines]
     return replace(grid, lines=tuple(lines))
-
-
-def broken(text: str, width: int) -> str:
-    """Return the text on lines of at most ``width``, broken after spaces, slashes and underscores."""
-    lines = [""]
-    for piece in PIECE.findall(text):
-        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _split(grid: Grid, width: int) -> list[Grid]:

@@ -28,19 +28,19 @@ class Received(nn.Module):
         shape: of x; None: [b, s, e].
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...] | None):
+    def __init__(self, size: int, dtype: torch.dtype, shape: tuple[int, ...] | None):
         super().__init__()
-        self.size, self.dtype, self.device, self.shape = size, dtype, device, shape
+        self.size, self.dtype, self.shape = size, dtype, shape
         self.x: Tensor | None = None
 
     def forward(self, ids_bs: Tensor) -> Tensor:
         """Return x; with tensor parallel all tokens' shape, which positions are made of, without memory."""
-        x = torch.empty(self.shape or (*ids_bs.shape, self.size), dtype=self.dtype, device=self.device)
+        x = torch.empty(self.shape or (*ids_bs.shape, self.size), dtype=self.dtype, device=ids_bs.device)
         x.requires_grad_()
         if self.shape is None:
             return x
         self.x = x
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(*ids_bs.shape, self.size)
+        return torch.empty((), dtype=self.dtype, device=ids_bs.device).expand(*ids_bs.shape, self.size)
 
     def give_to(self, block: nn.Module) -> None:
         """Let a block take x in place of its first argument."""
@@ -86,7 +86,7 @@ def cut(model: nn.Module, stage: Stage, recipe: Recipe) -> list[Tensor]:
         )
         size = whole.config.hidden_size
         dtype = torch.bfloat16 if recipe.precision == "mixed-bf16" else parameter.dtype
-        received = Received(size, dtype, parameter.device, (1, b * s // n, size) if n > 1 else None)
+        received = Received(size, dtype, (1, b * s // n, size) if n > 1 else None)
         setattr(body, "embed" if native else "embed_tokens", received)
         if native:
             body.embed_positions = None

@@ -166,7 +166,7 @@ class _Pipeline:
         time, bubble, gpus = self._time(rank)
         step_s = time.expected.total if time else None
         peak = peak_flops_per_s(self.gpu, matmul_dtype(self.traced[0].ledger)) if time else None
-        found = summary(self.gpu, memory.ledger, memory.replayed, None, fits=memory.fits)
+        found = summary(self.gpu, memory.ledger, [memory.replayed], None, fits=memory.fits)
         found = found.model_copy(
             update={
                 **flops,

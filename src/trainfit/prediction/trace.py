@@ -45,28 +45,39 @@ LOSS_SET = (
 
 
 def trace(
-    recipe: Recipe, *, whole: bool = False, deterministic: bool = False, stage: Stage | None = None
+    recipe: Recipe,
+    *,
+    whole: bool = False,
+    shorten: bool = False,
+    deterministic: bool = False,
+    stage: Stage | None = None,
 ) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
     Args:
         whole: trace every layer even where layers repeat.
+        shorten: trace repeated layers a few times even where a technique makes them differ slightly, which is
+            enough to compare recipes; not where the whole model is compiled as one.
         deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
         stage: the stage of the recipe's pipeline that is traced, one micro-batch after the other.
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     with exclusive():
-        return _traced(recipe, stage, whole=whole, deterministic=deterministic)
+        return _traced(recipe, stage, whole=whole, shorten=shorten, deterministic=deterministic)
 
 
-def _traced(recipe: Recipe, stage: Stage | None, *, whole: bool, deterministic: bool) -> Ledger:
+def _traced(
+    recipe: Recipe, stage: Stage | None, *, whole: bool, shorten: bool, deterministic: bool
+) -> Ledger:
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
-            ledger = _shortened(recipe, stage) if not whole else _trace(recipe, stage, whole=True)
+            ledger = (
+                _trace(recipe, stage, whole=True) if whole else _shortened(recipe, stage, shorten=shorten)
+            )
         except InputError:
             raise
         except Exception as error:
@@ -90,9 +101,9 @@ def _unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-def _shortened(recipe: Recipe, stage: Stage | None) -> Ledger:
+def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
-    if not trace_whole(recipe):
+    if not trace_whole(recipe) or (shorten and recipe.compile != "model"):
         try:
             ledger = _trace(recipe, stage, whole=False)
             deque(ledger.expand(), maxlen=0)

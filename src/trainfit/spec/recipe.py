@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from trainfit.spec import DEFAULT_GPU
-from trainfit.spec.outside import Extensible
+from trainfit.spec.optional import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
-from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
+from trainfit.spec.value import FromPercent, PositiveInt, Value, canonical_json, disagreement
 
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8", "mixed-bf16"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
@@ -85,7 +85,7 @@ class Batch(Value):
 class LossTerms(Value):
     """Terms of the training loss; evaluation reports the cross-entropy alone."""
 
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1), FromPercent] = 0.0
     """s: the target is 1 - s of the token and s of all tokens alike."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # z: adds z times the mean square of log-sum-exp of logits
 
@@ -156,7 +156,7 @@ class Adapter(Value):
     alpha: PositiveInt | None = None
     targets: Targets = "all-linear"
     dtype: Literal["fp32", "base"] = "fp32"
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), FromPercent] = 0.0
     tokens: PositiveInt = 20  # Virtual tokens of prompt tuning, prefix tuning and p-tuning
 
 

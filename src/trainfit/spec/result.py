@@ -74,12 +74,13 @@ class Traffic(Value):
     """Collectives of one kind in a step of one rank."""
 
     kind: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``; ``send`` between two stages."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, or ``send`` between
+    two stages of a pipeline."""
     num_ranks: Count
     between_hosts: bool
     calls: Count
     bytes_sent: Bytes
-    """Through the GPU's link, by a ring."""
+    """Through the GPU's link, by a ring; an all-to-all's that leaves the host is counted apart."""
 
 
 class PipelineGpu(Value):
@@ -134,6 +135,14 @@ class TracedCode(Value):
     holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
 
 
+class OtherPeak(Value):
+    """The lower of two possible peaks, in bytes. Which one a run has is a race of two of its threads."""
+
+    allocated: Bytes
+    reserved: Bytes
+    device: Bytes
+
+
 class Estimate(Value):
     """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""
 
@@ -145,6 +154,7 @@ class Estimate(Value):
     peak_reserved_bytes: Bytes
     peak_device_bytes: Bytes
     """As nvidia-smi shows it: reserved, the CUDA context and the libraries' own memory."""
+    other_peak: OtherPeak | None = None  # Of DDP, where NCCL may hold the first step's buckets or not
     device_bytes: Bytes  # Usable by a process
     host_bytes: Bytes = 0  # Pinned host memory of what offload keeps there
     fits: bool
@@ -182,6 +192,27 @@ class Estimate(Value):
     def headroom_bytes(self) -> int:
         """Free bytes left on the device; negative when it does not fit."""
         return self.device_bytes - self.peak_device_bytes
+
+
+class Run(Value):
+    """Time and cost of a run over ``tokens`` tokens at a step's speed, without interruptions."""
+
+    tokens: float
+    step_tokens: Count  # Of all GPUs
+    run_s: Seconds
+    gpu_hours: float
+    price_per_gpu_hour: float | None = None  # US dollars; None: not known
+    dollars: float | None = None
+    bounds: Interval | None = None  # Of ``run_s``, those of the step
+
+
+class OnGpu(Value):
+    """The prediction of a recipe on one of several kinds of GPU, and a run's time and cost on it."""
+
+    gpu: str
+    estimate: Estimate | None = None
+    run: Run | None = None  # None: no tokens given, or no speed known
+    refused: str = ""  # Why there is no estimate
 
 
 class RankMeasurement(Value):

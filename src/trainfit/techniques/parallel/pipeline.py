@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "offload.activations": (False,),
     "offload.weights": (False,),
     "parallel.context": (1,),
+    "parallel.expert": (1,),
 }
 """Field -> values that act on each stage alone."""
 NOT_RUN = "pipeline parallel is predicted, not run"

@@ -13,7 +13,7 @@ from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.recompute.every import checkpoint_labelled, labelled_blocks
 
@@ -124,4 +124,5 @@ TECHNIQUE = Technique(
     draw=Draw(alone=_draw),
     label_blocks=_label_blocks,
     min_repeated=_min_repeated,
+    offers=lambda recipe: (Offer({"recompute": {"budget_gib": 1.0}}),),
 )
