@@ -8,7 +8,7 @@ import pytest
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, LossTerms, Offload, Optimizer, Parallel
+from trainfit.spec.recipe import Adapter, Batch, Hardware, LossTerms, Offload, Optimizer
 from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.recompute import Budget, BudgetGib, Every
 from trainfit.techniques import registry
