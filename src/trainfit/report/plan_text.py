@@ -73,6 +73,9 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
         ],
     ]
     lines += [["cost", text]] if (text := _cost(plan, estimate.tokens_per_s, best)) else []
+    if plan.largest is not None:
+        most = plan.largest.as_recipe().batch.micro
+        lines.append(["batch", f"fastest: batch.micro {recipe.batch.micro}; largest that fits: {most}"])
     lines.append(["changes", ", ".join(best.changes) or "none: the given recipe"])
     numerics = ", ".join(best.numerics)
     lines.append(
