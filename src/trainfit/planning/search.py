@@ -330,8 +330,11 @@ class Search:
             ]
             last = fitting[-1] if fitting else 0
             self.trace([(self.start, self.level, *each) for each in between[max(0, last) : last + 2]])
-        fitting = [one for one in self.traced.values() if self.fits(one)]
-        self.largest = max(fitting, key=lambda one: one.candidate.micro, default=None)
+        fits = [one for one in self.traced.values() if self.fits(one)]
+        self.largest = max(fits, key=lambda one: one.candidate.micro, default=None)
+        if self.largest is not None:
+            self._find_batch()
+            self.trace([(self.start, self.level, *self.at)])
         self.levels = {self.level: next(iter(self._start_sizes(self.level).values()))}
 
     def _add_options(self) -> None:
@@ -636,7 +639,7 @@ class Search:
         """Return a traced candidate as a plan reports it."""
         recipe, estimate = one.result.recipe, one.result.estimate
         assert estimate is not None
-        before, after = flat(self.recipe.content()), flat(recipe.content())
+        before, after = (flat(each.model_dump(mode="json")) for each in (self.recipe, recipe))
         changes = [written(field, value) for field, value in after.items() if before.get(field) != value]
         numerics = [option.numerics for option in one.candidate.options if option.numerics]
         return Found(
