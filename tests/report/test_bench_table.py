@@ -42,7 +42,7 @@ def test_a_number_is_formatted_by_its_unit_and_printed_with_its_deviation() -> N
         [Column("d_mean_s", "d", deviation="d_std_s")],
     )
     assert grid.titles == ("n", "d", "a", "b", "c", "e")
-    assert grid.lines == (("1", "1 s ± 100 ms", "1.00 MiB", "500 ms", "25.0%", "yes"),)
+    assert grid.lines == [("1", "1 s ± 100 ms", "1.00 MiB", "500 ms", "25.0%", "yes")]
 
 
 def test_an_impossible_time_is_not_drawn() -> None:
