@@ -72,6 +72,9 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
             f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free",
         ],
     ]
+    if estimate.host_bytes:
+        each = " for each GPU" * (estimate.num_gpus > 1)
+        lines.append(["host", f"{format_bytes(estimate.host_bytes)} of pinned memory{each}"])
     lines += [["cost", text]] if (text := _cost(plan, estimate.tokens_per_s, best)) else []
     if plan.largest is not None:
         most = plan.largest.as_recipe().batch.micro
