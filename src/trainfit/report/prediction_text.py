@@ -45,6 +45,7 @@ def show(
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
+    _pipeline(out, estimate)
     if estimate.code is not None:
         heading(out, "Largest holders at the peak")
         holders = [
@@ -72,6 +73,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
         ["speed", speed(recipe, estimate)],
+        *([["batch", _batch(recipe)]] if recipe is not None and estimate.num_gpus > 1 else []),
         *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
         ["model", f"{format_count(estimate.params)} parameters{trained}{identity}"],
@@ -97,6 +99,15 @@ def _advised(one: Found) -> list[str]:
     speed = "" if found.tokens_per_s is None else f"{found.tokens_per_s:,.0f} tokens/s"
     marked = f" (changes the numerics: {', '.join(one.numerics)})" if one.numerics else ""
     return [format_bytes(found.peak_device_bytes), speed, ", ".join(one.changes) + marked]
+
+
+def _batch(recipe: Recipe) -> str:
+    """Return the tokens of a step of several GPUs, and what they are the product of."""
+    one, ranks, count = recipe.batch, recipe.mesh.data_ranks, recipe.hardware.count
+    parts = f"{one.micro} x {one.seq:,}" + f" x {one.accumulate} accumulated" * (one.accumulate > 1)
+    groups = f"{count} GPUs" if ranks == count else f"{ranks} groups of {count // ranks} GPUs"
+    where = f"one batch for all {count} GPUs" if ranks == 1 else f"on each of {groups}"
+    return f"{one.tokens * ranks:,} tokens a step: {parts}, {where}"
 
 
 def subject(recipe: Recipe | None, estimate: Estimate) -> str:
@@ -241,6 +252,29 @@ def phase_lines(phases: Phases) -> list[list[str]]:
     return lines
 
 
+def _pipeline(out: Console, estimate: Estimate) -> None:
+    """Print a row for each position of a pipeline; equal neighbours are one row."""
+    if not estimate.pipeline:
+        return
+    heading(out, f"Pipeline{_bubble(estimate)}")
+    titles = ["GPU", "blocks", "in flight", "peak", "forward", "backward", "idle in a step"]
+    lines = [titles]
+    for number, one in enumerate(estimate.pipeline):
+        blocks = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in one.blocks)
+        times = [one.forward_s, one.backward_s, one.idle_s]
+        lines.append(
+            [str(number), blocks, str(one.in_flight), format_bytes(one.peak_device_bytes)]
+            + ["" if seconds is None else format_seconds(seconds) for seconds in times]
+        )
+    rows(out, lines, "left", "left", *(["right"] * 5))
+
+
+def _bubble(estimate: Estimate) -> str:
+    if estimate.bubble is None:
+        return ""
+    return f": GPUs wait for other stages {estimate.bubble:.1%} of the forwards' and backwards' time"
+
+
 def _step_lines(estimate: Estimate) -> list[list[str]]:
     lines = [
         ["model FLOPs", format_flops(estimate.model_flops), "forward and backward, nothing recomputed"],
@@ -269,6 +303,7 @@ def _parts(estimate: Estimate) -> str:
     parts = [
         (name, getattr(estimate.time, f"{name}_s")) for name in ("matmul", "memory", "communication", "host")
     ]
+    parts.append(("waiting for other stages", estimate.time.bubble_s))
     hidden_s = estimate.time.hidden_communication_s
     hidden = f"; behind them {format_seconds(hidden_s)} of communication" if hidden_s else ""
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds) + hidden

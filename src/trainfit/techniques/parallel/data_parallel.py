@@ -34,11 +34,15 @@ def check(recipe: Recipe) -> None:
     """Refuse meshes other than replicas, and what replicas do not work with."""
     check_gpus(recipe)
     mesh = recipe.mesh
-    if mesh.replicate != recipe.hardware.count:
+    if mesh.replicate * mesh.pipeline != recipe.hardware.count:
         problem = f"{mesh.strategy} keeps whole weights on every rank, and the mesh has other ranks"
-        remedy = "use parallel.strategy: fsdp, or leave the other fields of parallel at 1"
+        remedy = "use parallel.strategy: fsdp, or only replicas and a pipeline"
         raise refusal(recipe, "parallel.strategy", problem, remedy)
     check_values(recipe, ALLOWED, mesh.strategy)
+    if not mesh.reshard_after_forward:
+        problem = f"{mesh.strategy} keeps whole weights on every rank, and gathers none"
+        remedy = "leave it out, or use parallel.strategy: fsdp"
+        raise refusal(recipe, "parallel.reshard_after_forward", problem, remedy)
     if mesh.strategy in OURS and mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         problem = f"{mesh.strategy} averages gradients once a step"
         remedy = "leave sync_each_batch out, or use parallel.strategy: ddp"
