@@ -98,8 +98,8 @@ def changes_that_fit(
 
     Those that keep the mathematics come first, of these the fastest. A change is another level of
     recomputation, a smaller micro-batch with as many more of them, or one option of a technique. Options that
-    are slow to trace, and other models, are not tried. Where full recomputation fits, so does ``fit``, which
-    is faster.
+    are slow to trace, and other models, are not tried. Where full recomputation fits in the GPU's memory, so
+    does ``fit``, which is faster.
 
     Args:
         goal: limits; without ``tokens_per_step`` the recipe's own tokens are kept.
@@ -127,7 +127,7 @@ def changes_that_fit(
         if len(fitting) < most:
             search.trace([key for key in keys if any(LAST in option.family for option in key[0]) is last])
             fitting = [search.found(one) for one in search.traced.values() if search.fits(one)]
-    if ("recompute: full",) in [one.changes for one in fitting]:
+    if goal.memory_bytes is None and ("recompute: full",) in [one.changes for one in fitting]:
         (result,) = estimates.of([Request(recipe.model_copy(update={"recompute": "fit"}))])
         fitting += [one] if (one := _found(result, {"recompute": "fit"})) is not None else []
     return sorted(fitting, key=lambda one: (bool(one.numerics), -(one.estimate.tokens_per_s or 0)))[:most]
