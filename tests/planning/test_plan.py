@@ -12,7 +12,7 @@ from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
 from trainfit.planning.composed import Sizes, within
-from trainfit.planning.estimates import Estimates
+from trainfit.planning.estimates import Estimates, Request
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import Goal
 from trainfit.planning.search import plan as search
@@ -61,6 +61,19 @@ def test_a_repeated_plan_traces_nothing_and_is_the_same(free: Plan) -> None:
     assert estimates.num_traced == 0
     assert again.found == free.found
     assert calls < 3_000_000, calls
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_many_micro_batches_are_continued_from_a_few(exact: bool) -> None:
+    many = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6})
+    with Estimates(0) as estimates:
+        (result,) = estimates.of([Request(many, exact=exact)])
+    whole, found = predict(many), result.estimate
+    assert found is not None
+    assert found.peak_device_bytes == whole.peak_device_bytes
+    near = 1e-6 if exact else 0.03
+    for name in ("step_s", "model_flops", "tokens_per_s", "mfu"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=near), name
 
 
 def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:
