@@ -160,7 +160,7 @@ class Ledger:
     empty_cache_every: int | None = None
     """Steps between two calls of ``torch.cuda.empty_cache``."""
     held: list[tuple[int, int]] = field(default_factory=list)
-    """Storages that another thread may free sooner than these events say: index, and after how many events."""
+    """Storages that another thread may free sooner than the events say: index, and after how many events."""
 
     def freed_sooner(self) -> "Ledger | None":
         """Return the ledger with the frees of ``held`` at their earliest; None: no storage is held."""

@@ -168,6 +168,8 @@ class Parallel(Value):
         bucket_mb: size of a bucket of gradients in MiB; None: one bucket.
         sync_each_batch: reduce gradients after every micro-batch; False: after the last one of a step,
             which keeps whole gradients until then. None: True for FSDP2, False for the others.
+        prefetch: blocks that FSDP2 gathers ahead of the one that computes; None: in the forward none, in the
+            backward one.
     """
 
     replicate: PositiveInt = 1
@@ -180,6 +182,7 @@ class Parallel(Value):
     reshard_after_forward: bool = True
     bucket_mb: Annotated[float, Field(gt=0)] | None = 25.0
     sync_each_batch: bool | None = None
+    prefetch: PositiveInt | None = None
 
     @property
     def world_size(self) -> int:
@@ -326,6 +329,7 @@ LATER: dict[str, Any] = {
     "parallel.reshard_after_forward": True,
     "parallel.bucket_mb": 25.0,
     "parallel.sync_each_batch": None,
+    "parallel.prefetch": None,
     "hardware.nodes": None,
 }
 """Fields that recipes got after the first records were made -> their defaults."""

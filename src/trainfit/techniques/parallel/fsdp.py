@@ -39,6 +39,7 @@ COMPARED: dict[str, tuple[object, ...]] = {
     "offload.activations": (False,),
     "parallel.tensor": (1, 2),
     "parallel.context": (1,),
+    "parallel.prefetch": (None,),
 }
 """Field -> values of recipes for several GPUs whose peaks were compared with measured runs."""
 MAX_TRACED_LAYERS = 64
@@ -70,13 +71,24 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         "mesh": _mesh(recipe, draft.mesh),
         "mp_policy": _policy(recipe),
     }
-    for block in decoder_blocks(draft.model):
+    blocks: Any = decoder_blocks(draft.model)
+    for block in blocks:
         fully_shard(block, reshard_after_forward=mesh.reshard_after_forward, **options)
     draft.outermost = draft.model if draft.body is None else _with_loss(draft)
     model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
+    if mesh.prefetch is not None:
+        _prefetch(model, blocks, mesh.prefetch)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
+
+
+def _prefetch(model: Any, blocks: list[Any], num_ahead: int) -> None:
+    """Gather so many blocks ahead of the one that runs, in forward and backward."""
+    for index, module in enumerate((*blocks, model)):
+        following = blocks[index + 1 :] if module is not model else blocks
+        module.set_modules_to_forward_prefetch(following[:num_ahead])
+        module.set_modules_to_backward_prefetch(blocks[:index][::-1][:num_ahead])
 
 
 def _with_loss(draft: Draft) -> nn.Module:
@@ -119,14 +131,18 @@ def not_compared(recipe: Recipe) -> tuple[str, ...]:
 
 def _describe(recipe: Recipe) -> str:
     mesh = recipe.mesh
-    shards = f"FSDP2 over {mesh.shard * mesh.context}"
-    if mesh.replicate == 1:
-        return shards
-    return f"{mesh.replicate} replicas of {shards}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
+    text = f"FSDP2 over {mesh.shard * mesh.context}"
+    if mesh.replicate > 1:
+        text = (
+            f"{mesh.replicate} replicas of {text}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
+        )
+    return text if mesh.prefetch is None else f"{text}, {mesh.prefetch} blocks gathered ahead"
 
 
 def _trace_whole(recipe: Recipe) -> bool:
     """Return whether every layer is traced: when a block is gathered and freed depends on its neighbours."""
+    if recipe.mesh.prefetch is not None:
+        return True
     config = model_config(recipe.model.config)
     return int(config.get("num_hidden_layers", 0)) <= MAX_TRACED_LAYERS  # pyright: ignore[reportArgumentType]
 
@@ -146,7 +162,7 @@ TECHNIQUE = Technique(
     name="fsdp",
     order=235,
     title="Fully sharded data parallel",
-    fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward"),
+    fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward", "parallel.prefetch"),
     when=lambda recipe: recipe.mesh.data_ranks * recipe.mesh.context > 1 and recipe.mesh.shards_weights,
     check=check,
     check_device=check_processes,
@@ -156,6 +172,7 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}},
         {"hardware": {"count": 4}, "parallel": {"replicate": 2, "shard": 2}},
         {"hardware": {"count": 2}, "parallel": {"reshard_after_forward": False}},
+        {"hardware": {"count": 2}, "parallel": {"prefetch": 2}},
     ),
     trace_whole=_trace_whole,
     offers=_offers,
