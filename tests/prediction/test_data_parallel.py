@@ -23,11 +23,9 @@ from trainfit.virtual.cluster.rank import fake_group
 LAYERS = 2
 QKV, OUT, UP, DOWN, NORM, EMBEDDING = 64 * 32, 32 * 32, 128 * 32, 32 * 64, 32, 128 * 32
 ELEMENTS = [EMBEDDING, *[NORM, QKV, OUT, NORM, UP, DOWN] * LAYERS, NORM, EMBEDDING]
-PARAMETERS = [4 * each for each in ELEMENTS]
-"""Bytes of each parameter, fp32."""
+PARAMETERS = [4 * each for each in ELEMENTS]  # Bytes of each parameter, fp32
 GRADIENTS = sum(rounded(each) for each in PARAMETERS)
-BUCKET = rounded(sum(PARAMETERS))
-"""Bytes of all gradients in one buffer."""
+BUCKET = rounded(sum(PARAMETERS))  # Bytes of all gradients in one buffer
 RANKS = 3
 
 

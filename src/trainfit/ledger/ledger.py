@@ -96,14 +96,14 @@ class Collective(NamedTuple):
     """One collective operation of this rank."""
 
     name: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``."""
     segment: int
     group: int
     """Group of layers, as of an operation."""
     op: int
     """Index of the operation before it."""
     num_bytes: int
-    """Bytes of the whole tensor: what an all-gather makes, or a reduction takes."""
+    """Bytes of the whole tensor: what an all-gather makes, or a reduction or an all-to-all takes."""
     num_ranks: int
     span: int
     """Distance from the group's first to its last rank, plus one: above the GPUs of a host it leaves it."""
@@ -160,7 +160,7 @@ class Ledger:
     empty_cache_every: int | None = None
     """Steps between two calls of ``torch.cuda.empty_cache``."""
     held: list[tuple[int, int]] = field(default_factory=list)
-    """Storages that another thread may free sooner than the events say: index, and after how many events."""
+    """Storages another thread may free sooner than these events say: index, and after how many events."""
 
     def freed_sooner(self) -> "Ledger | None":
         """Return the ledger with the frees of ``held`` at their earliest; None: no storage is held."""

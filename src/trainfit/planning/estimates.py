@@ -33,7 +33,7 @@ from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
 
 ROOMS = ("prediction", "planning")
-"""Parts of our code, besides those of ``prediction.cache``, that decide an estimate."""
+"""Parts of our code, with those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
 PROGRAM = "from trainfit.planning.estimates import serve; serve()"
 SERVED = (

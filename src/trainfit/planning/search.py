@@ -246,7 +246,7 @@ class Search:
         return estimate is not None and estimate.fits and estimate.peak_device_bytes <= self.usable_bytes
 
     def _budget_gib(self, options: Options) -> float:
-        """Return the allocated bytes, in GiB, that leave room for what the device holds besides."""
+        """Return the allocated bytes, in GiB, that leave room for what the device holds too."""
         other = self._sizes(options, self.level).other_bytes if self.levels else 0.0
         return max(0.01, round((self.usable_bytes - 1.05 * other) / GIB - 0.005, 2))
 

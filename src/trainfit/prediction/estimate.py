@@ -243,9 +243,13 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
     )
 
 
+def least_headroom(gpu: Gpu) -> float:
+    """Return the share of the device below which a prediction that fits is warned of."""
+    return LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
+
+
 def _little_headroom(gpu: Gpu, peak_device_bytes: int, *, fits: bool) -> tuple[str, ...]:
-    headroom_bytes = gpu.usable_bytes - peak_device_bytes
-    least = LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
+    headroom_bytes, least = gpu.usable_bytes - peak_device_bytes, least_headroom(gpu)
     if not fits or headroom_bytes >= least * gpu.usable_bytes:
         return ()
     return (

@@ -73,12 +73,12 @@ class Traffic(Value):
     """Collectives of one kind in a step of one rank."""
 
     kind: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``."""
     num_ranks: Count
     between_hosts: bool
     calls: Count
     bytes_sent: Bytes
-    """Through the GPU's link, by a ring."""
+    """Through the GPU's link, by a ring; an all-to-all's that leaves the host is counted apart."""
 
 
 class Cost(Value):

@@ -64,20 +64,27 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     from trainfit.models.layers import decoder_blocks
+    from trainfit.parallel.expert_parallel import fully_shard_experts, prefetch
 
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
     mesh = recipe.mesh
     options: dict[str, Any] = {
         "mesh": _mesh(recipe, draft.mesh),
         "mp_policy": _policy(recipe),
+        "ignored_params": set(),
     }
     blocks: Any = decoder_blocks(draft.model)
     for block in blocks:
-        fully_shard(block, reshard_after_forward=mesh.reshard_after_forward, **options)
+        of_block: dict[str, Any] = options | {"reshard_after_forward": mesh.reshard_after_forward}
+        if mesh.expert > 1:
+            options["ignored_params"] |= fully_shard_experts(block, of_block)
+        fully_shard(block, **of_block)
     draft.outermost = draft.model if draft.body is None else _with_loss(draft)
     model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
-    if mesh.prefetch is not None:
+    if mesh.expert > 1:
+        prefetch(blocks)
+    elif mesh.prefetch is not None:
         _prefetch(model, blocks, mesh.prefetch)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
