@@ -18,7 +18,9 @@ from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 SUSTAINED = 0.75
 """Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
-BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
+BUS_SHARE = {
+    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2
+}  # fmt: skip
 """Multiples of (n - 1) / n of the tensor that pass through each GPU's link."""
 
 
