@@ -185,7 +185,6 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}},
         {"hardware": {"count": 4}, "parallel": {"replicate": 2, "shard": 2}},
         {"hardware": {"count": 2}, "parallel": {"reshard_after_forward": False}},
-        {"hardware": {"count": 2}, "parallel": {"prefetch": 2}},
     ),
     trace_whole=_trace_whole,
     offers=_offers,
