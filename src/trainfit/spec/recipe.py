@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from trainfit.spec import DEFAULT_GPU
-from trainfit.spec.optional import Extensible
+from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import FromPercent, PositiveInt, Value, canonical_json, disagreement
 
