@@ -18,7 +18,7 @@ from tiny_sweep import sweep_of
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.prediction import cache
-from trainfit.spec.optional import outside_techniques
+from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
 
