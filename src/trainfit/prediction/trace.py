@@ -38,7 +38,7 @@ DETERMINISTIC = (
     "what other operations sort for it (experts' sums, for one) is not"
 )
 
-PROGRAM_MARGIN = 2, 2
+PROGRAM_MARGIN = 1, 1
 """Layers before the first and after the last of the three that are compared, in a model compiled whole."""
 
 LOSS_SET = (

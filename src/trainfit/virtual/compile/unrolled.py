@@ -59,7 +59,8 @@ def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterat
         if MIDDLE not in parts.values():
             return reorder(nodes, buffers, fused, inputs, outputs)
         _, freeable = memory.prepare_planning_info(nodes, buffers, fused, inputs, outputs)
-        unrolled = _Unrolled(nodes, _slices(nodes, parts), freeable, outputs, times)
+        slices = _slices(nodes, parts)
+        unrolled = _Unrolled(nodes, slices, freeable, outputs, times)
         with replaced(memory, "prepare_planning_info", unrolled.planning_info):
             order = reorder(unrolled.nodes, unrolled.buffers, {}, inputs, unrolled.outputs)
         starts, length = unrolled.check_order(order)
@@ -68,7 +69,7 @@ def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterat
         del order[kept], live[kept]
         whole.append((peak, live))
         folded = [node.origin for node in order]
-        is_forward = next(part for part in parts.values() if part is not None) == FIRST
+        is_forward = parts[slices[0][0]] == FIRST
         for at in range(starts[0] % length, len(folded) - length + 1, length):
             number = (at - starts[0]) // length
             part = number if is_forward else FIRST + LAST - number
