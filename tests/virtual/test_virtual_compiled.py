@@ -165,8 +165,8 @@ def test_blocks_that_repeat_equal_all_of_them(implementation: str, adapter: Adap
 
 
 def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
-    """Five of eight layers, in one graph: every sum of the whole graph. Slices that differ are noticed."""
-    recipe = tiny_recipe("native", layers=8, precision="bf16", compile="model")
+    """Seven of ten layers, in one graph: every sum of the whole graph. Slices that differ are noticed."""
+    recipe = tiny_recipe("native", layers=10, precision="bf16", compile="model")
     folded, whole = _trace(recipe, whole=False), _trace(recipe, whole=True)
     assert folded.repeats == (4,)
     a, b = sums(folded), sums(whole)

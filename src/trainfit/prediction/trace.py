@@ -38,8 +38,9 @@ DETERMINISTIC = (
     "what other operations sort for it (experts' sums, for one) is not"
 )
 
-PROGRAM_MARGIN = 1, 1
-"""Layers before the first and after the last of the three that are compared, in a model compiled whole."""
+PROGRAM_MARGIN = 2, 2
+"""Layers before the first and after the last of the three that are compared, in a model compiled whole. The
+first layers to run find no buffers to reuse."""
 
 LOSS_SET = (
     'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '

@@ -115,6 +115,8 @@ def _stopping_at_the_source(
     with ExitStack() as stack:
         stack.enter_context(replaced(Scheduler, "enter_context", entered))
         stack.enter_context(replaced(GraphLowering, "compile_to_module", source_only))
+        # Inductor prints its graphs for debugging.
+        stack.enter_context(replaced(fx.GraphModule, "print_readable", lambda *_, **__: ""))
         if layers is not None:
             part_of = partial(_part_of, layers=layers)
             places = stack.enter_context(planned_as_whole(part_of, layers.times))
