@@ -19,7 +19,7 @@ def _trace_whole(recipe: Recipe) -> bool:
     """
     return (
         recipe.recompute not in ("none", "full", "selective")
-        or recipe.optimizer.in_backward
+        or bool(recipe.optimizer.in_backward)
         or recipe.hardware.count > 1
         or recipe.hardware.gpu == CPU
     )

@@ -50,7 +50,8 @@ def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterat
     """
     from torch._inductor import memory
 
-    reorder, estimate = memory.reorder_for_peak_memory, memory.estimate_peak_memory
+    reorder: Any = memory.reorder_for_peak_memory
+    estimate: Any = memory.estimate_peak_memory
     places: dict[Any, Place] = {}
     whole: list[tuple[int, list[int]]] = []
 
@@ -191,9 +192,10 @@ class _Unrolled:
         """Replace ``prepare_planning_info``."""
         from torch._inductor import memory
 
-        memory.assign_memory_planning_info_for_scheduler_nodes(self.nodes, {}, self.buffers, self.freeable)  # pyright: ignore[reportArgumentType]
-        peak, _ = memory.estimate_peak_memory(self.nodes, self.freeable, self.outputs)  # pyright: ignore[reportArgumentType]
-        return peak, self.freeable
+        nodes: Any = self.nodes
+        buffers: Any = self.buffers
+        memory.assign_memory_planning_info_for_scheduler_nodes(nodes, {}, buffers, self.freeable)
+        return memory.estimate_peak_memory(nodes, self.freeable, self.outputs)[0], self.freeable
 
     def check_order(self, order: list[_Node]) -> tuple[list[int], int]:
         """Check that an order of the stand-ins is the same in each copy.
@@ -212,8 +214,8 @@ class _Unrolled:
         length = starts[1] - starts[0]
         pattern = [self._relative(node, 1) for node in order[starts[1] : starts[2]]]
         for copy in range(1, self._times + 1):
-            start, stop = starts[copy : copy + 2]
-            if [self._relative(node, copy) for node in order[start:stop]] != pattern:
+            found = order[starts[copy] : starts[copy + 1]]
+            if [self._relative(node, copy) for node in found] != pattern:
                 raise RepeatError("the kernels' order differs from layer to layer")
         if len(pattern) != length:
             raise RepeatError("the kernels' order differs from layer to layer")
