@@ -164,6 +164,7 @@ def test_blocks_that_repeat_equal_all_of_them(implementation: str, adapter: Adap
     assert a == b
 
 
+@pytest.mark.slow
 def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
     """Seven of ten layers, in one graph: every sum of the whole graph. Slices that differ are noticed."""
     recipe = tiny_recipe("native", layers=10, precision="bf16", compile="model")

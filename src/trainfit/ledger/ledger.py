@@ -243,11 +243,16 @@ class _Expansion:
         self.ledger, self.repeats = ledger, ledger.repeats
         self.twins = {s.path: i for i, s in enumerate(ledger.storages) if part_of(s.group) == MIDDLE}
         self.live: set[tuple[int, int]] = set()
+        self.slice_of = [s.slice for s in ledger.storages]
         self.slices = {
-            (s.slice, s.twin_path): i for i, s in enumerate(ledger.storages) if s.slice is not None
+            (number, ledger.storages[i].twin_path): i
+            for i, number in enumerate(self.slice_of)
+            if number is not None
         }
         self.nearest = NO_LAYER, LAST
         """Segment, and its last group of layers so far."""
+        self.at_end: set[str] = set()
+        """Paths of a compiled program's middle slice that were freed with the model's ends, in one copy."""
 
     def events(self) -> Iterator[LiveEvent]:
         self._check_forwards()
@@ -299,8 +304,9 @@ class _Expansion:
             yield LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0])
 
     def _freed(self, event: Event, s: Storage, copy: int) -> list[tuple[int, int]]:
-        if s.slice is not None:
-            return self._freed_of_slice(event, s, copy)
+        number = self.slice_of[event.storage]
+        if number is not None:
+            return self._freed_of_slice(event, s, number, copy)
         index, frees_in, made_in = event.storage, part_of(event.group), part_of(s.group)
         if made_in != MIDDLE and (frees_in != MIDDLE or made_in == NO_LAYER):
             return [(index, self._end(s.group))]
@@ -319,26 +325,31 @@ class _Expansion:
         # The neighbour of an outermost copy is the first or the last group.
         return [(index, target)] if target in (0, last) else []
 
-    def _freed_of_slice(self, event: Event, s: Storage, copy: int) -> list[tuple[int, int]]:
+    def _freed_of_slice(self, event: Event, s: Storage, number: int, copy: int) -> list[tuple[int, int]]:
         """Return what an event frees in a copy: the storage of the slice at the traced distance."""
-        assert s.slice is not None
         last = self.repeats[0] + 1
         if self.ledger.segments[event.segment].phase not in ("forward", "backward"):
             # Gradients are freed with no allocation between them: which first is no matter.
             if part_of(event.group) == MIDDLE and copy > 1:
                 return []
-            copies = range(1, last) if s.slice == MIDDLE else [self._end(s.group)]
-            return [(event.storage, each) for each in copies]
+            if number == MIDDLE:
+                return [(event.storage, each) for each in range(1, last)]
+            freed = [(event.storage, self._end(s.group))]
+            if s.path in self.at_end:  # The other copies, as this slice, outlive the backward.
+                twin = self.slices[MIDDLE, s.twin_path]
+                freed += [(twin, each) for each in range(1, last) if (twin, each) in self.live]
+            return freed
         if event.group == NO_LAYER:
-            # Kernels at the model's ends free what the nearest layers allocated.
-            nearest = last - 1 if self.nearest[1] == LAST else 1
-            return [(event.storage, nearest if s.slice == MIDDLE else self._end(s.group))]
-        target = copy + s.slice - part_of(event.group)
-        number = target if target <= 0 else MIDDLE if target < last else target - last + LAST
-        if (number, s.twin_path) not in self.slices:
+            if number != MIDDLE:
+                return [(event.storage, self._end(s.group))]
+            # Kernels at the model's ends free what the nearest layer allocated.
+            self.at_end.add(s.path)
+            return [(event.storage, last - 1 if self.nearest[1] == LAST else 1)]
+        target = copy + number - part_of(event.group)
+        place = target if target <= 0 else MIDDLE if target < last else target - last + LAST
+        if (place, s.twin_path) not in self.slices:
             raise RepeatError(f"{s.path} has no twin in the layers")
-        index = self.slices[number, s.twin_path]
-        return [(index, target if 0 <= target <= last else -1)]
+        return [(self.slices[place, s.twin_path], target if 0 <= target <= last else -1)]
 
     def _check_forwards(self) -> None:
         """Check that a run's groups allocate the same in the forward: equal signatures do not ensure it."""
