@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trainfit.catalog.load import model_config, recipes
 from trainfit.prediction.calculators import rules, ultrascale
@@ -26,6 +26,8 @@ from trainfit.spec.units import format_bytes, format_flops
 MODEL_FLOPS = "model FLOPs of a step"
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 
+Recomputed = Literal["none", "selective", "full"]
+RECOMPUTED: tuple[Recomputed, ...] = ("none", "selective", "full")
 PRESET_MODELS = {
     "Llama 3 8B": ("llama-3.1-8b", 1),
     "Llama 3 70B": ("llama-3.1-70b", 8),
@@ -110,25 +112,30 @@ def compare(recipe: Recipe, ours: Estimate) -> list[Comparison]:
     return [row for row in rows if row.theirs is not None and row.ours is not None]
 
 
+def recomputed(recipe: Recipe) -> Recomputed | None:
+    """Return the recipe's recomputation where the calculators know it."""
+    return next((kind for kind in RECOMPUTED if kind == recipe.recompute), None)
+
+
 def widget_spec(recipe: Recipe, shape: Shape) -> ultrascale.WidgetSpec | None:
     """Return the recipe as the Ultrascale widget's inputs; None for adapters and quantised bases."""
-    if recipe.adapter or recipe.recompute not in ("none", "selective", "full"):
+    if recipe.adapter or (recomputation := recomputed(recipe)) is None:
         return None
     return ultrascale.WidgetSpec(
         a=shape.heads, b=recipe.batch.micro, h=shape.hidden, h_ff=shape.feed_forward, layers=shape.layers,
         s=recipe.batch.seq, v=shape.vocab, t=recipe.parallel.tensor,
         d=recipe.parallel.replicate * recipe.parallel.shard, zero=3 if recipe.parallel.shard > 1 else 0,
-        mixed=recipe.precision != "fp32", recomputation=recipe.recompute, ff_activation=shape.kind,
+        mixed=recipe.precision != "fp32", recomputation=recomputation, ff_activation=shape.kind,
     )  # fmt: skip
 
 
 def korthikanti(recipe: Recipe, shape: Shape) -> float | None:
     """Return the activations by equation 2; None for fp32 and other recomputation than the paper's."""
-    if recipe.precision == "fp32" or recipe.recompute not in ("none", "selective", "full"):
+    if recipe.precision == "fp32" or (recomputation := recomputed(recipe)) is None:
         return None
     return rules.korthikanti_activations(
         a=shape.heads, b=recipe.batch.micro, s=recipe.batch.seq, h=shape.hidden, layers=shape.layers,
-        t=recipe.parallel.tensor, recomputation=recipe.recompute,
+        t=recipe.parallel.tensor, recomputation=recomputation,
     )  # fmt: skip
 
 

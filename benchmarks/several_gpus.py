@@ -28,10 +28,9 @@ from trainfit.catalog.load import gpu, model, model_config
 from trainfit.records import load
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
-from trainfit.spec.provenance import commit, installed_version, now
+from trainfit.spec.provenance import commit, installed_version, now, to_line
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.record_line import to_line
 from trainfit.spec.result import Estimate, Measurement, Record
 from trainfit.spec.value import parse
 

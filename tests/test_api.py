@@ -106,7 +106,7 @@ def test_bad_input_is_one_line(source: Any, fields: dict[str, Any], line: str) -
 
 
 def test_bad_arguments_of_other_functions_are_one_line() -> None:
-    with pytest.raises(trainfit.InputError, match="give one of step_s and mfu"):
+    with pytest.raises(trainfit.InputError, match="give one of step_s, mfu and gpu_hours"):
         trainfit.mfu("gpt2", batch=1, seq=8)
     with pytest.raises(trainfit.InputError, match="batch = 0: must be above 0"):
         trainfit.mfu("gpt2", batch=0, seq=8, mfu=0.4)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from command_worker import Ending, Worker
-from machine_speed import slowness
+from counted_calls import slowness
 from tiny_sweep import BASE
 from trainfit.catalog.config_checks import check_config
 from trainfit.cli.main import main

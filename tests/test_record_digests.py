@@ -11,7 +11,7 @@ from tiny_sweep import BASE, sweep_of
 from trainfit import records
 from trainfit.cli.main import main
 from trainfit.spec.errors import InputError
-from trainfit.spec.record_line import DIGEST, digest_of, from_line, to_line
+from trainfit.spec.provenance import DIGEST, digest_of, from_line, to_line
 from trainfit.sweeps.journal import RECORDS, Journal
 
 ROOT = Path(__file__).parents[1]
@@ -107,9 +107,9 @@ def test_recover_writes_what_is_whole_and_names_what_is_not(
         path.write_text("\n".join([lines[0], lines[1].replace("h200", "l4"), lines[2][:50], lines[3]]) + "\n")
     before = path.read_bytes()
     assert main(["records", "recover", str(path), str(out)]) == 65
-    said = capsys.readouterr().err.splitlines()
-    assert [line.startswith("lost: ") for line in said] == [True, True, False]
-    assert said[-1] == f"2 records written to {out}, 2 lost"
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.startswith("lost: ") for line in printed] == [True, True, False]
+    assert printed[-1] == f"2 records written to {out}, 2 lost"
     assert records.read_jsonl(out) == [written[0], written[3]]
     assert path.read_bytes() == before
     assert main(["records", "recover", str(path), str(out)]) == 65

@@ -98,11 +98,11 @@ def test_eight_writers_some_killed_lose_nothing(tmp_path: Path):
     seeds = [one.recipe["seed"] for one in found]
     assert len(seeds) == len(set(seeds))
     for writer, out in enumerate(outs):
-        said = [int(line) for line in out.read_text().splitlines()]
-        assert {writer * 100000 + index for index in said} <= set(seeds)
+        announced = [int(line) for line in out.read_text().splitlines()]
+        assert {writer * 100000 + index for index in announced} <= set(seeds)
         # A killed writer may have stored one more than it could say.
         stored = sum(seed // 100000 == writer for seed in seeds)
-        assert len(said) <= stored <= len(said) + 1
+        assert len(announced) <= stored <= len(announced) + 1
     with sqlite3.connect(path) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     records.append(path, record(999))

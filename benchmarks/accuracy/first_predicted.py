@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainfit.spec.record_line import DIGEST, digest_of, from_line
+from trainfit.spec.provenance import DIGEST, digest_of, from_line
 
 
 def main(arguments: list[str] | None = None) -> int:

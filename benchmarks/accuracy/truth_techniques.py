@@ -38,7 +38,7 @@ def draw_for(technique: str, chance: random.Random, gpu: str, *, combined: bool)
     """One recipe as plain data that asks for the technique; it may turn out not to be allowed.
 
     Args:
-        combined: with everything else as drawn, and one other technique besides.
+        combined: with everything else as drawn, and one further technique.
     """
     data = draw(chance, gpu, 0.25 if combined else 0.0)
     if data.get("compile") == "model":
@@ -55,21 +55,21 @@ def draw_for(technique: str, chance: random.Random, gpu: str, *, combined: bool)
 
 
 def asked_for(technique: str, chance: random.Random, data: Data) -> Data:
-    """``data`` with the technique asked for; another optimizer or adapter replaces the one that was there."""
+    """``data`` with the technique given; another optimizer or adapter replaces the one that was there."""
     draw_alone = techniques()[technique].draw.alone
     assert draw_alone is not None, technique
-    asked = draw_alone(chance, data)
+    own = draw_alone(chance, data)
     kept = {
         key: value
         for key, value in data.items()
-        if not (key == "adapter" and "adapter" in asked)
-        and not (key == "optimizer" and "name" in asked.get("optimizer", {}))
+        if not (key == "adapter" and "adapter" in own)
+        and not (key == "optimizer" and "name" in own.get("optimizer", {}))
     }
-    return merge(kept, asked)
+    return merge(kept, own)
 
 
 def _plain(chance: random.Random, data: Data) -> Data:
-    """The same model and batch, with nothing else asked for."""
+    """The same model and batch, with nothing else given."""
     kept = {key: data[key] for key in ("model", "batch", "hardware")}
     kept["batch"] = {**kept["batch"], "accumulate": 1}
     return {**kept, "precision": chance.choice(("bf16", "bf16", "bf16", "amp-bf16", "fp32"))}

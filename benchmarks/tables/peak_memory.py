@@ -16,7 +16,7 @@ from typing import Any
 from trainfit.catalog.load import model_config
 from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
-from trainfit.report.table import NOTHING, Column, Table, markdown_grid, number_text
+from trainfit.report.table import NOTHING, Column, Table, markdown_grid, or_dash
 from trainfit.spec.recipe_file import load_recipe
 from trainfit.spec.result import Explanation, MemoryBreakdown
 from trainfit.spec.sweep import Row
@@ -160,9 +160,7 @@ def memory(name: str, also: str = "") -> str:
         Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes, 2)),
         HOST,
         *_training_columns(control),
-        Column(
-            "published GiB", lambda row: number_text(theirs.get(row.variant, {}).get("peak_gib"), "{:.2f}")
-        ),
+        Column("published GiB", lambda row: or_dash(theirs.get(row.variant, {}).get("peak_gib"), "{:.2f}")),
     ]
     return _markdown(columns, rows)
 
@@ -182,7 +180,7 @@ def _measured(row: Row) -> str:
 def _training_columns(control: Row) -> list[Column]:
     def speed(row: Row) -> str:
         ours, base = late_samples_per_s(row), late_samples_per_s(control)
-        return number_text(ours / base if ours and base else None, "{:.2f}")
+        return or_dash(ours / base if ours and base else None, "{:.2f}")
 
     return [
         Column("speed", speed),
@@ -367,7 +365,7 @@ def _budget(row: Row) -> str:
 
 
 def _gib(size: float | None, digits: int = 3) -> str:
-    return number_text(_over_gib(size), f"{{:,.{digits}f}}")
+    return or_dash(_over_gib(size), f"{{:,.{digits}f}}")
 
 
 def _over_gib(size: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Table of the recipes for several GPUs, of docs/results/accuracy.md."""
+"""Chosen recipes and scripts for several GPUs, of docs/results/accuracy.md."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from functools import cache
 from typing import Any, NamedTuple
 
+from benchmarks.tables.errors import share
 from benchmarks.tables.joined import RESULTS
 from trainfit.report.table import markdown_grid
-from trainfit.report.words import describe
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.result import PHASES
@@ -81,17 +81,29 @@ def _rows(file: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
-def peaks() -> str:
-    """Predicted peaks and their errors, by recipe."""
-    heads = ["recipe", "allocated, GiB", "error, bytes", "reserved error", "step, measured / predicted"]
-    lines = [
-        [
-            describe(one.recipe).removesuffix(" on 2 x h200").rstrip(","),
-            f"{one.predicted['peak_allocated_bytes'] / GIB:.2f}",
-            f"{one.error_bytes():+,}" if one.error_bytes() else "0",
-            f"{one.reserved_error():+.2%}".replace("%", " %") if one.reserved_error() else "0",
-            f"{one.steps():.2f}",
+@cache
+def scripts() -> tuple[Data, ...]:
+    """Return peaks of users' scripts on two GPUs, and the error of the allocated peak."""
+    rows: dict[str, Data] = {}
+    for name in ("scripts-predicted.jsonl", "scripts-measured.jsonl"):
+        for line in (RESULTS / "several-gpus" / name).read_text("utf-8").splitlines():
+            row = json.loads(line)
+            rows.setdefault(row["script"], {}).update(row)
+    for row in rows.values():
+        measured, predicted = row["ranks"][0]["peak_allocated_bytes"], row["predicted"]
+        row["error"] = (predicted["peak_allocated_bytes"] - measured) / measured
+    return tuple(rows.values())
+
+
+def scripts_table() -> str:
+    """Allocated, reserved and device memory of users' scripts, against their measurements."""
+    lines: list[list[str]] = []
+    for row in scripts():
+        predicted, measured = row["predicted"], row["ranks"][0]
+        pairs = [
+            (predicted[name], measured[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes")
         ]
-        for one in comparisons()
-    ]
-    return markdown_grid(heads, lines)
+        pairs.append((predicted["peak_device_bytes"], measured["device_bytes_at_end"]))
+        errors = [share((ours - theirs) / theirs, signed=True) for ours, theirs in pairs]
+        lines.append([f"`{row['script']}`", f"{measured['peak_allocated_bytes'] / GIB:.2f}", *errors])
+    return markdown_grid(["script", "allocated, GiB", "error", "reserved error", "device error"], lines)

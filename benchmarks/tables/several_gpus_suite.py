@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.tables import joined as records_of
 from benchmarks.tables.errors import exact, share, worst
-from benchmarks.tables.joined import RESULTS, errors
+from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
@@ -24,7 +24,7 @@ PEAKS = {
     "device": "peak_device_bytes",
 }
 LOWER = re.compile(r"^DDP rebuilds its buckets .* or [^()]+ \((\d+) bytes\)$")
-"""Assumption of a prediction that names the lower of two peaks, of which a race decides."""
+"""Assumption of predictions that name the lower of two peaks in words, before they had ``other_peak``."""
 SPEED_FILES = ("speed-predicted.jsonl", "speed-measured.jsonl")
 WITHIN = (0.0002, 0.005)
 """Sizes of errors whose share of recipes is shown."""
@@ -61,20 +61,25 @@ def strategy_of(one: Comparison) -> str:
     return ("hsdp" if mesh.replicate > 1 else "fsdp") if mesh.shards_weights else mesh.strategy
 
 
-def allocated_error(one: Comparison) -> float | None:
-    """Return the error of the allocated peak; of two named peaks the nearer one counts."""
-    error = one.error(PEAKS["allocated"])
+def peak_error(one: Comparison, name: str) -> float | None:
+    """Return the error of a peak of PEAKS; of DDP's two peaks the nearer one counts."""
+    error = one.error(PEAKS[name])
     if error is None or one.predicted is None or one.measured is None:
         return None
-    measured = one.measured.peak_allocated_bytes or 0
-    lower = [int(found[1]) for line in one.predicted.assumptions if (found := LOWER.search(line))]
-    return min([error, *((peak - measured) / measured for peak in lower)], key=abs)
+    measured = getattr(one.measured, PEAKS[name])
+    others = [] if one.predicted.other_peak is None else [getattr(one.predicted.other_peak, name)]
+    if name == "allocated":
+        others += [int(found[1]) for line in one.predicted.assumptions if (found := LOWER.search(line))]
+    return min([error, *((peak - measured) / measured for peak in others)], key=abs)
+
+
+def allocated_error(one: Comparison) -> float | None:
+    """Return the error of the allocated peak."""
+    return peak_error(one, "allocated")
 
 
 def _sizes(pairs: Sequence[Comparison], name: str) -> list[float]:
-    if name != "allocated":
-        return errors(pairs, PEAKS[name])
-    return [error for one in pairs if (error := allocated_error(one)) is not None]
+    return [error for one in pairs if (error := peak_error(one, name)) is not None]
 
 
 def ratio(one: Comparison) -> float | None:
@@ -129,20 +134,21 @@ def _words(one: Comparison) -> str:
 
 
 def _errors(one: Comparison) -> list[str]:
-    found = [allocated_error(one), *(one.error(PEAKS[name]) for name in ("reserved", "device"))]
+    found = [peak_error(one, name) for name in PEAKS]
     return ["" if error is None else share(error, signed=True) for error in found]
 
 
 @cache
-def fsdp2() -> tuple[Comparison, ...]:
-    """Return the recipes of ``recipes/fsdp2`` that were measured."""
-    return tuple(joined(record for name in SPEED_FILES for record in load(FOLDER / name)))
+def fsdp2(model: str) -> tuple[Comparison, ...]:
+    """Return the measured recipes of one model of ``recipes/fsdp2``, on one and two GPUs."""
+    found = joined(record for name in SPEED_FILES for record in load(FOLDER / name))
+    return tuple(one for one in found if one.recipe.model.config == model)
 
 
 def speed() -> str:
-    """MFU, step time and device memory of ``recipes/fsdp2``."""
+    """MFU, step time and device memory of Qwen3-14B in ``recipes/fsdp2``."""
     lines: list[list[str]] = []
-    for one in fsdp2():
+    for one in fsdp2("qwen3-14b"):
         assert one.predicted is not None
         assert one.measured is not None
         found = one.measured
@@ -163,6 +169,48 @@ def speed() -> str:
         "error",
     ]
     return markdown_grid(heads, lines)
+
+
+def scaling_pairs() -> list[tuple[Comparison, Comparison]]:
+    """Return each recipe of Llama-3.1-8B on two GPUs after the one with the same batch on one."""
+    found = fsdp2("llama-3.1-8b")
+    alone = {one.recipe.batch: one for one in found if one.recipe.hardware.count == 1}
+    return [(alone[one.recipe.batch], one) for one in found if one.recipe.hardware.count == 2]
+
+
+def scaled(alone: Comparison, several: Comparison) -> float:
+    """Return the speed of each of several GPUs over the speed of one alone, measured."""
+    assert alone.measured is not None
+    assert several.measured is not None
+    return (alone.measured.step_s or 0.0) / (several.measured.step_s or 1.0)
+
+
+def scaling() -> str:
+    """Step times of Llama-3.1-8B on one and on two GPUs, with the same batch on each."""
+    lines: list[list[str]] = []
+    for alone, several in scaling_pairs():
+        batch, parallel = several.recipe.batch, several.recipe.parallel
+        name = strategy_of(several)
+        if name == "fsdp":
+            name += ", resharded" if parallel.reshard_after_forward else ", gathered once"
+        times = [1e3 * (one.measured.step_s or 0.0) for one in (alone, several) if one.measured is not None]
+        lines.append(
+            [
+                f"{batch.micro} x {batch.seq}" + f" x {batch.accumulate}" * (batch.accumulate > 1), name,
+                *(f"{time:,.0f}" for time in times), f"{scaled(alone, several):.1%}".replace("%", " %"),
+                f"{ratio(several) or 0:.2f}",
+            ]
+        )  # fmt: skip
+    heads = ["batch a GPU", "strategy", "step on 1, ms", "on 2, ms", "speed a GPU", "measured / predicted"]
+    return markdown_grid(heads, lines)
+
+
+def context() -> str:
+    """Peaks and step times of context parallel on two GPUs."""
+    names = ("context-predicted.jsonl", "context-measured.jsonl")
+    found = joined(record for name in names for record in load(FOLDER / name))
+    heads = ["recipe", *PEAKS, "step, measured / predicted"]
+    return markdown_grid(heads, [[_words(one), *_errors(one), f"{ratio(one) or 0:.2f}"] for one in found])
 
 
 def verdicts(pairs: Sequence[Comparison]) -> dict[tuple[bool, str], int]:

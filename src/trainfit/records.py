@@ -4,7 +4,7 @@ Records keep the order in which they were appended. A record is on the disk once
 other writers are killed half-way: rollback journal, BEGIN IMMEDIATE, a long busy timeout (a write-ahead log
 with read-then-write transactions fails here), full synchronisation.
 
-The payload is the whole record as a line with its digest (spec/record_line.py), checked whenever it is read;
+The payload is the whole record as a line with its digest (spec/provenance.py), checked whenever it is read;
 the other columns are copies of what one searches by, which must agree with it. Nothing is appended to a
 damaged file.
 """
@@ -21,8 +21,8 @@ from typing import Any
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import write_text
+from trainfit.spec.provenance import REPAIR, from_line, lines_of, to_line
 from trainfit.spec.recipe import ModelSpec
-from trainfit.spec.record_line import REPAIR, from_line, lines_of, to_line
 from trainfit.spec.result import Record
 
 APPLICATION_ID = 0x74726669

@@ -7,7 +7,7 @@ CUDA. Shapes: b micro-batch, s sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from trainfit.models.build import build_model
+from trainfit.models.deferred_init import DeferredInit
 from trainfit.models.layers import max_positions
 from trainfit.offload.blocks import HostBlocks
 from trainfit.optim.all_or_nothing import one_update
@@ -25,6 +26,8 @@ from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunct
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from trainfit.spec.pipeline import Stage
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
@@ -37,6 +40,7 @@ def assemble(
     on_model: Callable[[nn.Module], None] | None = None,
     compiler: Compiler | None = None,
     mesh: DeviceMesh | None = None,
+    stage: Stage | None = None,
 ) -> Step:
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
@@ -47,24 +51,41 @@ def assemble(
         on_model: called with the bare model before any technique changes it.
         compiler: compiles a module in place; None: ``module.compile()``.
         mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
+        stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
             a sequence.
     """
-    registry.check(recipe)
+    if stage is None:
+        registry.check(recipe)
     _seed(recipe.seed)
-    model, hosted = _build(recipe, device, on_model or (lambda model: None))
-    _check_positions(recipe, model)
-    draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted, mesh=mesh)
-    for technique in registry.in_order():
-        if technique.applies(recipe):
-            technique.apply(recipe, draft)
+    deferred = DeferredInit() if mesh is not None and _is_sharded_first(recipe) else None
+    with deferred or nullcontext():
+        build_on = device if deferred is None else torch.device("meta")
+        model, hosted = _build(recipe, build_on, on_model or (lambda model: None))
+        _check_positions(recipe, model)
+        compiler = compiler or (lambda module: module.compile())
+        draft = Draft(model, device, compiler, hosted, mesh=mesh, stage=stage)
+        for technique in registry.in_order():
+            if technique.applies(recipe):
+                technique.apply(recipe, draft)
+    if deferred is not None:
+        _seed(recipe.seed)
+        deferred.materialise(draft.outermost or draft.model, device)
     if not draft.optimizers:
         draft.optimizers = draft.optimizers_for(draft.trainable())
     if mesh is not None:
         _seed(recipe.seed + data_rank(mesh))
     return Step(recipe, draft)
+
+
+def _is_sharded_first(recipe: Recipe) -> bool:
+    """Return whether the model is sharded on meta, so that no rank ever has all weights.
+
+    Quantised blocks are made one at a time, and their codes are not sharded.
+    """
+    return recipe.mesh.shards_weights and recipe.quantize is None
 
 
 def data_rank(mesh: DeviceMesh | None) -> int:
@@ -139,10 +160,8 @@ class Step:
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
         self._wrapped, self._before_batch = draft.wrapped, draft.before_batch
-        self.mesh = draft.mesh
-        """The ranks; None: one rank."""
-        self.data_rank = data_rank(draft.mesh)
-        """This rank's number among those that read different data."""
+        self.mesh = draft.mesh  # The ranks; None: one rank
+        self.data_rank = data_rank(draft.mesh)  # This rank's number among those that read different data
         self._steps_in_backward = draft.steps_in_backward
         self.hosted = draft.hosted
         """The decoder blocks whose weights are on the host; None: all weights are on the device."""

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from bench_rows import result_of
-from trainfit.cli.bench_text import broken, fitted, show, width_of
-from trainfit.report.bench_table import Grid, grids
+from trainfit.cli.bench_text import BREAKS, broken, fitted, show, width_of
+from trainfit.report.bench_table import Cells, Grid, grids
 from trainfit.spec.bench import BenchRow, Cell, Spread
 
 KERNEL = "vectorized_elementwise_kernel CUDAFunctor_add_of_a_template_60"
@@ -18,7 +18,7 @@ def row(point: dict[str, Cell], status: str = "done", **numbers: Cell) -> BenchR
 
 
 def wide(*statuses: str) -> Grid:
-    """Eight lines with three keys and nine numbers besides the times; all others are done."""
+    """Eight lines with three keys and nine numbers after the times; all others are done."""
     rows = []
     for index, (precision, name, context) in enumerate(
         product(("fp32", "amp-bf16"), ("forward", "backward"), (128, 256))
@@ -67,7 +67,9 @@ def test_how_a_line_ended_stands_in_the_first_table() -> None:
 
 def test_a_line_without_any_number_is_shown_once() -> None:
     lines = (("a", *("123456789",) * 4), ("b", "", "", "", ""))
-    grid = Grid(("key", "one", "two", "three", "four"), lines, (False, *(True,) * 4), "")
+    titles = ("key", "one", "two", "three", "four")
+    columns = zip(titles, (False, *(True,) * 4), zip(*lines, strict=True), strict=True)
+    grid = Grid([Cells(*column) for column in columns], "")
     tables = fitted(grid, 30)
     assert len(tables) == 2
     assert [len(table.lines) for table in tables] == [2, 1]
@@ -88,11 +90,16 @@ def test_keys_go_into_headings_and_long_names_over_lines() -> None:
 
 
 def test_broken_names_lose_no_letter() -> None:
-    text = broken(KERNEL, 24)
+    text = broken(KERNEL, 24, BREAKS)
     assert max(map(len, text.splitlines())) <= 24
     assert text.replace("\n", "").replace(" ", "") == KERNEL.replace(" ", "")
-    assert broken("trainfit/models/native/decoder.py:195", 24) == "trainfit/models/native/\ndecoder.py:195"
-    assert broken("nothing_to_break_at_xxxxxxxxxxxxxxxxxxxxxxxxx", 10).endswith("\nxxxxxxxxxxxxxxxxxxxxxxxxx")
+    assert (
+        broken("trainfit/models/native/decoder.py:195", 24, BREAKS)
+        == "trainfit/models/native/\ndecoder.py:195"
+    )
+    assert broken("nothing_to_break_at_xxxxxxxxxxxxxxxxxxxxxxxxx", 10, BREAKS).endswith(
+        "\nxxxxxxxxxxxxxxxxxxxxxxxxx"
+    )
 
 
 def test_what_is_printed_fits_the_terminal(

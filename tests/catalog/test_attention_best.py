@@ -163,16 +163,16 @@ def test_predict_says_what_best_became(capsys: pytest.CaptureFixture[str]) -> No
     out = " ".join(capsys.readouterr().out.split())
     assert "cudnn attention" in out
     assert "attention: best -> cudnn (2.00 x flash at 1024, the measured length nearest to 64" in out
-    built, said = planned(read_recipe("smollm-135m", best))
+    built, remark = planned(read_recipe("smollm-135m", best))
     assert built == read_recipe("smollm-135m", cudnn)
-    assert len(said) == 1
+    assert len(remark) == 1
 
 
 @pytest.mark.usefixtures("measured")
 def test_a_real_cpu_leaves_it_to_pytorch() -> None:
-    built, (said,) = planned(read_recipe("tiny-cpu", ["attention=best"]), "cpu")
+    built, (remark,) = planned(read_recipe("tiny-cpu", ["attention=best"]), "cpu")
     assert built == read_recipe("tiny-cpu", ["attention=sdpa"])
-    assert said == "attention: best -> sdpa (nothing is measured on a CPU, so PyTorch chooses)"
+    assert remark == "attention: best -> sdpa (nothing is measured on a CPU, so PyTorch chooses)"
 
 
 @pytest.mark.usefixtures("measured")
@@ -211,8 +211,8 @@ def test_of_kernels_as_fast_as_each_other_the_smaller_is_taken(monkeypatch: pyte
 
 @pytest.mark.parametrize(("head", "seq"), [(32, 128), (64, 32768), (128, 2048), (256, 32768)])
 def test_in_fp32_it_is_never_ours_where_ours_is_slower(head: int, seq: int) -> None:
-    asked = recipe(LLAMA | {"head_dim": head}, precision="fp32", batch={"seq": seq}, recompute="full")
-    assert choose(asked).recipe.attention == "sdpa"
+    wanted = recipe(LLAMA | {"head_dim": head}, precision="fp32", batch={"seq": seq}, recompute="full")
+    assert choose(wanted).recipe.attention == "sdpa"
 
 
 # -- the table -----------------------------------------------------------------------------------------------
@@ -255,10 +255,10 @@ def test_the_nearest_length_is_by_ratio_and_never_of_another_kind() -> None:
     found = nearest(TABLE, gpu="h200", dtype="bf16", head=64, seq=3000)
     assert found is not None
     assert found.shape.seq == 8192  # 2.7 times 3000; 1024 is 2.9 times less.
-    asked: dict[str, Any] = {"gpu": "h200", "dtype": "bf16", "head": 64, "seq": 1024}
-    assert nearest(TABLE, **asked) is not None
+    wanted: dict[str, Any] = {"gpu": "h200", "dtype": "bf16", "head": 64, "seq": 1024}
+    assert nearest(TABLE, **wanted) is not None
     others: list[dict[str, Any]] = [{"gpu": "h100-sxm"}, {"dtype": "fp32"}, {"head": 128}, {"causal": False}]
-    assert [nearest(TABLE, **(asked | other)) for other in others] == [None] * 4
+    assert [nearest(TABLE, **(wanted | other)) for other in others] == [None] * 4
 
 
 # -- the writer ----------------------------------------------------------------------------------------------
@@ -378,11 +378,11 @@ def test_rates_with_a_mask_are_rates_of_their_own(tmp_path: Path) -> None:
     }
     assert into.read_text().count("masked = true") == 1
     assert text_of(attention_runs(into)) == into.read_text()
-    asked: dict[str, Any] = {"gpu": "h200", "kernel": "cudnn", "dtype": "bf16", "head": 200, "seq": 1024}
-    plain, masked = (nearest_rate([run], masked=which, **asked) for which in (False, True))
+    wanted: dict[str, Any] = {"gpu": "h200", "kernel": "cudnn", "dtype": "bf16", "head": 200, "seq": 1024}
+    plain, masked = (nearest_rate([run], masked=which, **wanted) for which in (False, True))
     assert (plain and plain.head, masked and masked.head) == (256, 64)
-    asked["dtype"] = "fp32"
-    assert nearest_rate([run], masked=True, **asked) is None
+    wanted["dtype"] = "fp32"
+    assert nearest_rate([run], masked=True, **wanted) is None
     assert masked is not None
     assert masked.flops_per_s(backward=False) == pytest.approx(4 * 64 * 8 * 16 * 1024**2 / 2e-3)
 
@@ -403,12 +403,12 @@ def test_a_gpu_that_is_not_named_takes_no_other_gpus_kernels(monkeypatch: pytest
     """Without NVIDIA's library the recipe's own GPU, which is measured, says nothing of this one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Nvml, "name", lambda self: None)
-    asked = recipe_from(
+    wanted = recipe_from(
         {"model": {"config": LLAMA}, "attention": "best", "precision": "bf16", "hardware": {"gpu": "h200"}}
     )
-    built, (said,) = planned(asked, "cuda")
+    built, (remark,) = planned(wanted, "cuda")
     assert built.attention == "sdpa"
-    assert "nothing is measured on this GPU, whose name NVML does not tell" in said
+    assert "nothing is measured on this GPU, whose name NVML does not tell" in remark
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "tpu"])

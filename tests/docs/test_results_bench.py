@@ -49,24 +49,9 @@ def extremes(found: Sequence[float]) -> Figures:
     return min(found), max(found)
 
 
-def averaged(name: str, scale: float, model: str) -> Figures:
-    """Return a number of trainfit's buckets and of PyTorch's DDP in bf16."""
-    at = partial(value, "ddp", name, scale, model=model, precision="bf16")
-    return tuple(at(strategy=strategy) for strategy in ("bucketed", "DDP"))
-
-
 def step_ms(model: str, precision: str, *modes: str) -> Figures:
     at = partial(value, "transformer", "median_s", 1e3, model=model, precision=precision, warm_up=5)
     return tuple(at(compile=mode) for mode in modes)
-
-
-def speedups() -> Figures:
-    ms = {
-        (size, name): step_ms(size, name, "false")[0]
-        for size in ("small", "2.7b")
-        for name in ("fp32", "bf16")
-    }
-    return ms["small", "fp32"] / ms["small", "bf16"], ms["2.7b", "fp32"] / ms["2.7b", "bf16"]
 
 
 def without_warm_up() -> Figures:
@@ -108,27 +93,6 @@ def phase_errors() -> Figures:
     return len(off), off.count(0), wrong
 
 
-def sustained(kind: str) -> Figures:
-    return extremes(list(every("gpu", "tflops_per_s", sustained=kind, product="all").values()))
-
-
-def fp8_gains() -> Figures:
-    rates = every("gpu", "tflops_per_s", sustained="fp8", product="all")
-    points = [json.loads(str(point)) | {"sustained": "bf16"} for point in rates]
-    bf16 = [value("gpu", "tflops_per_s", **point) for point in points]
-    low, high = extremes([rate / other for rate, other in zip(rates.values(), bf16, strict=True)])
-    assert f"{low:.1f}" == f"{high:.1f}"
-    return (low,)
-
-
-def of_copy(*bodies: str) -> Figures:
-    return tuple(value("fusion", "of_a_copy", 100.0, body=body, rows=32768) for body in bodies)
-
-
-def gain(case: str) -> Callable[[], Figures]:
-    return lambda: (value("streams", "gain", case=case, streams="two"),)
-
-
 def fp32_outputs(device: str, low: str = "bf16") -> list[str]:
     rows = bench.having(bench.rows("autocast"), {"device": device, "autocast": low})
     return [str(one.point["operation"]) for one in rows if one.numbers.get("of_low") == "fp32"]
@@ -166,11 +130,6 @@ def attention_core() -> Figures:
     return (max(sum(of_part(model, name=f"{name}_share") for name in names) for model in SIZES),)
 
 
-def workers() -> Figures:
-    at = partial(value, "dataloader", "waiting_share", 100.0, data="loaded", workers=2, prefetch=2)
-    return at(pinned=False), at(pinned=True)
-
-
 def flash(*cells: tuple[int, int, str], which: str = "both") -> Callable[[], Figures]:
     """TFLOP/s of (head size, tokens, body)."""
     at = partial(value, "flash", "tflops_per_s", dtype="bf16", heads=16, **{"pass": which})
@@ -194,9 +153,9 @@ def one_head() -> Figures:
     return (at(body="ours") / at(body="pytorch"),)
 
 
-def kernel(case: str, part: str, *ways: str, name: str = "ms", scale: float = 1.0) -> Callable[[], Figures]:
+def kernel(case: str, part: str, *ways: str, name: str = "ms") -> Callable[[], Figures]:
     """Numbers of ways of a case."""
-    return lambda: tuple(kernels.timed(case, way, part)[name] * scale for way in ways)
+    return lambda: tuple(kernels.timed(case, way, part)[name] for way in ways)
 
 
 def products_share() -> Figures:
@@ -216,18 +175,12 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"for the 2\.7B model the gain is # ms against # ms":
         lambda: step_ms("2.7b", "amp-bf16", "model", "false"),
     r"measured one in all # runs that fit": exact_peaks,
-    r"take # ms where PyTorch's DDP takes # \(GPT-2 1\.5B: # and #\)":
-        lambda: (*averaged("median_s", 1e3, "xl"), *averaged("median_s", 1e3, "gpt2-xl")),
-    r"averaged where the backward put them: # GiB against #": lambda: averaged("peak_bytes", 1 / GIB, "xl"),
-    r"Exposed are # % of the step \(GPT-2 1\.5B: # %\)":
-        lambda: tuple(averaged("exposed_share", 100.0, model)[0] for model in ("xl", "gpt2-xl")),
     r"buckets of 100 MiB # %":
         lambda: (value("ddp", "exposed_share", 100.0, model="xl", buckets_of="bucketed", bucket_mb=100),),
     r"product alone reaches # % of the data sheet":
         lambda: (value("gpu", "of_data_sheet", 100.0, dtype="bf16", size=8192),),
     r"layers without a pause # %":
         lambda: (value("gpu", "of_data_sheet", 100.0, sustained="bf16", product="all", inputs=14336),),
-    r"`bf16` is # times as fast for the small model and # times for": speedups,
     r"far too long: # times for the small model": without_warm_up,
     r"works only # % of the small model's step and # % of the xl model's":
         lambda: tuple(share(model, "amp-bf16", "busy_share", **WHOLE) for model in ("small", "xl")),
@@ -236,8 +189,6 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"the 2\.7B model's MLP alone takes # %":
         lambda: (share("2.7b", "fp32", "MLP_share", profiled="whole step"),),
     r"takes up to # % of the busy time": attention_core,
-    r"AdamW takes # % of the 2\.7B model's step in mixed precision and # % in fp32": lambda: tuple(
-        share("2.7b", mode, "optimizer_share", profiled="whole step") for mode in ("amp-bf16", "fp32")),
     r"products take # to # times as long as softmax .* # to # times its FLOPs; in mixed precision # to #":
         softmax_ratios,
     r"fp32 it is # GiB, later steps take # GiB":
@@ -246,19 +197,6 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"which removes # GiB at context 2,048":
         lambda: (peak(2048, "fp32", attention="sdpa") - peak(2048, "amp-bf16", attention="sdpa"),),
     r"Of # phase peaks .* predicted, # agree to the byte; one forward is off by # bytes": phase_errors,
-    r"sustained rate: # to # TFLOP/s in bf16": partial(sustained, "bf16"),
-    r"in bf16 and # to # in fp8": partial(sustained, "fp8"),
-    r"fp8 products are # times as fast": fp8_gains,
-    r"Eager PyTorch reaches # % of a copy's": partial(of_copy, "eager"),
-    r"the compiler reaches # %, hand-written Triton # % and CUDA C\+\+ # %":
-        partial(of_copy, "compiled", "Triton", "CUDA C++"),
-    r"\(pinned memory, # times\)": gain("copy to the GPU, pinned, then products"),
-    r"few blocks \(# times\)": gain("softmaxes of few rows"),
-    r"fills the GPU \(# times\)": gain("two products that each fill the GPU"),
-    r"launches are the limit \(# times\)": gain("additions of few numbers"),
-    r"removes the latter \(# times\)": gain("additions of few numbers, in a CUDA graph"),
-    r"does not overlap \(# times\)": gain("copy to the GPU, pageable, then products"),
-    r"remains is the copy: # % with pageable memory, # % with pinned": workers,
     r"On CUDA # of # operations": lambda: (len(fp32_outputs("cuda")), len(OPERATIONS)),
     r"On a CPU only # do": lambda: (len(fp32_outputs("cpu")),),
     r"a thousand times gives # in fp32, # in fp16 and # where": totals,
@@ -267,30 +205,14 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"measured # to # %, by size": forward_softmax,
 }  # fmt: skip
 KERNEL_CLAIMS: dict[str, Callable[[], Figures]] = {
-    r"on: # against cuDNN's # TFLOP/s at 32,768": flash((64, 32768, "ours"), (64, 32768, "cudnn")),
-    r"leads at 4,096 \(# against #\)": flash((128, 4096, "ours"), (128, 4096, "cudnn")),
-    r"and 8,192 tokens \(# against #\)": flash((128, 8192, "ours"), (128, 8192, "cudnn")),
-    r"heads of 128 at 1,024 tokens \(# against #\)": flash((128, 1024, "cudnn"), (128, 1024, "ours")),
-    r"and at 32,768 \(# against #\)": flash((128, 32768, "cudnn"), (128, 32768, "ours")),
-    r"of 64 at 1,024 \(# against #\)": flash((64, 1024, "cudnn"), (64, 1024, "ours")),
     r"cuDNN's backward leads with # against # TFLOP/s":
         flash((128, 16384, "cudnn"), (128, 16384, "ours"), which="backward"),
     r"trainfit's forward with # against #\.":
         flash((128, 16384, "ours"), (128, 16384, "cudnn"), which="forward"),
-    r"Hopper's features: # TFLOP/s where trainfit has #\.": flash((128, 8192, "flash"), (128, 8192, "ours")),
     r"with heads of 128 by a factor of #:": one_head,
     r"takes # to # ms in bf16, by head size, where PyTorch's choice takes # to # ms": one_head_bf16,
     r"cuDNN reaches # to # TFLOP/s .* `efficient` # to # \(fp32: # to #\)": masked,
-    r"as the compiled loss \(# against # ms\)": kernel("loss", "both", "ours fused", "compiled"),
-    r"of its memory: # against # GB":
-        kernel("loss", "both", "ours fused", "compiled", name="extra_bytes", scale=1e-9),
     r"cuBLAS needs # ms for the three products alone in as many chunks, so # %": products_share,
-    r"save more memory \(# GB\)":
-        kernel("loss", "both", "ours fused, 32 chunks", name="extra_bytes", scale=1e-9),
-    r"half again as much time, # ms": kernel("loss", "both", "ours fused, 32 chunks"),
-    r"SwiGLU takes # ms against # ms": kernel("gates", "both", "ours", "compiled"),
-    r"rotary embedding # against # ms": kernel("rotation", "both", "ours", "compiled"),
-    r"forward is equal \(# against # ms\)": kernel("gates", "forward", "ours", "compiled"),
     r"AdamW takes # ms, torch's fused AdamW # ms":
         kernel("update", "forward", "ours, to nearest", "torch fused, to nearest"),
     r"The largest, #, is the loss in 32 chunks, .* default `fused` loss has #\.": loss_errors,
@@ -318,12 +240,10 @@ def test_statements_without_a_figure() -> None:
     components = bench.having(bench.rows("autocast"), {"device": "cuda", "autocast": "fp16"})
     dtypes = {one.point.get("component"): one.numbers.get("dtype") for one in components}
     assert (dtypes["fc2 (logits)"], dtypes["loss"]) == ("fp16", "fp32")
-    for seq in (2048, 16384):  # Within 1 %.
-        ours, cudnn = flash((128, seq, "ours"), (128, seq, "cudnn"))()
-        assert abs(ours / cudnn - 1) < 0.01
-    for seq in (2048, 4096, 8192, 16384, 32768):  # Heads of 64: trainfit leads from 2,048 on.
-        ours, cudnn = flash((64, seq, "ours"), (64, seq, "cudnn"))()
-        assert ours > cudnn
+    for head, most in ((64, 1.0), (128, 1.08)):  # trainfit leads from 2,048 on, or is close.
+        for seq in (2048, 4096, 8192, 16384, 32768):
+            ours, cudnn = flash((head, seq, "ours"), (head, seq, "cudnn"))()
+            assert cudnn < most * ours
 
 
 def test_the_records_page_names_the_commits_that_do_not_exist() -> None:

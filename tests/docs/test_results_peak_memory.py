@@ -66,15 +66,9 @@ def test_errors_of_the_predicted_peaks() -> None:
 
 def test_what_techniques_contribute() -> None:
     claim("as a multiple of the control's #", tables.late_samples_per_s(CONTROL))
-    slower = 100 * (1 - speed("checkpoint"))
-    pattern = "Activation checkpointing alone removes # % and costs # % of the speed"
-    claim(pattern, less(ROWS["checkpoint"]), slower)
     assert measured("fused") == measured("control")
     claim("with checkpointing it removes # GiB", measured("checkpoint") - measured("fused_checkpoint"))
-    claim("bf16 weights remove # % and are # times as fast", less(ROWS["bf16"]), speed("bf16"))
-    slower = int(100 * (1 - speed("best_fast", "best_resident")))
-    pattern = "From # to # GiB allocated it costs # % of the speed"
-    claim(pattern, measured("best_resident"), measured("best_fast"), slower)
+    claim("host memory comes last, at # % of the speed", int(100 * (1 - speed("best_fast", "best_resident"))))
     theirs = tables.published()
     least = min(row["peak_gib"] for row in theirs.values())
     share = 100 * (1 - least / theirs["control"]["peak_gib"])
@@ -133,14 +127,10 @@ def num_within_budgets(rows: Mapping[str, Row]) -> int:
 
 def test_budgets() -> None:
     rows = tables.sweep("budgets")
-    sizes = [known(rows[f"compiler {share}"].measured_bytes) / GIB for share in (0, 0.2)]
-    claim("a share of 0 takes # GiB, one of 0.2 takes # GiB", *sizes)
+    assert known(rows["compiler 0"].measured_bytes) > known(rows["compiler 0.2"].measured_bytes)
     claim("All # budgets in GiB hold when measured. They", num_within_budgets(rows))
     base = rows["ours without a budget"]
     assert all((tables.slower(row, base) or 0) <= 0 for name, row in rows.items() if name.startswith("ours"))
-    estimate = rows["ours 13 GiB"].estimate
-    assert estimate is not None
-    claim("# GiB for the budget of 13 GiB", estimate.host_bytes / GIB)
 
 
 def test_ladders() -> None:

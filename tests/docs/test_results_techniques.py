@@ -28,11 +28,6 @@ def effect(name: str, variant: int = 0) -> techniques.Effect:
     return [one for one in techniques.effects() if one.technique == name][variant]
 
 
-def change(name: str, *fields: str, variant: int = 0) -> Callable[[], Figures]:
-    """The sizes of the changes, in per cent."""
-    return lambda: tuple(abs(effect(name, variant).change(field)) * 100 for field in fields)
-
-
 def perplexity(*names: str, variant: int = 0) -> Callable[[], Figures]:
     return lambda: tuple(effect(name, variant).perplexity or 0.0 for name in names)
 
@@ -81,44 +76,14 @@ def times() -> Figures:
 
 CLAIMS: list[tuple[str, Callable[[], Figures]]] = [
     (r"the reference took # ms in this table and # ms in the training run", times),
-    (r"`loss: fused` takes # % off the allocated peak and is # % faster",
-     change("fused_loss", ALLOCATED, STEP)),
-    (r"`loss: chunked` takes # % off at # % more time", change("chunked_loss", ALLOCATED, STEP)),
     (r"it takes # % off the recomputed fp32 control", in_backward),
-    (r"Full recomputation takes # % off for # % more time", change("recompute_full", ALLOCATED, STEP)),
-    (r"\(`selective`\) takes # % off for # %\.", change("recompute_selective", ALLOCATED, STEP)),
-    (r"takes the same # % off for # %,", change("recompute_layers", ALLOCATED, STEP)),
-    (r"with 4 micro-batches of 1 halves the peak for # % more time", change("accumulation", STEP)),
-    (r"full recomputation: allocated # % less, device # % more",
-     change("offload_activations", ALLOCATED, DEVICE)),
-    (r"Muon: allocated # % less", change("muon", ALLOCATED)),
-    (r"8-bit AdamW: allocated # % less, device # % more", change("adamw_low_bit", ALLOCATED, DEVICE)),
-    (r"4-bit AdamW saves # % of both", change("adamw_low_bit", DEVICE, variant=1)),
-    (r"Weight offload: allocated # % less, device # % less", change("offload_weights", ALLOCATED, DEVICE)),
-    (r"Emptying the cache after every step costs # % more time", change("empty_cache", STEP)),
-    (r"fp32 needs # times the allocated memory of bf16 and takes # times as long",
-     lambda: tuple(effect("precision").change(field) + 1 for field in (ALLOCATED, STEP))),
-    (r"fp32 weights at # % more memory and # % more time", change("precision", ALLOCATED, STEP, variant=1)),
     (r"lose quality: perplexity # against # in fp32 and # under amp-bf16",
      lambda: (reference_perplexity(), *perplexity("precision")(), *perplexity("precision", variant=1)())),
-    (r"gets it back \(#\) at no memory and # % more time",
-     lambda: (*perplexity("stochastic_rounding")(), *change("stochastic_rounding", STEP)())),
-    (r"# % less memory and # % less time than bf16 under", change("fp8", ALLOCATED, STEP)),
-    (r"at a perplexity of # against #\.", perplexity("fp8", "compile_block")),
-    (r"\(SGD, Adafactor\) saves # %", change("sgd", ALLOCATED)),
-    (r"Muon costs # % more time", change("muon", STEP)),
-    (r"`foreach` AdamW costs # % more time", change("adamw", STEP)),
-    (r"clipping at 1.0 the reference ends at # instead of #\.",
-     lambda: (*perplexity("gradient_clipping")(), reference_perplexity())),
-    (r"\(allocated # %, device # %\) and # % more time", change("lora", ALLOCATED, DEVICE, STEP)),
-    (r"the other way round: # GiB and # ms",
+    (r"gets it back \(#\)\.", perplexity("stochastic_rounding")),
+    (r"a chunked loss it takes # GiB and # ms",
      lambda: tuple(combination(adapter={"kind": "lora", "dtype": "base"})[index] for index in (0, 2))),
-    (r"A 4-bit base saves # % of LoRA's peak", change("quantize", ALLOCATED)),
-    (r"full recomputation and a chunked loss: # GiB",
+    (r"and a chunked loss takes # GiB",
      lambda: (combination(quantize="nf4", loss="chunked")[0],)),
-    (r"Prompt and prefix tuning save # % and #",
-     lambda: (*change("soft_prompts", ALLOCATED)(), *change("prefix_tuning", ALLOCATED)())),
-    (r"Label smoothing changes the loss that is trained, so its # is", perplexity("loss_terms")),
     (r"# combinations were measured", lambda: (len(COMBINED),)),
     (r"The smallest needs # GiB allocated \(# GiB on the device\) at # % more time", smallest),
     (r"without adapters or fp8 takes # ms with # % less memory", fastest),
@@ -133,14 +98,12 @@ def test_a_figure_of_the_page_is_that_of_the_records(pattern: str, values: Calla
 
 
 def test_ranges_and_unchanged_figures_of_the_page() -> None:
-    for low, high, field in ((12, 13, ALLOCATED), (18, 19, STEP)):
-        for name in ("compile_block", "block_kernels"):
-            assert low <= round(-effect(name).change(field) * 100) <= high
-    assert effect("compile_model").change(ALLOCATED) < 2 * effect("compile_block").change(ALLOCATED)
-    assert effect("compile_model").change(STEP) > effect("compile_block").change(STEP)
+    plan, selective = effect("recompute_layers"), effect("recompute_selective")
+    assert plan.change(ALLOCATED) == pytest.approx(selective.change(ALLOCATED), abs=1e-3)
+    assert 0.4 < plan.change(STEP) / selective.change(STEP) < 0.6
     assert abs(effect("optimizer_in_backward").change(ALLOCATED)) < 1e-6
-    assert abs(effect("muon").change(DEVICE)) < 1e-4
-    assert abs(effect("adafactor").change(ALLOCATED) - effect("sgd").change(ALLOCATED)) < 1e-3
+    for name in ("offload_activations", "muon", "adamw_low_bit", "offload_weights"):
+        assert effect(name).change(DEVICE) > effect(name).change(ALLOCATED)
     exact = ("recompute_every", "recompute_selective", "recompute_layers", "chunked_loss", "fused_loss",
              "accumulation", "loader", "empty_cache", "block_kernels")  # fmt: skip
     runs = [effect(name) for name in exact] + [effect("attention", index) for index in range(3)]

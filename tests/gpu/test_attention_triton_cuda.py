@@ -104,19 +104,19 @@ def recipe(code: str, d: int, **fields: Any) -> Recipe:
     return recipe_from(merge(base, fields))
 
 
-ASKED = {name: recipe(code, d, **fields) for name, (code, d, fields) in CASES.items()}
+RECIPES = {name: recipe(code, d, **fields) for name, (code, d, fields) in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """By the recipe's id, from processes that see no GPU."""
-    return predictions(ASKED.values(), tmp_path_factory.mktemp("predicted"))
+    return predictions(RECIPES.values(), tmp_path_factory.mktemp("predicted"))
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """By the recipe's id, each from a new process."""
-    return measured_runs(ASKED.values(), tmp_path_factory.mktemp("measured"))
+    return measured_runs(RECIPES.values(), tmp_path_factory.mktemp("measured"))
 
 
 @pytest.mark.timeout(300)
@@ -125,7 +125,7 @@ def test_the_peak_is_the_predicted_one(
     name: str, predicted: dict[str, Record], measured: dict[str, Run]
 ) -> None:
     """To the byte in each phase, with segments where the driver put them; else within 1 %."""
-    run, estimate = measured[ASKED[name].id], predicted[ASKED[name].id].estimate
-    assert differences(ASKED[name], run) == {}
+    run, estimate = measured[RECIPES[name].id], predicted[RECIPES[name].id].estimate
+    assert differences(RECIPES[name], run) == {}
     assert estimate is not None
     assert run.measurement.peak_allocated_bytes == pytest.approx(estimate.peak_allocated_bytes, rel=0.01)

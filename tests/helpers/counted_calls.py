@@ -1,4 +1,4 @@
-"""How many functions a program calls, Python's and C's.
+"""How many functions a program calls, Python's and C's, and how slow this machine is.
 
 The same (to 2 %) on every machine and at every load, which seconds are not: the same code took 5.3 s on one
 day and 12 s on another, on machines of the same name. So what must stay fast is bounded in calls, and its
@@ -6,7 +6,9 @@ seconds are in the docs.
 """
 
 import cProfile
+import functools
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,3 +32,21 @@ def of(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     profile = cProfile.Profile()
     result = profile.runcall(function, *arguments)
     return result, sum(row.callcount for row in profile.getstats())
+
+
+REFERENCE_S = 0.08  # CPU time of the workload on an idle core of the machine on which bounds were chosen
+
+
+@functools.cache
+def slowness() -> float:
+    """Return how many times slower than the reference this machine is, at least 1; timed once per process."""
+    import torch
+
+    begin_s = time.process_time()
+    values = {}
+    for number in range(300_000):
+        values[number % 1000] = values.get(number % 997, 0) + number
+    matrix = torch.ones(256, 256)
+    for _ in range(200):
+        matrix = (matrix @ matrix).clamp(max=1.0) + 0.1
+    return max(1.0, (time.process_time() - begin_s) / REFERENCE_S)

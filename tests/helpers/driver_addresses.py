@@ -2,8 +2,8 @@
 there.
 
 Which of two free blocks of equal size is handed out depends on their addresses, and a free block that is up
-to a MiB larger than what is asked for is handed out whole: so peaks depend on what only the driver knows.
-Told it, a prediction has to agree in every phase to the byte; a request or a free that the virtual GPU misses
+to a MiB larger than what is requested is handed out whole: so peaks depend on what only the driver knows.
+With it, a prediction must agree in every phase to the byte; a request or a free that the virtual GPU misses
 would show.
 
 ``python tests/helpers/driver_addresses.py RECIPES RUNS`` measures, in processes of their own that record the
@@ -43,8 +43,7 @@ class Run(NamedTuple):
     """A measured run of a recipe."""
 
     measurement: Measurement
-    segments: list[tuple[int, int]]
-    """(address, bytes), in the order in which the allocator took them."""
+    segments: list[tuple[int, int]]  # (address, bytes), in the order in which the allocator took them
     held_bytes: int
     """What the process held before it built the model: imports may leave a tensor on the device."""
 
@@ -57,12 +56,12 @@ def replayed(ledger: Ledger, run: Run) -> Phases:
 
 
 def in_order(segments: Iterable[tuple[int, int]]) -> Callable[[int], int]:
-    """The address of each segment that is asked for: of the next one, which must be as large."""
+    """The address of each segment that is requested: of the next one, which must be as large."""
     following = iter(segments)
 
     def place(num_bytes: int) -> int:
         address, size = next(following)
-        assert size == num_bytes, f"a segment of {num_bytes} bytes is asked for, the run took one of {size}"
+        assert size == num_bytes, f"a segment of {num_bytes} bytes is requested, the run took one of {size}"
         return address
 
     return place
@@ -77,8 +76,8 @@ def differences(recipe: Recipe, run: Run) -> dict[str, int]:
     measurement = run.measurement
     assert measurement.status == "done", measurement.message
     assert measurement.phases is not None
-    told, found = peaks(replayed(ledger_of(recipe), run)), peaks(measurement.phases)
-    return {phase: found[phase] - told[phase] for phase in told if found[phase] != told[phase]}
+    expected, found = peaks(replayed(ledger_of(recipe), run)), peaks(measurement.phases)
+    return {phase: found[phase] - expected[phase] for phase in expected if found[phase] != expected[phase]}
 
 
 def peaks(phases: Phases) -> dict[str, int]:
@@ -90,12 +89,12 @@ def peaks(phases: Phases) -> dict[str, int]:
 
 def predictions(recipes: Iterable[Recipe], folder: Path) -> dict[str, Record]:
     """Every recipe's prediction by its id, from processes that see no GPU."""
-    asked, records = _written(recipes, folder), folder / "records.jsonl"
+    source, records = _written(recipes, folder), folder / "records.jsonl"
     _python(
         "-c",
         "import sys; from trainfit.cli.main import main; sys.exit(main(sys.argv[1:]))",
         "sweep",
-        str(asked),
+        str(source),
         "--out",
         str(records),
     )
@@ -104,10 +103,10 @@ def predictions(recipes: Iterable[Recipe], folder: Path) -> dict[str, Record]:
 
 def measured_runs(recipes: Iterable[Recipe], folder: Path) -> dict[str, Run]:
     """Every recipe's run by its id, measured with compilers' caches that are empty, as predictions assume."""
-    asked, runs = _written(recipes, folder), folder / "runs.jsonl"
+    source, runs = _written(recipes, folder), folder / "runs.jsonl"
     caches = {f"{name}_CACHE_DIR": str(folder / name) for name in ("TORCHINDUCTOR", "TRITON")}
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    _python(__file__, str(asked), str(runs), PYTHONPATH=path, **caches)
+    _python(__file__, str(source), str(runs), PYTHONPATH=path, **caches)
     found: dict[str, Run] = {}
     for one in map(json.loads, runs.read_text().splitlines()):
         measurement = parse(Measurement, one["measurement"])

@@ -1,4 +1,4 @@
-"""Training runs small enough for tests, and an observer that notes what it hears."""
+"""Training runs small enough for tests, and an observer that keeps the events it receives."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def tiny(*settings: str, config: dict = LLAMA) -> Recipe:
     return recipe_from(data, ["optimizer.lr=3e-3", *settings])
 
 
-def asked(out: Path, steps: int, **more) -> TrainOptions:
+def options_for(out: Path, steps: int, **more) -> TrainOptions:
     data = SyntheticData(num_documents=60)
     return TrainOptions(
         **({"out": str(out), "steps": steps, "data": data, "eval_fraction": 0.1, "eval_sequences": 8} | more)
@@ -38,25 +38,25 @@ class Listener:
     """Notes everything; ``do`` is called after each step."""
 
     def __init__(self, do=lambda metrics: None):
-        self.do, self.heard, self.steps, self.closed = do, [], [], 0
+        self.do, self.events, self.steps, self.closed = do, [], [], 0
 
     def on_start(self, run: RunStart) -> None:
         self.run = run
-        self.heard.append("start")
+        self.events.append("start")
 
     def on_step(self, metrics: StepMetrics) -> None:
-        self.heard.append(metrics.step)
+        self.events.append(metrics.step)
         self.steps.append(metrics)
         self.do(metrics)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self.heard.append("eval")
+        self.events.append("eval")
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        self.heard.append("saved")
+        self.events.append("saved")
 
     def on_end(self, summary: TrainSummary) -> None:
-        self.heard.append("end")
+        self.events.append("end")
 
     def close(self) -> None:
         self.closed += 1

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tiny_recipe import tiny_recipe
-from tiny_training import Listener, asked, stop_at, tiny
+from tiny_training import Listener, options_for, stop_at, tiny
 from trainfit.measurement.feed import Feed, random_tokens
 from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
@@ -125,21 +125,21 @@ def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_training_is_the_same_to_the_last_bit_with_workers_and_after_a_signal(tmp_path: Path):
-    control = train(tiny(), asked(tmp_path / "control", 8))
+    control = train(tiny(), options_for(tmp_path / "control", 8))
     recipe = tiny("loader={workers: 2, prefetch: 3, pin_memory: false}")
-    first = train(recipe, asked(tmp_path / "broken", 8), observers=[Listener(stop_at(3))])
+    first = train(recipe, options_for(tmp_path / "broken", 8), observers=[Listener(stop_at(3))])
     assert (first.status, first.steps) == ("stopped", 3)
-    second = train(recipe, asked(tmp_path / "broken", 8, resume=True))
+    second = train(recipe, options_for(tmp_path / "broken", 8, resume=True))
     assert first.losses + second.losses == control.losses
     assert multiprocessing.active_children() == []
 
 
 GROUP = """
-from tiny_training import asked, tiny
+from tiny_training import options_for, tiny
 from trainfit.training.loop import train
 
 def main(folder):
-    options = asked(folder / "run", 100000, save_every=10)
+    options = options_for(folder / "run", 100000, save_every=10)
     (folder / "status").write_text(train(tiny("loader.workers=2"), options).status)
     return 0
 """

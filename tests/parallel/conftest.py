@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel_cases import Ranks
+from rank_processes import Ranks
 
 
 @pytest.fixture(scope="session")

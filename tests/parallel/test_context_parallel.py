@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-
 import sharded_training as cases
-from parallel_cases import Ranks
+
+from rank_processes import Ranks
 from trainfit.spec.recipe import Batch
 
 EQUAL = 1e-5

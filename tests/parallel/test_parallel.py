@@ -1,10 +1,12 @@
 """Training on several processes equals one process on the whole batch."""
 
+import data_parallel_cases as cases
 import pytest
+import sharding_cases
 import torch
+from sharded_training import recipe_losses
 
-import parallel_cases as cases
-from parallel_cases import Ranks
+from rank_processes import Ranks
 
 EQUAL = 1e-6
 
@@ -64,20 +66,20 @@ def test_a_second_backward_names_no_sync(ranks: Ranks) -> None:
     assert all("no_sync()" in message for message in ranks.run(cases.a_second_backward))
 
 
-@pytest.mark.parametrize("name", list(cases.OPTIMIZERS))
+@pytest.mark.parametrize("name", list(sharding_cases.OPTIMIZERS))
 def test_a_sharded_optimizer_equals_the_unsharded_one(ranks: Ranks, name: str) -> None:
-    results = ranks.run(cases.sharded_optimizer, name)
+    results = ranks.run(sharding_cases.sharded_optimizer, name)
     assert all(parameters <= EQUAL and states <= EQUAL for parameters, states, _ in results)
     assert sorted(held for _, _, held in results) == [2, 3]
 
 
 def test_a_saved_state_goes_on_at_another_world_size(ranks: Ranks) -> None:
-    assert max(ranks.run(cases.resharded, 1)) <= EQUAL
+    assert max(ranks.run(sharding_cases.resharded, 1)) <= EQUAL
 
 
 @pytest.mark.parametrize(("by_module", "checkpointed"), [(True, False), (False, False), (True, True)])
 def test_fully_sharded_equals_one_process(ranks: Ranks, by_module: bool, checkpointed: bool) -> None:
-    for apart, held, total in ranks.run(cases.fully_sharded, by_module, checkpointed):
+    for apart, held, total in ranks.run(sharding_cases.fully_sharded, by_module, checkpointed):
         assert apart <= EQUAL
         assert total / 2 <= held <= total / 2 + 3
 
@@ -85,7 +87,7 @@ def test_fully_sharded_equals_one_process(ranks: Ranks, by_module: bool, checkpo
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_full_weights_are_not_kept_for_the_backward(ranks: Ranks, dtype: torch.dtype | None) -> None:
     width = 2 if dtype else 4
-    for plain, sharded, dtypes in ranks.run(cases.saved_by, dtype):
+    for plain, sharded, dtypes in ranks.run(sharding_cases.saved_by, dtype):
         assert plain - sharded == 64 * 64 * width
         assert dtypes == {dtype or torch.float32}
 
@@ -108,6 +110,6 @@ LORA = {"kind": "lora", "rank": 4}
     ids=str,
 )
 def test_a_recipe_on_ranks_loses_as_on_one(ranks: Ranks, fields: dict[str, object]) -> None:
-    for losses, expected in ranks.run(cases.recipe_losses, {"precision": "fp32", **fields}):
+    for losses, expected in ranks.run(recipe_losses, {"precision": "fp32", **fields}):
         assert losses == pytest.approx(expected, rel=EQUAL)
         assert losses[-1] != losses[0]

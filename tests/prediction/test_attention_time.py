@@ -47,9 +47,9 @@ def rate_of(kernel: str, dtype: str, head: int, seq: int) -> AttentionRate:
 
 def test_another_size_takes_the_nearest_and_says_so() -> None:
     measured = rate_of("cudnn", "bf16", 64, 8192)
-    asked = op_of(measured, backward=False)._replace(head=80, seq=7000)
-    assert compute_share(asked, H200) == compute_share(op_of(measured, backward=False), H200)
-    ledger = Ledger(segments=[Segment("steady", "forward")], ops=[asked, asked])
+    wanted = op_of(measured, backward=False)._replace(head=80, seq=7000)
+    assert compute_share(wanted, H200) == compute_share(op_of(measured, backward=False), H200)
+    ledger = Ledger(segments=[Segment("steady", "forward")], ops=[wanted, wanted])
     assert assumptions(ledger, H200) == (
         "attention's time, cudnn kernel, bfloat16, heads of 80 at 7000: as measured on h200 with heads of "
         "64 at 8192, the nearest measured",
@@ -91,16 +91,16 @@ def a_rate(
     return AttentionRate.model_validate({**known, **fields})
 
 
-def said_of(op: Op) -> str:
+def assumption_of(op: Op) -> str:
     (line,) = assumptions(Ledger(segments=[Segment("steady", "forward")], ops=[op]), H200)
     return line
 
 
 def test_a_kernel_without_a_rate_in_a_dtype_is_told(made_up: list[AttentionRate]) -> None:
     made_up.append(a_rate("efficient", "fp32"))
-    asked = op_of(made_up[0], backward=False)._replace(dtype="bfloat16")
-    assert compute_share(asked, H200) == UNMEASURED
-    assert "nothing is measured" in said_of(asked)
+    wanted = op_of(made_up[0], backward=False)._replace(dtype="bfloat16")
+    assert compute_share(wanted, H200) == UNMEASURED
+    assert "nothing is measured" in assumption_of(wanted)
 
 
 def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_without(
@@ -109,13 +109,13 @@ def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_
     made_up += [a_rate("cudnn", "bf16"), a_rate("efficient", "fp32", 64)]
     masked = op_of(made_up[0], backward=False, masked=True)
     assert compute_share(masked, H200) == MASKED
-    assert said_of(masked) == (
+    assert assumption_of(masked) == (
         "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, "
         "where ten measured steps with cuDNN need 20% to 33%"
     )
     wide = op_of(made_up[1], backward=False)
     assert compute_share(wide._replace(masked=True), H200) == compute_share(wide, H200)
-    assert said_of(wide._replace(masked=True)).endswith(
+    assert assumption_of(wide._replace(masked=True)).endswith(
         "with a mask: as measured on h200 with heads of 64 at 2048, without a mask"
     )
 
@@ -131,10 +131,10 @@ def test_a_measured_mask_takes_what_it_took(kernel: str, dtype: str, made_up: li
     for rate in (without, with_one):
         for backward, seconds in ((False, rate.forward), (True, rate.backward)):
             assert op_s(op_of(rate, backward=backward), H200) == pytest.approx(seconds + KERNEL_S)
-    assert said_of(op_of(with_one, backward=False)).endswith(
+    assert assumption_of(op_of(with_one, backward=False)).endswith(
         "heads of 256 at 2048, with a mask: as measured on h200 with heads of 256 at 2048"
     )
-    assert said_of(op_of(with_one, backward=False, head=200)).endswith(
+    assert assumption_of(op_of(with_one, backward=False, head=200)).endswith(
         "heads of 200 at 2048, with a mask: as measured on h200 with heads of 256 at 2048, the nearest "
         "measured"
     )
@@ -153,8 +153,8 @@ def test_layers_with_a_window_are_masked(
     The others, and all where the window is no shorter, leave it to is_causal.
     """
     for seq, expected in ((window + 65, masked), (window - 63, {False}))[: 1 if layers > 2 else 2]:
-        asked = recipe_of(with_layers(model, layers), attention=attention, batch=Batch(micro=1, seq=seq))
-        ops = [op for op in ledger_of(asked).ops if op.kernel]
+        wanted = recipe_of(with_layers(model, layers), attention=attention, batch=Batch(micro=1, seq=seq))
+        ops = [op for op in ledger_of(wanted).ops if op.kernel]
         for backward in (False, True):
             some = [op for op in ops if ("backward" in op.name) is backward]
             assert {op.kernel for op in some} == {kernel}
@@ -162,8 +162,8 @@ def test_layers_with_a_window_are_masked(
 
 
 def heads_of_128(attention: str, **fields: Any) -> Recipe:
-    asked = {"batch": Batch(micro=1, seq=2048), "recompute": "full", **fields}
-    return recipe_of(with_layers("qwen3-0.6b", 4), attention=attention, **asked)
+    wanted = {"batch": Batch(micro=1, seq=2048), "recompute": "full", **fields}
+    return recipe_of(with_layers("qwen3-0.6b", 4), attention=attention, **wanted)
 
 
 def test_in_fp32_ours_is_predicted_to_be_the_slower() -> None:
@@ -191,8 +191,8 @@ def test_two_passes_execute_seven_products(gpu_name: str, deterministic: bool, p
 
     The mathematics needs four products wherever it runs.
     """
-    asked = heads_of_128("triton", hardware={"gpu": gpu_name})
-    ledger = ledger_of(asked, deterministic=deterministic)
+    wanted = heads_of_128("triton", hardware={"gpu": gpu_name})
+    ledger = ledger_of(wanted, deterministic=deterministic)
     forward, backward = (
         next(op for op in ledger.ops if op.kernel and ("backward" in op.name) is which) for which in (False,
         True)

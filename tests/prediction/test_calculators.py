@@ -1,6 +1,6 @@
 """The published calculators give the numbers that their sources print.
 
-Compare sets them beside an Estimate.
+Compare sets them next to an Estimate.
 """
 
 import pytest

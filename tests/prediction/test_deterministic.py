@@ -37,19 +37,19 @@ def recipe(attention: str, **fields: Any) -> Recipe:
 
 def scratch(ledger: Any, operation: str) -> int:
     """Bytes that the operation's middle layer makes in its steady step."""
-    places = [i for i, op in enumerate(ledger.ops) if operation in op.name]
-    return sum(storage.num_bytes for storage in ledger.storages if storage.op == places[-1])
+    positions = [i for i, op in enumerate(ledger.ops) if operation in op.name]
+    return sum(storage.num_bytes for storage in ledger.storages if storage.op == positions[-1])
 
 
 def test_inside_and_afterwards() -> None:
-    asked = torch.are_deterministic_algorithms_enabled
+    wanted = torch.are_deterministic_algorithms_enabled
     with deterministic_kernels():
-        assert asked()
+        assert wanted()
         assert not torch.utils.deterministic.fill_uninitialized_memory
         with deterministic_kernels(False):
-            assert not asked()
-        assert asked()
-    assert not asked()
+            assert not wanted()
+        assert wanted()
+    assert not wanted()
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -118,14 +118,14 @@ def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
 
     The mathematics is the same.
     """
-    asked = recipe("triton", hardware={"gpu": "h200"})
-    plain, repeatable = (predict(asked, deterministic=chosen) for chosen in (False, True))
+    wanted = recipe("triton", hardware={"gpu": "h200"})
+    plain, repeatable = (predict(wanted, deterministic=chosen) for chosen in (False, True))
     assert repeatable.hardware_flops > plain.hardware_flops
     assert repeatable.model_flops == plain.model_flops
-    assert step_flops(asked, "auto", None, deterministic=True)[1] == repeatable.hardware_flops
+    assert step_flops(wanted, "auto", None, deterministic=True)[1] == repeatable.hardware_flops
     for deterministic, expected in ((False, plain), (True, repeatable)):
         request = PartRequest(
-            part="train", variant="a", recipe=asked, device="cpu", timeout_s=1,
+            part="train", variant="a", recipe=wanted, device="cpu", timeout_s=1,
             train=TrainPart(deterministic=deterministic),
             model_flops=plain.model_flops, hardware_flops=plain.hardware_flops,
         )  # fmt: skip
@@ -172,16 +172,16 @@ print(torch.cuda.max_memory_allocated())
 @pytest.mark.parametrize("attention", ["triton", "flash"])
 def test_the_peak_is_the_predicted_one(attention: str) -> None:
     """In a process of its own; by PyTorch's flash the copies of dQ are in it."""
-    asked = recipe(attention, hardware={"gpu": "h200"})
+    wanted = recipe(attention, hardware={"gpu": "h200"})
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked.model_dump_json()],
+        [sys.executable, "-c", PROGRAM, wanted.model_dump_json()],
         capture_output=True,
         text=True,
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    told = predict(asked, deterministic=True).peak_allocated_bytes
-    other = predict(asked).peak_allocated_bytes
-    assert other != told
-    assert abs(int(done.stdout) - told) < abs(int(done.stdout) - other) / 2
+    calculated = predict(wanted, deterministic=True).peak_allocated_bytes
+    other = predict(wanted).peak_allocated_bytes
+    assert other != calculated
+    assert abs(int(done.stdout) - calculated) < abs(int(done.stdout) - other) / 2

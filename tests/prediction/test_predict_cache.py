@@ -111,15 +111,9 @@ def damages(whole: bytes) -> list[bytes]:
     ]  # fmt: skip
     packed = [gzip.compress(json.dumps(other).encode()) for other in remade]
     return [
-        b"",
-        whole[:100],
-        whole[:-1],
-        whole[: len(whole) // 2],
-        b"not gzip",
-        gzip.compress(b"{"),
-        *packed,
+        b"", whole[:100], whole[:-1], whole[: len(whole) // 2], b"not gzip", gzip.compress(b"{"), *packed,
         *flipped,
-    ]
+    ]  # fmt: skip
 
 
 def test_damaged_files_are_traced_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +144,7 @@ def test_a_cache_that_cannot_be_used_is_done_without(tmp_path: Path, monkeypatch
     blocked = tmp_path / "c" / f"{cache.key(recipe)}.json.gz"
     blocked.mkdir(parents=True)  # a folder where the ledger should be
     assert predict(recipe).peak_allocated_bytes > 0
-    assert list((tmp_path / "c").iterdir()) == [blocked]  # and no draft left beside it
+    assert list((tmp_path / "c").iterdir()) == [blocked]  # and no draft left next to it
 
 
 def save_and_load(times: int, folder: str) -> int:

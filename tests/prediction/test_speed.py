@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import counted_calls
-from machine_speed import slowness
+from counted_calls import slowness
 from tiny_recipe import tiny_recipe
 from trainfit.planning.recompute import plan
 from trainfit.prediction.estimate import predict
@@ -24,8 +24,7 @@ RECIPE = (
 COLD_S, WARM_S = 25.0, 2.0
 """Of processor time. Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5
 (docs/guide/predict.md)."""
-WAITED_S = 20.0
-"""Wall time beyond the processor time: other tests run too, but no network is waited for."""
+WAITED_S = 20.0  # Wall time beyond the processor time: other tests run too, but no network is waited for
 
 PROGRAM = """
 import os, socket

@@ -68,13 +68,13 @@ def test_nothing_that_is_printed_by_a_console_is_raw() -> None:
 
 
 def test_a_live_progress_bar_shows_a_hostile_name_escaped(tmp_path: Path) -> None:
-    from tiny_training import asked, tiny
+    from tiny_training import options_for, tiny
     from trainfit.training.loop import train
     from trainfit.training.progress import ProgressBar
 
     out = Terminal(file=io.StringIO(), width=300, force_terminal=True)
     named = tiny().model_copy(update={"model": tiny().model.model_copy(update={"name": HOSTILE})})
-    train(named, asked(tmp_path / "r\x1b[2Jn", 2), observers=[ProgressBar(out)])
+    train(named, options_for(tmp_path / "r\x1b[2Jn", 2), observers=[ProgressBar(out)])
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert r"a\x1b[31mred" in text
     assert r"saved " in text

@@ -1,6 +1,6 @@
 """The peak-memory experiment.
 
-Its recipes describe one model, batch and optimizer, and stand beside published figures.
+Its recipes describe one model, batch and optimizer, and stand next to published figures.
 """
 
 import re
@@ -63,7 +63,7 @@ def test_a_row_extends_the_control_and_changes_only_what_its_name_says(name: str
     wanted, found = config_of(control), config_of(recipe)
     for key, value in wanted.items():
         assert found[key] == value or {found[key], value} == COMPUTED_OTHERWISE[key], key
-    # The name tells the techniques, so that a table can be read without opening the files.
+    # The name gives the techniques, so that a table can be read without opening the files.
     if not name.startswith(("best_", "least_")):
         assert ("bf16" in name) == (recipe.precision == "bf16")
         assert ("checkpoint" in name) == (recipe.recompute == "full")

@@ -13,10 +13,9 @@ from trainfit.cli.main import main
 from trainfit.measurement.environment import host_environment
 from trainfit.spec.errors import InputError
 from trainfit.spec.plain_data import parse_yaml
-from trainfit.spec.provenance import new_record
+from trainfit.spec.provenance import from_line, new_record, to_line
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.record_line import from_line, to_line
 from trainfit.spec.result import Measurement, Record
 from trainfit.spec.sweep import MeasurePart
 from trainfit.sweeps import parts
@@ -52,9 +51,9 @@ def test_a_list_is_measured_and_continued(
     wanted = [recipe(), recipe(precision="bf16"), recipe(precision="fp8"), large]
     recipes, records = lines_of(tmp_path / "recipes.jsonl", wanted), tmp_path / "records.jsonl"
     options = "--measure-only --device cpu --steps 1 --warmup 0 --memory-limit-gib 0.25 --tag truth".split()
-    for said in ("measure recipes.jsonl:4: out-of-memory", "4 results were there already"):
+    for shown in ("measure recipes.jsonl:4: out-of-memory", "4 results were there already"):
         assert main(["sweep", str(recipes), "--out", str(records), *options]) == 0
-        assert said in capfd.readouterr().err
+        assert shown in capfd.readouterr().err
     written = {record.recipe_id: record for record in records_of(records)}
     assert len(written) == len(records_of(records)) == 4
     found = [written[one.id] for one in wanted]
@@ -72,9 +71,9 @@ def test_the_line_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureF
     recipes = tmp_path / "recipes.jsonl"
     recipes.write_text(json.dumps(recipe().content()) + '\n\n{"modle": 1}\n')
     assert main(["sweep", str(recipes), "--out", str(tmp_path / "out.jsonl")]) == 65
-    said = capsys.readouterr().err
-    assert "recipes.jsonl:3" in said
-    assert "did you mean 'model'?" in said
+    shown = capsys.readouterr().err
+    assert "recipes.jsonl:3" in shown
+    assert "did you mean 'model'?" in shown
 
 
 def test_recipe_files_and_lines_together(tmp_path: Path) -> None:
@@ -137,13 +136,9 @@ def test_of_a_shared_device_no_times_and_no_device_memory_are_kept(monkeypatch: 
 
     monkeypatch.setattr(parts, "run_in", trial)
     request = PartRequest(
-        part="measure",
-        variant="one",
-        recipe=recipe(),
-        device="cpu",
-        timeout_s=60,
+        part="measure", variant="one", recipe=recipe(), device="cpu", timeout_s=60,
         measure=MeasurePart(steps=4),
-    )
+    )  # fmt: skip
     shared = request.model_copy(update={"shared": True})
     assert shared.id != request.id
     found = [parts.run_part(one, lambda *_: 0).measurement for one in (request, shared)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from native_and_hf import TINY
 from tiny_recipe import tiny_recipe
 from tiny_step import BASE, FAMILIES, learned
-from tiny_training import Listener, asked, stop_at, tiny
+from tiny_training import Listener, options_for, stop_at, tiny
 from trainfit.models.native.safetensors_io import mapped_tensors, tensor_of
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -30,7 +30,7 @@ LEARNED = {
 
 def adapted(kind: Any, code: Any = "hf", **fields: Any) -> Recipe:
     """A tiny recipe with five virtual tokens that learns fast."""
-    adapter = Adapter(kind=kind, tokens=5, **fields.pop("asked", {}))
+    adapter = Adapter(kind=kind, tokens=5, **fields.pop("options_for", {}))
     return tiny_recipe(code, adapter=adapter, **{"optimizer": Optimizer(lr=3e-2), **fields})
 
 
@@ -132,7 +132,7 @@ def test_only_virtual_tokens_train(code: Any, kind: Any):
     dtypes = {("bf16", "fp32"): torch.float32, ("bf16", "base"): torch.bfloat16}
     dtypes |= {("amp-bf16", "fp32"): torch.float32, ("amp-bf16", "base"): torch.float32}
     for (precision, dtype), built in dtypes.items():
-        step = assemble(adapted(kind, code, precision=precision, asked={"dtype": dtype}), CPU)
+        step = assemble(adapted(kind, code, precision=precision, options_for={"dtype": dtype}), CPU)
         assert {parameter.dtype for parameter in trained(step).values()} == {built}
 
 
@@ -195,9 +195,9 @@ def test_other_families_learn(family: str, kind: Any):
 def test_training_stops_and_goes_on_to_the_last_bit(tmp_path: Path, settings: tuple[str, ...]):
     """Codes are saved as they are; perplexity on held-out documents is that of the unbroken run."""
     recipe = tiny(*settings)
-    straight = train(recipe, asked(tmp_path / "straight", 4))
-    first = train(recipe, asked(tmp_path / "broken", 4), observers=[Listener(stop_at(2))])
-    second = train(recipe, asked(tmp_path / "broken", 4, resume=True))
+    straight = train(recipe, options_for(tmp_path / "straight", 4))
+    first = train(recipe, options_for(tmp_path / "broken", 4), observers=[Listener(stop_at(2))])
+    second = train(recipe, options_for(tmp_path / "broken", 4, resume=True))
     assert (first.steps, second.first_step) == (2, 2)
     assert first.losses + second.losses == straight.losses
     assert second.eval_perplexity == straight.eval_perplexity

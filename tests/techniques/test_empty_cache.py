@@ -75,7 +75,7 @@ def test_a_prediction_follows_the_recipe_and_the_environment(monkeypatch: pytest
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     recipe = recipe_of("gpt2", batch=Batch(micro=2, seq=256))
     before, emptied = predict(recipe), predict(recipe.model_copy(update={"empty_cache_every": 1}))
-    # Blocks are cut out of other segments, some of them larger than asked.
+    # Blocks are cut out of other segments, some of them larger than requested.
     assert emptied.peak_allocated_bytes == pytest.approx(before.peak_allocated_bytes, rel=0.005)
     assert before.peak_reserved_bytes != emptied.peak_reserved_bytes
     assert any("get memory back" in line for line in emptied.assumptions)

@@ -33,8 +33,8 @@ LLAMA = TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 4112, "num_hidden_
 
 
 def fp8_recipe(code: str = "hf", layers: int = 2, config: dict[str, Any] = LLAMA, **fields: Any) -> Recipe:
-    asked = {"precision": "fp8", "batch": Batch(micro=2, seq=16), **fields}
-    return recipe_of(config | {"num_hidden_layers": layers}, code, **asked)
+    wanted = {"precision": "fp8", "batch": Batch(micro=2, seq=16), **fields}
+    return recipe_of(config | {"num_hidden_layers": layers}, code, **wanted)
 
 
 def train(step: Step, steps: int = 3) -> tuple[list[float], list[Tensor]]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from loss_runs import family_recipe, gradients
 from tiny_recipe import tiny_recipe
-from tiny_training import Listener, asked, tiny
+from tiny_training import Listener, options_for, tiny
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import LossTerms, Recipe
@@ -87,7 +87,7 @@ def test_evaluation_is_the_plain_cross_entropy(code: Any, loss: Any):
 def test_a_run_reports_both_and_says_so(tmp_path: Any, loss: str):
     listener = Listener()
     recipe = tiny(f"loss={loss}", "loss_terms.z_loss=1.0", "optimizer.lr=1e-9")
-    summary = train(recipe, asked(tmp_path, 2, eval_every=1), observers=[listener])
+    summary = train(recipe, options_for(tmp_path, 2, eval_every=1), observers=[listener])
     assert summary.losses[0] > 35, "about log(384)^2 = 35.4 more"
     assert summary.evaluations[0].loss == pytest.approx(5.95, abs=0.2), "log(384)"
     assert listener.run.notes == (

@@ -65,8 +65,8 @@ AGREE = [name for name in OPTIMIZERS if name.partition(":")[0] in (*REFERENCES, 
 @pytest.mark.parametrize("name", AGREE)
 def test_four_updates_are_those_of_fp64(name: str, precision: Any):
     """Updates of N(0, 1) weights by N(0, 1) gradients agree within bf16's rounding of each partial sum."""
-    asked = OPTIMIZERS[name].model_copy(update={"weight_decay": 0.1, "lr": 0.1})
-    step = assemble(tiny_recipe(precision=precision, optimizer=asked), CPU)
+    wanted = OPTIMIZERS[name].model_copy(update={"weight_decay": 0.1, "lr": 0.1})
+    step = assemble(tiny_recipe(precision=precision, optimizer=wanted), CPU)
     (optimizer,) = step.optimizers
     torch.manual_seed(0)
     given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -74,7 +74,7 @@ def test_four_updates_are_those_of_fp64(name: str, precision: Any):
         parameter.data.normal_()
     start = [parameter.detach().double() for parameter in given]
     wide = [nn.Parameter(values.clone()) for values in start]
-    reference = REFERENCES[asked.name](wide, asked)
+    reference = REFERENCES[wanted.name](wide, wanted)
     for _ in range(4):
         for parameter, exact in zip(given, wide, strict=True):
             parameter.grad = torch.randn_like(parameter)
@@ -178,8 +178,8 @@ def test_an_overflow_in_the_first_step_leaves_no_trace(name: str):
 
 def test_a_weight_that_has_no_gradient_at_first_joins_later():
     """torch's fused SGD with momentum fails where some weights have a momentum and others none."""
-    asked = OPTIMIZERS["sgd-momentum:fused"].model_copy(update={"weight_decay": 0.0})
-    step = assemble(wide_recipe(1, precision="fp32", optimizer=asked), CPU)
+    wanted = OPTIMIZERS["sgd-momentum:fused"].model_copy(update={"weight_decay": 0.0})
+    step = assemble(wide_recipe(1, precision="fp32", optimizer=wanted), CPU)
     (optimizer,) = step.optimizers
     first, second = optimizer.param_groups[0]["params"][:2]
     for given in ([first], [first, second]):

@@ -1,4 +1,4 @@
-"""Training runs on each process of ``parallel_cases.Ranks``."""
+"""Training runs on each process of ``rank_processes.Ranks``."""
 
 import os
 import resource
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tiny_training import GPT2, LLAMA, Listener, asked, tiny
+from tiny_training import GPT2, LLAMA, Listener, options_for, tiny
 from trainfit.spec.recipe import Recipe
 from trainfit.training import session
 from trainfit.training.log import JsonlLog
@@ -40,12 +40,12 @@ def trained(
     session.Session._one_step = signalled  # pyright: ignore[reportAttributeAccessIssue]
     try:
         recipe = recipe_of(strategy, *settings, dropout=dropout)
-        summary = train(recipe, asked(out, steps, **more), observers=[listener, JsonlLog()])
+        summary = train(recipe, options_for(out, steps, **more), observers=[listener, JsonlLog()])
     finally:
         session.Session._one_step = plain
     return {
         "status": summary.status, "message": summary.message, "losses": summary.losses,
-        "perplexity": summary.eval_perplexity, "heard": listener.heard, "steps": summary.steps,
+        "perplexity": summary.eval_perplexity, "events": listener.events, "steps": summary.steps,
         "tokens_per_step": summary.run.tokens_per_step, "notes": summary.run.notes,
         "epochs": [metrics.epoch for metrics in listener.steps],
     }  # fmt: skip
@@ -67,7 +67,7 @@ def on_a_full_disk(out: Path) -> str:
 
     session.Session._save = save
     try:
-        train(recipe_of("fsdp"), asked(out, 6, save_every=2), observers=[Listener(limit)])
+        train(recipe_of("fsdp"), options_for(out, 6, save_every=2), observers=[Listener(limit)])
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
     finally:

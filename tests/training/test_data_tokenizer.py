@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from tiny_training import Listener, asked, tiny
+from tiny_training import Listener, options_for, tiny
 from trainfit.spec.errors import InputError
 from trainfit.training import corpus, durable
 from trainfit.training.corpus import Corpora, open_corpora
@@ -82,7 +82,7 @@ def test_a_run_notes_what_is_switched_off_in_one_line(tmp_path: Path):
     tokenizer.enable_truncation(16)
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    given = asked(tmp_path / "run", 1, tokenizer=str(tmp_path / "tokenizer.json"), tensorboard=False)
+    given = options_for(tmp_path / "run", 1, tokenizer=str(tmp_path / "tokenizer.json"), tensorboard=False)
     listener = Listener()
     summary = train(tiny("model.config.vocab_size=400"), given, observers=[listener])
     expected = "switched off in tokenizer.json: truncation (max_length 16) and padding"

@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tiny_training import LLAMA, asked, tiny
+from tiny_training import LLAMA, options_for, tiny
 from trainfit.spec.errors import InputError
 from trainfit.training import durable
 from trainfit.training.loop import train
 
-Run = tuple[Path, dict[str, bytes]]
-"""A run's folder, and its checkpoint's files as they were written."""
+Run = tuple[Path, dict[str, bytes]]  # A run's folder, and its checkpoint's files as they were written
 
 
 def sealed(folder: Path) -> None:
@@ -26,13 +25,13 @@ def sealed(folder: Path) -> None:
 
 def started(out: Path, *settings: str) -> Path:
     """Train one step; return its checkpoint."""
-    train(tiny(*settings), asked(out, 1))
+    train(tiny(*settings), options_for(out, 1))
     return out / "checkpoints" / "step-00000001"
 
 
 def refused(out: Path, *settings: str) -> str:
     with pytest.raises(InputError) as caught:
-        train(tiny(*settings), asked(out, 2, resume=True))
+        train(tiny(*settings), options_for(out, 2, resume=True))
     line = str(caught.value)
     assert len(line.splitlines()) == 1
     assert caught.value.remedy
@@ -225,4 +224,4 @@ def test_index_and_tokens(tmp_path: Path) -> None:
 def test_what_was_written_is_still_taken(run: Run) -> None:
     saved = restored(run)
     sealed(saved)
-    assert train(tiny(), asked(run[0], 2, resume=True)).status == "done"
+    assert train(tiny(), options_for(run[0], 2, resume=True)).status == "done"

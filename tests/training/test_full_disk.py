@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from command_worker import Worker
 from test_records import record
 from tiny_sweep import BASE, sweep_of
-from tiny_training import Listener, asked, losses_in_log, tiny
+from tiny_training import Listener, losses_in_log, options_for, tiny
 from trainfit import records
 from trainfit.cli.main import guarded
 from trainfit.measurement.process import forked
@@ -60,8 +60,8 @@ def fails(error: Exception) -> Any:
 
 def test_a_full_disk_ends_a_run_and_resume_goes_on_to_the_bit(small_disk: Path, tmp_path: Path) -> None:
     recipe, more = tiny(), {"save_every": 4, "keep": 9}
-    straight = train(recipe, asked(tmp_path / "straight", 24, **more))
-    options = asked(small_disk / "run", 24, **more)
+    straight = train(recipe, options_for(tmp_path / "straight", 24, **more))
+    options = options_for(small_disk / "run", 24, **more)
     with pytest.raises(StorageError, match=FULL) as full:
         train(recipe, options, observers=[JsonlLog(), TensorBoard()])
     newest = checkpoint.existing(options.folder / "checkpoints")[-1]
@@ -90,7 +90,7 @@ def test_every_file_of_a_run_may_be_the_one_that_fills_the_disk(file: str, small
         observers.append(TensorBoard() if file == "events" else JsonlLog())
         observers[0].on_start = lambda run: fill(small_disk)
     with pytest.raises(StorageError, match=FULL) as full:
-        train(tiny(), asked(out, 400), observers=observers)
+        train(tiny(), options_for(out, 400), observers=observers)
     assert file in str(full.value) or file == "train.bin"
     assert "nothing had been saved: the same command" in str(full.value) or "no checkpoint" in str(full.value)
     if file == "log.jsonl":

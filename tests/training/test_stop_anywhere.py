@@ -12,7 +12,7 @@ import pytest
 
 from command_worker import Ending, Worker
 from tiny_sweep import BASE
-from tiny_training import Listener, asked, losses_in_log, tiny
+from tiny_training import Listener, losses_in_log, options_for, tiny
 from trainfit.cli.main import guarded
 from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.training import session
@@ -123,7 +123,7 @@ def test_a_run_that_is_ended_at_every_stage_has_the_losses_of_an_unbroken_one(
     command: list[str], tmp_path: Path, worker: Worker
 ) -> None:
     """While the model is built, the data made, a checkpoint written (twice, as by ``timeout``), and read."""
-    straight = train(tiny(), asked(tmp_path / "straight", 6, eval_fraction=0.05, eval_sequences=64))
+    straight = train(tiny(), options_for(tmp_path / "straight", 6, eval_fraction=0.05, eval_sequences=64))
 
     def go(*more: str, first: str = "") -> Ending:
         return worker.run(*command, *more, first=first, folder=tmp_path, memory_bytes=None)
@@ -150,7 +150,7 @@ def test_a_run_that_is_ended_at_every_stage_has_the_losses_of_an_unbroken_one(
 def test_a_signal_in_the_last_evaluation_saves_and_resume_evaluates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    straight = train(tiny(), asked(tmp_path / "straight", 4))
+    straight = train(tiny(), options_for(tmp_path / "straight", 4))
     plain = session.Session._evaluation
 
     def evaluation(*arguments: Any) -> object:
@@ -158,11 +158,11 @@ def test_a_signal_in_the_last_evaluation_saves_and_resume_evaluates(
         return plain(*arguments)
 
     monkeypatch.setattr(session.Session, "_evaluation", evaluation)
-    ended = train(tiny(), asked(tmp_path / "run", 4), observers=[JsonlLog()])
+    ended = train(tiny(), options_for(tmp_path / "run", 4), observers=[JsonlLog()])
     assert (ended.status, ended.exit_code, ended.evaluations) == ("stopped", 75, ())
     assert ended.message == "SIGTERM before the last evaluation; --resume evaluates"
     monkeypatch.undo()
-    resumed = train(tiny(), asked(tmp_path / "run", 4, resume=True), observers=[JsonlLog()])
+    resumed = train(tiny(), options_for(tmp_path / "run", 4, resume=True), observers=[JsonlLog()])
     assert (resumed.status, resumed.eval_perplexity) == ("done", straight.eval_perplexity)
     assert losses_in_log(tmp_path / "run") == dict(enumerate(straight.losses, 1))
 
@@ -179,13 +179,13 @@ def test_a_signal_in_the_first_step_ends_without_a_checkpoint(
 
     monkeypatch.setattr(session, "Feed", Slow)
     listener = Listener()
-    ended = train(tiny(), asked(tmp_path, 4), observers=[listener])
+    ended = train(tiny(), options_for(tmp_path, 4), observers=[listener])
     assert (ended.status, ended.steps, ended.checkpoint) == ("stopped", 0, None)
     message = "SIGTERM after step 0 of 4; nothing had been saved, --resume begins with the first step"
     assert ended.message == message
-    assert listener.heard == ["start", "end"]
+    assert listener.events == ["start", "end"]
     monkeypatch.undo()
-    assert train(tiny(), asked(tmp_path, 4, resume=True)).status == "done"
+    assert train(tiny(), options_for(tmp_path, 4, resume=True)).status == "done"
 
 
 def test_a_second_signal_ends_at_once_but_an_echo_does_not(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import trainfit
-from tiny_training import LLAMA, Listener, asked, stop_at, tiny
+from tiny_training import LLAMA, Listener, options_for, stop_at, tiny
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.training.log import TensorBoard
@@ -25,7 +25,7 @@ from trainfit.training.synthetic import synthetic_text
 
 
 def test_it_learns_and_no_model_beats_the_entropy_of_unseen_documents(tmp_path):
-    options = asked(tmp_path, 60, eval_every=30, data=SyntheticData(num_documents=400))
+    options = options_for(tmp_path, 60, eval_every=30, data=SyntheticData(num_documents=400))
     listener = Listener()
     summary = train(tiny("batch.micro=8", "optimizer.lr=5e-3"), options, observers=[listener])
     assert summary.losses[0] == pytest.approx(math.log(384), rel=0.05), "a random model knows nothing"
@@ -43,9 +43,9 @@ FLOPS = StepFlops(model_flops=6e9, hardware_flops=8e9, peak_flops_per_s=1e12)
 
 def test_observers_are_called_in_order_with_every_metric(tmp_path):
     listener = Listener()
-    options = asked(tmp_path, 5, eval_every=2, save_every=3)
+    options = options_for(tmp_path, 5, eval_every=2, save_every=3)
     summary = train(tiny(), options, flops=FLOPS, observers=[listener, TensorBoard()])
-    assert listener.heard == ["start", 1, 2, "eval", 3, "saved", 4, "eval", 5, "eval", "saved", "end"]
+    assert listener.events == ["start", 1, 2, "eval", 3, "saved", 4, "eval", 5, "eval", "saved", "end"]
     assert listener.closed == 1
     last = listener.steps[-1]
     assert last.mfu == pytest.approx(6e9 / last.step_s / 1e12)
@@ -84,7 +84,7 @@ def test_live_mfu_is_that_of_the_predicted_flops(tmp_path):
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
     # This rate overflows fp32 weights in a few steps.
     recipe = tiny("optimizer.name=sgd", "optimizer.lr=1e30", "optimizer.weight_decay=0")
-    summary = train(recipe, asked(tmp_path, 50, save_every=1, keep=100, eval_fraction=0.0))
+    summary = train(recipe, options_for(tmp_path, 50, save_every=1, keep=100, eval_fraction=0.0))
     assert (summary.status, summary.exit_code) == ("diverged", 65)
     assert "not finite" in summary.message or "loss is" in summary.message
     assert "optimizer.lr" in summary.message
@@ -96,8 +96,8 @@ def test_a_signal_ends_after_the_step_and_its_handler_is_restored(tmp_path):
     number = signal.SIGINT
     before, console = signal.getsignal(number), Console(file=io.StringIO(), width=200)
     listener = Listener(stop_at(2, number))
-    train(tiny(), asked(tmp_path, 500), observers=[listener, ProgressBar(console)])
-    assert listener.heard == ["start", 1, 2, "saved", "end"]
+    train(tiny(), options_for(tmp_path, 500), observers=[listener, ProgressBar(console)])
+    assert listener.events == ["start", 1, 2, "saved", "end"]
     ended = "stopped: SIGINT after step 2 of 500; --resume goes on from it"
     assert ended in console.file.getvalue()
     assert signal.getsignal(number) is before
@@ -105,7 +105,7 @@ def test_a_signal_ends_after_the_step_and_its_handler_is_restored(tmp_path):
 
 def test_outside_the_main_thread_it_trains_without_signals(tmp_path):
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(train, tiny(), asked(tmp_path, 2)).result().status == "done"
+        assert thread.submit(train, tiny(), options_for(tmp_path, 2)).result().status == "done"
 
 
 def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
         if metrics.step == 3:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
 
-    summary = train(tiny(), asked(tmp_path, 5, save_every=2), observers=[Listener(no_memory)])
+    summary = train(tiny(), options_for(tmp_path, 5, save_every=2), observers=[Listener(no_memory)])
     assert (summary.status, summary.exit_code) == ("out-of-memory", 65)
     assert "can't allocate" in summary.message
     assert "step-00000002" in summary.message
@@ -125,21 +125,21 @@ def test_an_error_of_an_observer_ends_the_run_and_closes_all(tmp_path):
 
     listeners = [Listener(full), Listener()]
     with pytest.raises(OSError, match="No space"):
-        train(tiny(), asked(tmp_path, 5), observers=listeners)
+        train(tiny(), options_for(tmp_path, 5), observers=listeners)
     assert [listener.closed for listener in listeners] == [1, 1]
 
 
 def test_the_norm_before_clipping_is_reported(tmp_path):
     listener = Listener()
     recipe = tiny("optimizer.name=sgd", "optimizer.lr=1.0", "optimizer.clip_norm=1e-6")
-    train(recipe, asked(tmp_path, 2), observers=[listener])
+    train(recipe, options_for(tmp_path, 2), observers=[listener])
     assert all(metrics.gradient_norm > 1e-3 for metrics in listener.steps)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_missing_device_is_refused(tmp_path):
     with pytest.raises(InputError, match="no CUDA GPU"):
-        train(tiny(), asked(tmp_path, 2, device="cuda"))
+        train(tiny(), options_for(tmp_path, 2, device="cuda"))
     assert not (tmp_path / "run.json").exists()
 
 
@@ -147,7 +147,7 @@ def test_an_op_without_deterministic_kernel_is_refused_with_the_remedy(tmp_path,
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
     def refused_by_torch() -> None:
-        with _deterministic(torch.device("cuda"), asked(tmp_path, 1)):
+        with _deterministic(torch.device("cuda"), options_for(tmp_path, 1)):
             assert torch.are_deterministic_algorithms_enabled()
             raise RuntimeError(
                 "cumsum_cuda_kernel does not have a deterministic implementation, but you set it. More."
@@ -156,14 +156,14 @@ def test_an_op_without_deterministic_kernel_is_refused_with_the_remedy(tmp_path,
     with pytest.raises(InputError, match=r"cumsum_cuda_kernel.*set deterministic to false"):
         refused_by_torch()
     assert not torch.are_deterministic_algorithms_enabled()
-    with _deterministic(torch.device("cuda"), asked(tmp_path, 1, deterministic=False)):
+    with _deterministic(torch.device("cuda"), options_for(tmp_path, 1, deterministic=False)):
         assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_progress_bar_shows_every_metric(tmp_path, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
-    summary = train(tiny(), asked(tmp_path, 3), flops=FLOPS, observers=[ProgressBar(console)])
+    summary = train(tiny(), options_for(tmp_path, 3), flops=FLOPS, observers=[ProgressBar(console)])
     shown = console.file.getvalue()
     for part in ("tokens/s", "MFU", "HFU", "peak", "CPU", "busy", "3/3", "perplexity"):
         assert part in shown

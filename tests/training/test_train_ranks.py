@@ -15,8 +15,8 @@ import pytest
 import rank_training
 from test_forged_checkpoints import sealed
 
-from parallel_cases import Ranks
-from tiny_training import asked, losses_in_log
+from rank_processes import Ranks
+from tiny_training import losses_in_log, options_for
 from trainfit.cli.train import _with_count
 from trainfit.spec.errors import InputError
 from trainfit.training.log import LOG
@@ -55,7 +55,7 @@ def test_two_ranks_have_the_losses_of_one_process_and_go_on_in_it(ranks, alone, 
     assert first["perplexity"] == second["perplexity"] == pytest.approx(alone["perplexity"], rel=EQUAL)
     assert first["tokens_per_step"] == alone["tokens_per_step"] == 4 * 32
     assert first["epochs"] == alone["epochs"]
-    assert (first["heard"], second["heard"]) == (alone["heard"], [])
+    assert (first["events"], second["events"]) == (alone["events"], [])
     assert losses_in_log(tmp_path / "two") == dict(enumerate(first["losses"], 1))
     # Two ranks -> one, whose checkpoint two of another strategy take over.
     moved = copy_until(tmp_path / "two", 2, tmp_path / "moved")
@@ -89,7 +89,7 @@ def test_tensor_parallel_ranks_have_the_losses_of_one_process_and_keep_their_num
 def test_other_sequences_a_step_are_refused_on_resume(alone) -> None:
     recipe = rank_training.recipe_of(None, "batch.accumulate=4")
     with pytest.raises(InputError) as refused:
-        train(recipe, asked(alone["out"], 7, resume=True))
+        train(recipe, options_for(alone["out"], 7, resume=True))
     assert refused.value.field == "batch.accumulate"
 
 

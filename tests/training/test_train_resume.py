@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_training import GPT2, LLAMA, Listener, asked, losses_in_log, stop_at, tiny
+from tiny_training import GPT2, LLAMA, Listener, losses_in_log, options_for, stop_at, tiny
 from trainfit.spec.errors import InputError
 from trainfit.training.folder import locked
 from trainfit.training.log import LOG, JsonlLog, Kept, TensorBoard, cut_after
@@ -19,7 +19,7 @@ from trainfit.training.options import SyntheticData
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
-    train(tiny(), asked(out, 3), observers=[JsonlLog()])
+    train(tiny(), options_for(out, 3), observers=[JsonlLog()])
     return out
 
 
@@ -41,8 +41,8 @@ def finished(three_steps, tmp_path) -> Path:
 def test_five_steps_and_five_more_are_ten_to_the_last_bit(tmp_path, config, settings):
     recipe = tiny(*settings, "optimizer.clip_norm=1.0", config=config)
     more = {"schedule": "cosine", "warmup_steps": 3, "eval_every": 4}
-    straight = train(recipe, asked(tmp_path / "straight", 10, **more), observers=[JsonlLog()])
-    options = asked(tmp_path / "broken", 10, **more)
+    straight = train(recipe, options_for(tmp_path / "straight", 10, **more), observers=[JsonlLog()])
+    options = options_for(tmp_path / "broken", 10, **more)
     first = train(recipe, options, observers=[Listener(stop_at(5)), JsonlLog()])
     assert (first.status, first.exit_code, first.steps) == ("stopped", 75, 5)
     second = train(recipe, options.model_copy(update={"resume": True}), observers=[JsonlLog()])
@@ -55,13 +55,13 @@ def test_five_steps_and_five_more_are_ten_to_the_last_bit(tmp_path, config, sett
 
 def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_has_no_step_twice(tmp_path, worker):
     recipe = tiny()
-    straight = train(recipe, asked(tmp_path / "straight", 12))
-    killed = asked(tmp_path / "killed", 12, save_every=4)
+    straight = train(recipe, options_for(tmp_path / "straight", 12))
+    killed = options_for(tmp_path / "killed", 12, save_every=4)
     code = (
         "import sys, signal; from pathlib import Path\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[1] / 'helpers')!r}); import tiny_training as t\n"
         "from trainfit.training.log import JsonlLog; from trainfit.training.loop import train\n"
-        f"o = t.asked(Path({killed.out!r}), 12, save_every=4)\n"
+        f"o = t.options_for(Path({killed.out!r}), 12, save_every=4)\n"
         "train(t.tiny(), o, observers=[JsonlLog(), t.Listener(t.stop_at(10, signal.SIGKILL))])"
     )
     assert worker.run(first=code, memory_bytes=None).code == -signal.SIGKILL
@@ -77,10 +77,10 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_has_no_step_twice(
 def test_tensorboard_has_the_losses(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = train(tiny(), asked(tmp_path, 6, save_every=2, keep=9), observers=[TensorBoard()])
+    first = train(tiny(), options_for(tmp_path, 6, save_every=2, keep=9), observers=[TensorBoard()])
     for newer in ("step-00000006", "step-00000004"):
         shutil.rmtree(tmp_path / "checkpoints" / newer)
-    train(tiny(), asked(tmp_path, 6, resume=True), observers=[TensorBoard()])
+    train(tiny(), options_for(tmp_path, 6, resume=True), observers=[TensorBoard()])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6], "steps taken again are shown once"
     assert [event.value for event in events] == pytest.approx(first.losses, rel=1e-6)
@@ -94,13 +94,13 @@ def test_a_resumed_run_that_would_be_another_is_refused(three_steps):
         ("warmup_steps", (), {"warmup_steps": 2}),
     ):
         with pytest.raises(InputError) as refused:
-            train(tiny(*settings), asked(three_steps, 4, resume=True, **more))
+            train(tiny(*settings), options_for(three_steps, 4, resume=True, **more))
         assert refused.value.field == field
 
 
 def test_run_settings_may_change_on_resume(finished):
     saved = sorted(finished.glob("checkpoints/*"))
-    changed = asked(finished, 3, resume=True, eval_every=1, keep=1, eval_sequences=2)
+    changed = options_for(finished, 3, resume=True, eval_every=1, keep=1, eval_sequences=2)
     summary = train(tiny("hardware.gpu=l4", "model.name=other"), changed)
     assert (summary.status, summary.losses, summary.steps) == ("done", (), 3)
     assert summary.final_loss is not None
@@ -110,27 +110,27 @@ def test_run_settings_may_change_on_resume(finished):
 
 def test_a_used_folder_is_refused(three_steps, tmp_path):
     with pytest.raises(InputError, match="already holds a run"):
-        train(tiny(), asked(three_steps, 5))
+        train(tiny(), options_for(three_steps, 5))
     with pytest.raises(InputError, match="already has 3 steps"):
-        train(tiny(), asked(three_steps, 2, resume=True))
+        train(tiny(), options_for(three_steps, 2, resume=True))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("Call me Ishmael.")
     with pytest.raises(InputError, match=r"chapter1\.txt"):
-        train(tiny(), asked(tmp_path / "thesis", 5))
+        train(tiny(), options_for(tmp_path / "thesis", 5))
     with pytest.raises(InputError, match="no run to resume"):
-        train(tiny(), asked(tmp_path / "empty", 5, resume=True))
+        train(tiny(), options_for(tmp_path / "empty", 5, resume=True))
     with locked(three_steps), pytest.raises(InputError, match="another process"):
-        train(tiny(), asked(three_steps, 5, resume=True))
+        train(tiny(), options_for(three_steps, 5, resume=True))
 
 
 def test_a_damaged_checkpoint_is_refused_even_where_an_older_one_is_whole(tmp_path):
-    train(tiny(), asked(tmp_path, 4, save_every=2))
+    train(tiny(), options_for(tmp_path, 4, save_every=2))
     file = tmp_path / "checkpoints" / "step-00000004" / "optimizer-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
     file.write_bytes(content)
     with pytest.raises(InputError, match="SHA-256") as refused:
-        train(tiny(), asked(tmp_path, 6, resume=True))
+        train(tiny(), options_for(tmp_path, 6, resume=True))
     assert refused.value.file == str(file)
 
 
@@ -175,12 +175,12 @@ def test_gaps_of_a_log_are_described_and_no_line_up_to_the_step_is_lost(steps, g
 def test_a_gap_is_reported_at_each_resume_and_noted_once(finished):
     reports: list[str] = []
     path = finished / LOG
-    train(tiny(), asked(finished, 4, resume=True), observers=[JsonlLog(reports.append)])
+    train(tiny(), options_for(finished, 4, resume=True), observers=[JsonlLog(reports.append)])
     assert (reports, '"gap"' in path.read_text()) == ([], False)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], *lines[2:]]))
     for steps in (5, 6):
-        train(tiny(), asked(finished, steps, resume=True), observers=[JsonlLog(reports.append)])
+        train(tiny(), options_for(finished, steps, resume=True), observers=[JsonlLog(reports.append)])
     assert reports == [f"{path} has no line of step 2; the remaining lines are kept"] * 2
     entries = [json.loads(one) for one in path.read_text().splitlines()]
     assert [one["step"] for one in entries if one["kind"] == "step"] == [1, 3, 4, 5, 6]
@@ -193,7 +193,7 @@ def test_a_line_that_is_no_log_line_is_refused_with_its_number(finished):
         path.write_text(line(1) + foreign + line(3))
         before = path.read_bytes()
         with pytest.raises(InputError, match=r"log\.jsonl:2: the line is not what trainfit wrote"):
-            train(tiny(), asked(finished, 4, resume=True), observers=[JsonlLog()])
+            train(tiny(), options_for(finished, 4, resume=True), observers=[JsonlLog()])
         assert path.read_bytes() == before
 
 
@@ -201,8 +201,8 @@ def test_a_line_that_is_no_log_line_is_refused_with_its_number(finished):
 def test_ten_and_ten_are_twenty_on_a_gpu(tmp_path):
     size = ("batch.seq=512", "model.config.max_position_embeddings=512", "model.config.hidden_size=128")
     recipe, more = tiny("precision=bf16", *size), {"data": SyntheticData(num_documents=400)}
-    straight = train(recipe, asked(tmp_path / "straight", 20, **more))
-    first = train(recipe, asked(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10))])
-    second = train(recipe, asked(tmp_path / "broken", 20, resume=True, **more))
+    straight = train(recipe, options_for(tmp_path / "straight", 20, **more))
+    first = train(recipe, options_for(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10))])
+    second = train(recipe, options_for(tmp_path / "broken", 20, resume=True, **more))
     assert first.losses + second.losses == straight.losses
     assert straight.peak_memory_is == "cuda-allocated"

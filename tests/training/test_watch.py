@@ -80,7 +80,7 @@ def test_the_rank_that_is_behind_is_named(pair, capsys) -> None:
         look(first)
     line = capsys.readouterr().err
     assert line.startswith("trainfit: error: no progress for 1 s; rank 1 (process ")
-    assert "last heard at step 3, forward) is behind; all ranks end; how to resume" in line
+    assert "last seen at step 3, forward) is behind; all ranks end; how to resume" in line
     with pytest.raises(EndedError, match="75"):
         look(second)
     assert not capsys.readouterr().err, "one rank reports"
@@ -103,7 +103,7 @@ def test_a_killed_rank_is_named(pair, sleeper, monkeypatch, capsys) -> None:
     with pytest.raises(EndedError, match="75"):
         look(pair[0])
     assert (
-        f"rank 1 (process {sleeper.pid}, last heard at step 7, optimizer) was killed"
+        f"rank 1 (process {sleeper.pid}, last seen at step 7, optimizer) was killed"
         in capsys.readouterr().err
     )
 
@@ -118,7 +118,7 @@ def test_a_stopped_rank_is_named_and_ended(pair, sleeper, monkeypatch, capsys) -
     with pytest.raises(EndedError, match="75"):
         look(pair[0])
     assert (
-        f"(process {sleeper.pid}, last heard at step 7, forward) has been stopped" in capsys.readouterr().err
+        f"(process {sleeper.pid}, last seen at step 7, forward) has been stopped" in capsys.readouterr().err
     )
     assert sleeper.wait(timeout=20) == -signal.SIGKILL
 

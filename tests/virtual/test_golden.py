@@ -70,9 +70,9 @@ class Rotation(nn.Module):
         angles = torch.arange(context, device=device)[:, None] * frequencies
         self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())))
 
-    def forward(self, x_bhsd: Tensor, places: Tensor) -> Tensor:
+    def forward(self, x_bhsd: Tensor, positions: Tensor) -> Tensor:
         turns: Any = self.turns
-        cos, sin = turns[:, places, :]
+        cos, sin = turns[:, positions, :]
         first, second = x_bhsd.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((cos * first - sin * second, sin * first + cos * second), dim=-1)
         return turned.flatten(-2).contiguous()
@@ -89,10 +89,10 @@ class Attention(nn.Module):
         q, k, v = (
             part(x_bsd).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
         )
-        places = torch.arange(s, device=x_bsd.device)
-        q, k = self.rotation(q, places), self.rotation(k, places)
+        positions = torch.arange(s, device=x_bsd.device)
+        q, k = self.rotation(q, positions), self.rotation(k, positions)
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(d // self.heads)
-        scores = torch.where(places[:, None] >= places[None, :], scores, float("-inf"))
+        scores = torch.where(positions[:, None] >= positions[None, :], scores, float("-inf"))
         mixed = torch.einsum("bhqk,bhkd->bhqd", softmax(scores), v)
         return self.out(mixed.transpose(1, 2).flatten(-2).contiguous())
 

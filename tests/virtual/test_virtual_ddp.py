@@ -16,11 +16,9 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import virtual_gpu
 
 N = 1024
-MATRIX = 4 * N * N
-"""Bytes of one of four matrices: 4 MiB."""
+MATRIX = 4 * N * N  # Bytes of one of four matrices: 4 MiB
 BUCKET_MB = 8
-WORKSPACES = 2 * (32 << 20)
-"""Of the cuBLAS handles of the forward and the backward on an H200."""
+WORKSPACES = 2 * (32 << 20)  # Of the cuBLAS handles of the forward and the backward on an H200
 
 
 def trained(**options: Any) -> tuple[Ledger, Replay, tuple[str, ...]]:
@@ -55,7 +53,7 @@ def test_one_bucket_is_reduced_in_the_first_step_and_two_in_the_second() -> None
     found = [(one.name, one.num_bytes) for one in ledger.collectives]
     assert found == [
         ("broadcast", 4 * MATRIX),  # rank 0's parameters
-        ("all_reduce", 4 * MATRIX),  # The first backward has one bucket, whatever the size asked for.
+        ("all_reduce", 4 * MATRIX),  # The first backward has one bucket, whatever the bucket size.
         ("all_reduce", 2 * MATRIX),
         ("all_reduce", 2 * MATRIX),
     ]

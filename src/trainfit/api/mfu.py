@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainfit.api.flops import COUNTED_ON
 from trainfit.api.results import Usage
+from trainfit.api.run import count_of, run_usage, share_of, step_of_run
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.ledger.ledger import Ledger
@@ -28,10 +29,11 @@ ClosedForm = Literal["products", "6n"]
 def mfu(
     model: str,
     *,
-    batch: int,
+    batch: int = 1,
     seq: int,
     step_s: float | None = None,
-    mfu: float | None = None,
+    mfu: float | str | None = None,
+    gpu_hours: float | str | None = None,
     gpu: str = DEFAULT_GPU,
     count: int = 1,
     adapter: Literal["lora"] | None = None,
@@ -41,40 +43,48 @@ def mfu(
     attention: Attention = "causal",
     closed_form: ClosedForm = "products",
     peak_flops: float | None = None,
-    tokens: float | None = None,
+    tokens: float | str | None = None,
     price: float | None = None,
 ) -> Usage:
-    """Return the MFU and HFU of a step that takes ``step_s`` seconds, or the time of a step at an ``mfu``.
+    """Return the MFU and HFU of a step or of a whole run, or the time of a step at an ``mfu``.
 
     Args:
         model: a catalog model, or the path of a config.json.
         batch: sequences a step, over all GPUs; ``seq``: tokens a sequence.
-        step_s: seconds a step. Give it or ``mfu`` (a share, 0.4 is 40 %), not both.
+        step_s: seconds a step. Give it, or ``mfu`` (a share: 0.4 or "40%"), or ``gpu_hours`` and ``tokens``.
+        gpu_hours: of the whole run over ``tokens`` ("1.46M"); the batch then does not matter.
         gpu: an accelerator of the catalog; ``count``: how many.
         recompute: ``full`` counts what each block recomputes, as ``predict`` does, in HFU only.
         precision: picks the dense peak, which ``peak_flops`` (FLOP/s) overrides.
         attention: ``causal`` leaves masked attention scores out, ``full`` counts them.
         closed_form: compared with the count: products (multiplied weights, windows) or 6n (all parameters).
-        tokens: also return the time, GPU-hours and dollars of a run over so many.
+        tokens: also return the time, GPU-hours and dollars of a run over so many, such as "15T".
         price: of one GPU for one hour, US dollars; None: the catalog's.
 
     Raises:
         InputError: an unknown model or GPU, no dense peak known, or a value that is not above 0.
     """
-    if (step_s is None) == (mfu is None):
-        remedy = "the other is what is computed"
-        raise InputError("give one of step_s and mfu", remedy, field="step_s", value=step_s)
-    positive = {"batch": batch, "seq": seq, "step_s": step_s, "mfu": mfu, "count": count, "rank": rank,
-                "peak_flops": peak_flops, "tokens": tokens}  # fmt: skip
+    if sum(speed is not None for speed in (step_s, mfu, gpu_hours)) != 1:
+        remedy = "the others are what is computed"
+        raise InputError("give one of step_s, mfu and gpu_hours", remedy, field="step_s", value=step_s)
+    if gpu_hours is not None and tokens is None:
+        remedy = "give the tokens of the run"
+        raise InputError("says nothing without tokens", remedy, field="gpu_hours", value=gpu_hours)
+    num_tokens = None if tokens is None else count_of(tokens)
+    positive = {"batch": batch, "seq": seq, "step_s": step_s, "count": count, "rank": rank,
+                "peak_flops": peak_flops}  # fmt: skip
     for name, value in positive.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise InputError("must be above 0 and finite", "correct it", field=name, value=value)
+        if value is not None:
+            count_of(value, name)
+    if gpu_hours is not None and num_tokens is not None:
+        step_s = step_of_run(count_of(gpu_hours, "gpu_hours"), num_tokens, batch * seq, count)
     row = find_gpu(gpu)
     recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
-    speed = Speed(step_s, mfu, row, count, peak_flops)
+    speed = Speed(step_s, None if mfu is None else share_of(mfu), row, count, peak_flops)
     found = step_usage(recipe, batch, attention, speed, closed_form)
-    if tokens is not None:
-        found |= run_usage(tokens, batch * seq, found, row.price_per_hour if price is None else price)
+    if num_tokens is not None:
+        own = row.price_per_hour if price is None else price
+        found |= run_usage(num_tokens, batch * seq, found["step_s"], count, own)
     return Usage.model_validate({**found, "ops_without_flops": tuple(found["ops_without_flops"])})
 
 
@@ -154,15 +164,3 @@ def _closed_form(
         return product_step_flops(config, adapter_params=adapter_params, **options)
     except InputError:
         return None
-
-
-def run_usage(tokens: float, step_tokens: int, step: dict[str, Any], price: float | None) -> dict[str, Any]:
-    """Return time, GPU-hours and, where a price is known, dollars of a run over ``tokens`` tokens."""
-    run_s = tokens / step_tokens * step["step_s"]
-    hours = step["num_gpus"] * run_s / 3600
-    found = {"tokens": tokens, "step_tokens": step_tokens, "run_s": run_s, "gpu_hours": hours}
-    return found if price is None else found | money(hours, price)
-
-
-def money(hours: float, price: float) -> dict[str, Any]:
-    return {"gpu_hours": hours, "price_per_gpu_hour": price, "dollars": hours * price}

@@ -11,10 +11,12 @@ from typing import Any, Literal, Self
 
 from rich.console import Console
 
+from trainfit.api.run import count_of, run_of
 from trainfit.report import results
 from trainfit.report.prediction_text import show as show_prediction
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Estimate, Measurement
+from trainfit.spec.result import Estimate, Measurement, Run
 from trainfit.spec.terminal import Terminal
 from trainfit.spec.value import Count, Flops, Seconds, Share, Value
 from trainfit.training.observer import TrainSummary
@@ -82,6 +84,18 @@ class _OfRecipe(Printed):
 
 class Prediction(_OfRecipe, Estimate):
     """An Estimate with its recipe, or of the user's own code."""
+
+    def run(self, tokens: float | str) -> Run:
+        """Return the time, GPU-hours and dollars of a run over so many tokens, such as ``"15T"``.
+
+        Raises:
+            InputError: no count above 0, or no speed is predicted.
+        """
+        found = run_of(self, count_of(tokens))
+        if found is None:
+            remedy = "choose a GPU whose speed is known"
+            raise InputError("no tokens a second are predicted", remedy, field="tokens", value=tokens)
+        return found
 
     def text(self, *, width: int | None = None, verbose: bool = False) -> str:
         """Return the text of ``trainfit predict`` or ``trainfit trace``.

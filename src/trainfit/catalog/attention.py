@@ -20,8 +20,7 @@ from trainfit.spec.recipe import AttentionKernel
 from trainfit.spec.value import PositiveInt, Value, disagreement, parse
 
 FILE = FOLDER / "attention.toml"
-Dtype = Literal["bf16", "fp32"]
-"""bf16 includes fp16: kernels and tensor-core rates are the same."""
+Dtype = Literal["bf16", "fp32"]  # bf16 includes fp16: kernels and tensor-core rates are the same
 Kernel = Literal["cudnn", "flash", "efficient", "gluon", "plain"]
 """PyTorch's three; trainfit's for some 16-bit head sizes on Hopper (gluon), and for all others (plain)."""
 FORWARD_PRODUCTS = 2

@@ -46,8 +46,7 @@ SWITCHES = {"return_dict": True, "torchscript": False}
 """Keys that set what transformers' forward returns -> the value that training needs."""
 HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads")
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
-LARGEST_HEAD = 2**16
-"""No attention kernel takes a wider head."""
+LARGEST_HEAD = 2**16  # No attention kernel takes a wider head
 KEY_VALUE_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
 """Config keys of the key-value heads, each shared by a group of query heads."""
 ROPE_MAPPINGS = ("rope_scaling", "rope_parameters", "rope")

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 LARGEST_INITIAL_STD = 10.0
 """Of random weights; the published configs' largest is 1. Activations beyond it overflow in a few layers."""
-LARGEST_EPS = 1.0
-"""Added to a variance of about 1: a larger one leaves less than half of a normalised signal."""
+LARGEST_EPS = 1.0  # Added to a variance of about 1: a larger one leaves less than half of a normalised signal
 
 
 class Range(NamedTuple):

@@ -25,8 +25,7 @@ from trainfit.spec.units import read_count
 from trainfit.spec.value import V, Value, parse
 
 FOLDER = Path(__file__).parent
-MAX_NAMES_LISTED = 50
-"""An error line that lists more names is no longer read."""
+MAX_NAMES_LISTED = 50  # An error line that lists more names is no longer read
 
 
 class ModelRow(Value):

@@ -15,8 +15,7 @@ from trainfit.spec.errors import InputError
 
 FOLDER = Path(__file__).parent
 GPUS, LINKS, MODELS = "gpus.toml", "links.toml", "models.toml"
-CPU = "cpu"
-"""This machine's own processor, which is no row."""
+CPU = "cpu"  # This machine's own processor, which is no row
 
 MAKERS = frozenset("nvidia amd google intel instinct geforce tesla gpu".split())
 """Words of a GPU's name that distinguish it from no other."""

@@ -26,10 +26,8 @@ class Expression:
         self.value: Tensor | None = None
         self.is_held = self.is_stale = False
         """Held: saved until the backward ends. Stale: an in-place operation changed the tensor."""
-        self.uses = 0
-        """Remaining uses, by the backward and by other expressions."""
-        self.fetch: Callable[[], None] | None = None
-        """Copies an offloaded value back to the device."""
+        self.uses = 0  # Remaining uses, by the backward and by other expressions
+        self.fetch: Callable[[], None] | None = None  # Copies an offloaded value back to the device
         self.seen = TensorWeakRef(t)
         storage = t.untyped_storage()
         self.storage = weakref.ref(storage)

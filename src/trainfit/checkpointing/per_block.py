@@ -21,8 +21,7 @@ from trainfit.checkpointing.rematerialize import SMALL, SavedTensorMode, address
 from trainfit.models.layers import ORIGINAL
 from trainfit.offload.copies import CopyStream, host_empty, now, wait
 
-BLOCK_STATE = "_trainfit_saving"
-"""Attribute of a block: the ``PerBlockSaving`` that runs it, and its index."""
+BLOCK_STATE = "_trainfit_saving"  # Attribute of a block: the PerBlockSaving that runs it, and its index
 
 
 def fits_share(num_bytes: int, offloaded_bytes: int, saved_bytes: int, share: float) -> bool:
@@ -56,8 +55,7 @@ class SavedTensors:
         self._input = None if with_input else address(x)
         self._small = SMALL * x.untyped_storage().nbytes()
         self._offloaded_bytes = 0
-        self.held_bytes: list[int] = []
-        """Bytes of each saved storage, in the order in which they were saved."""
+        self.held_bytes: list[int] = []  # Bytes of each saved storage, in the order in which they were saved
         self._offloaded: dict[int, OffloadedStorage | None] = {}
         """By address of the storage; None: it stays on the device."""
 
@@ -125,8 +123,7 @@ class PerBlockSaving:
         self, blocks: Sequence[nn.Module], device: torch.device, block_config: Sequence[tuple[str, float]]
     ):
         self._blocks, self._device, self._block_config = blocks, device, block_config
-        self._previous: SavedTensors | None = None
-        """Of the preceding block."""
+        self._previous: SavedTensors | None = None  # Of the preceding block
         self._copying: SavedTensors | None = None
         self.held_bytes: dict[int, list[int]] = {}
         """By block: ``SavedTensors.held_bytes`` of its last forward; only of blocks that offload."""

@@ -23,8 +23,7 @@ from trainfit.spec.errors import InputError
 from trainfit.virtual.cuda.op_kinds import ELSEWHERE, FACTORIES, base_name, does_no_matrix_work, written
 from trainfit.virtual.trace.tensors import tensors_of
 
-SMALL = 1 / 16
-"""Share of the block's input; smaller tensors are always saved."""
+SMALL = 1 / 16  # Share of the block's input; smaller tensors are always saved
 
 
 class SavedTensorMode(TorchDispatchMode):

@@ -27,8 +27,7 @@ from trainfit.spec.errors import InputError
 from trainfit.virtual.cuda.op_kinds import base_name, written
 from trainfit.virtual.trace.tensors import tensors_of
 
-DEFAULT_SAVED = ("mm", "attention")
-"""Operations that ``selective`` saves by default."""
+DEFAULT_SAVED = ("mm", "attention")  # Operations that selective saves by default
 PRODUCTS = {
     "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0,
     "addmm": 1, "baddbmm": 1,
@@ -138,8 +137,7 @@ class CachingMode(TorchDispatchMode):
         self.policy = policy
         self.results: dict[int, Result] = {}
         self._num_calls = 0
-        self._unused: set[int] = set()
-        """Calls whose results no operation has used, except those in PASSES_ON."""
+        self._unused: set[int] = set()  # Calls whose results no operation has used, except those in PASSES_ON
         self._calls_in: dict[int, set[int]] = {}
         """Address of a storage -> calls whose results it contains or sums."""
         # A weak reference keeps the address from being reused.

@@ -27,8 +27,7 @@ from trainfit.offload.copies import CopyStreams, wait
 from trainfit.offload.optimizer_state import HostMoments
 from trainfit.spec.errors import InputError
 
-BLOCK_STATE = "_trainfit_runs"
-"""Attribute of a block: the ``BlockRecompute`` that runs it, and its index."""
+BLOCK_STATE = "_trainfit_runs"  # Attribute of a block: the BlockRecompute that runs it, and its index
 Call = Callable[[Tensor], Any]
 
 
@@ -64,8 +63,7 @@ class BlockRecompute:
         self._copy_streams, self._offload = copy_streams, offload
         self._weights, self._moments = weights, moments
         self.is_running = False
-        self._last: _SavedInput | None = None
-        """Input of the block that ran last."""
+        self._last: _SavedInput | None = None  # Input of the block that ran last
         self._free: dict[tuple[Any, Any], list[Tensor]] = {}
         # Without it the backward would skip a block whose input needs no gradient (frozen embeddings).
         self._trigger = torch.empty(0, device=self.device, requires_grad=True)

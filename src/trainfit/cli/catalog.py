@@ -9,8 +9,7 @@ from trainfit.cli.options import Json, print_json
 if TYPE_CHECKING:
     from trainfit.spec.hardware import Gpu, PeakDtype
 
-ABSENT = "-"
-"""No such dtype in hardware, or no dated price."""
+ABSENT = "-"  # No such dtype in hardware, or no dated price
 BASIS = {
     "measured": "steps measured on it bound a prediction's time",
     "modelled": "predicted by the same rules, with an H200's shares of the peak",

@@ -30,8 +30,8 @@ UsageError = typer.BadParameter.__bases__[0]
 """Wrong usage, as typer raises it: its own class or click's, by version."""
 
 VERBS = (
-    "predict", "trace", "explain", "measure", "verify", "train", "sweep", "bench", "report", "mfu",
-    "communication", "catalog.gpus", "catalog.models", "records",
+    "predict", "plan", "trace", "explain", "measure", "calibrate", "verify", "train", "sweep", "bench",
+    "report", "mfu", "communication", "catalog.gpus", "catalog.models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 
@@ -63,11 +63,9 @@ def app() -> typer.Typer:
     return verbs
 
 
-FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")
-"""The dotted name of a recipe's field."""
+FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")  # The dotted name of a recipe's field
 
-NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
-"""Loggers that warn when transformers imports torchao."""
+NOISY_IMPORTS = ("torchao", "torch.utils._pytree")  # Loggers that warn when transformers imports torchao
 
 
 def _version(wanted: bool) -> None:

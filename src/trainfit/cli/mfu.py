@@ -18,7 +18,7 @@ CLOSED_HELP = (
     "The closed form printed with the count. products: multiplied weights, windows followed; 6n: all "
     "parameters, embedding included, no windows, as in published figures."
 )
-HOURS_HELP = "Also print what this many GPU-hours cost, such as 1.46M."
+HOURS_HELP = "What this many GPU-hours cost, such as 1.46M; with --tokens, the MFU of such a run."
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16"]
 
 
@@ -46,9 +46,10 @@ def run(
 ) -> None:
     """MFU and HFU of a step; the time and cost of a run.
 
-    Give --step-s for the MFU, or --mfu for the time.
+    Give --step-s for the MFU, --mfu for the time, or --gpu-hours and --tokens for the MFU of a run.
     """
-    from trainfit.api.mfu import Speed, money, recipe_of_one, run_usage, step_usage
+    from trainfit.api.mfu import Speed, recipe_of_one, step_usage
+    from trainfit.api.run import money, run_usage, step_of_run
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.catalog.names import gpu_note
     from trainfit.report.console import progress
@@ -60,22 +61,27 @@ def run(
     note = gpu_note(gpu)
     options.print_notes([] if note is None else [f"note: {note}"])
     price = row.price_per_hour if price is None else price
+    of_run = gpu_hours is not None and tokens is not None
     if any(value is not None for value in (model, batch, seq, step_s, mfu, tokens)) or gpu_hours is None:
-        if model is None or batch is None or seq is None or (step_s is None) == (mfu is None):
+        batch = 1 if of_run and batch is None else batch
+        speeds = sum((step_s is not None, mfu is not None, of_run))
+        if model is None or batch is None or seq is None or speeds != 1:
             step = "--model, --batch, --seq and one of --step-s and --mfu"
-            raise typer.BadParameter(f"give {step} together, or --gpu-hours alone")
-        for option, value in (("--step-s", step_s), ("--mfu", mfu), ("--tokens", tokens)):
+            run = "--model, --seq, --tokens and --gpu-hours"
+            raise typer.BadParameter(f"give {step} together, or {run}, or --gpu-hours alone")
+        given = {"--step-s": step_s, "--mfu": mfu, "--tokens": tokens, "--gpu-hours": gpu_hours}
+        for option, value in given.items():
             if value is not None and value <= 0:
                 raise typer.BadParameter(f"{option} must be above 0")
-        if tokens is not None and gpu_hours is not None:
-            raise typer.BadParameter("--tokens determines the GPU-hours: leave --gpu-hours out")
+        if gpu_hours is not None and tokens is not None:
+            step_s = step_of_run(gpu_hours, tokens, batch * seq, num_gpus)
         recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
         speed = Speed(step_s, mfu, row, num_gpus, peak_flops)
         with options.only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
             found |= step_usage(recipe, batch, attention, speed, closed_form)
         if tokens is not None:
-            found |= run_usage(tokens, batch * seq, found, price)
-    if gpu_hours is not None:
+            found |= run_usage(tokens, batch * seq, found["step_s"], num_gpus, price)
+    if gpu_hours is not None and not of_run:
         if price is None:
             raise InputError("no price known", "give --price", field="--gpu", value=gpu)
         found |= money(gpu_hours, price)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from trainfit.spec.recipe import Recipe
 
-EXIT_DOES_NOT_FIT = 1
-"""With ``--check``."""
+EXIT_DOES_NOT_FIT = 1  # With --check
 
 
 def finite(value: float | None) -> float | None:
@@ -35,9 +34,9 @@ def count(text: str) -> float:
     return _parsed(read_count, text)
 
 
-def share(text: str) -> float:
-    """Parse a share that may be in per cent, such as ``40%``."""
-    return _parsed(read_share, text)
+def share(text: str | float) -> float:
+    """Parse a share that may be in per cent, such as ``40%``; a default is a number."""
+    return _parsed(read_share, str(text))
 
 
 def _parsed(read: Callable[[str], float], text: str) -> float:

@@ -3,44 +3,103 @@
 Torch is imported only if the ledger is not cached.
 """
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+from typer import Option
 
 from trainfit.cli import options
-from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings
+from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings, count
+from trainfit.spec.errors import InputError
+
+if TYPE_CHECKING:
+    from trainfit.api.results import Prediction
+    from trainfit.spec.recipe import Recipe
 
 DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by default."
 VERBOSE = "Also print conventions, assumptions and the basis of the bounds."
+GPUS_HELP = "Same as --set hardware.gpu=NAME. Several names, with commas between them, are compared."
+TOKENS_HELP = "Also print the time and cost of a run over N tokens, such as 15T or 1.5e12."
 
 
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,
-    gpu: options.GpuOption = None,
+    gpu: Annotated[str | None, Option(metavar="NAME[,NAME]", help=GPUS_HELP)] = None,
     price: options.Price = None,
+    tokens: Annotated[float | None, Option(metavar="N", parser=count, help=TOKENS_HELP)] = None,
     json: Json = False,
     record: RecordFile = None,
-    deterministic: bool = typer.Option(False, "--deterministic", help=DETERMINISTIC),
-    no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, even if a ledger is cached."),
+    deterministic: Annotated[bool, Option("--deterministic", help=DETERMINISTIC)] = False,
+    no_cache: Annotated[bool, Option("--no-cache", help="Trace again, even if a ledger is cached.")] = False,
     check: Check = False,
-    verbose: bool = typer.Option(False, "--verbose", "-v", help=VERBOSE),
+    verbose: Annotated[bool, Option("--verbose", "-v", help=VERBOSE)] = False,
 ) -> int:
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
-    settings = options.with_hardware(settings, gpu, price)
-    requested = options.read_recipe(recipe, settings)
+    if tokens is not None and tokens <= 0:
+        raise typer.BadParameter("--tokens must be above 0")
+    names = [None] if gpu is None else list(dict.fromkeys(map(str.strip, gpu.split(","))))
+    several = len(names) > 1
+    found: list[Prediction | InputError] = []
+    given = [options.with_hardware(settings, name, price) for name in names]
+    requested = [options.read_recipe(recipe, one) for one in given]
+    for wanted, its_settings in zip(requested, given, strict=True):
+        try:
+            with options.work(recipe, its_settings, json=json, record=record):
+                found.append(_predict(wanted, record, deterministic, use_cache=not no_cache))
+        except InputError as error:
+            if not several:
+                raise
+            found.append(error)
+    if several or isinstance(found[0], InputError):
+        _compare(requested, found, tokens, json=json)
+    else:
+        _show(found[0], tokens, json=json, verbose=verbose)
+    fits = all(not isinstance(one, InputError) and one.fits for one in found)
+    return EXIT_DOES_NOT_FIT if check and not fits else 0
+
+
+def _predict(recipe: "Recipe", record: Path | None, deterministic: bool, *, use_cache: bool) -> "Prediction":
+    from trainfit.api.calls import predict_recipe
     from trainfit.report.console import progress
 
-    with (
-        options.work(recipe, settings, json=json, record=record),
-        progress(f"predicting {requested.model.display_name}: one step on the virtual GPU"),
-    ):
-        from trainfit.api.calls import predict_recipe
+    name = recipe.model.display_name
+    with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
+        estimate = predict_recipe(recipe, deterministic=deterministic, use_cache=use_cache)
+    options.keep(record, "predict", estimate.recipe, estimate=estimate)
+    return estimate
 
-        estimate = predict_recipe(requested, use_cache=not no_cache, deterministic=deterministic)
-        options.keep(record, "predict", estimate.recipe, estimate=estimate)
+
+def _show(estimate: "Prediction", tokens: float | None, *, json: bool, verbose: bool) -> None:
+    run = None if tokens is None else estimate.run(tokens)
     if json:
-        options.print_json(estimate)
-    else:
-        from trainfit.report.prediction_text import show
+        content = estimate.model_dump(mode="json")
+        options.print_json(content if run is None else content | {"run": run.model_dump(mode="json")})
+        return
+    from trainfit.report.prediction_text import show
 
-        show(estimate.recipe, estimate, notes=estimate.notes, verbose=verbose)
-    return EXIT_DOES_NOT_FIT if check and not estimate.fits else 0
+    show(estimate.recipe, estimate, run=run, notes=estimate.notes, verbose=verbose)
+
+
+def _compare(
+    recipes: "list[Recipe]", found: "list[Prediction | InputError]", tokens: float | None, *, json: bool
+) -> None:
+    from trainfit.api.run import run_of
+    from trainfit.report.gpus import show
+    from trainfit.spec.result import Estimate, OnGpu
+
+    compared = [
+        OnGpu(gpu=recipe.hardware.gpu, refused=str(one))
+        if isinstance(one, InputError)
+        else OnGpu(
+            gpu=recipe.hardware.gpu,
+            estimate=Estimate.model_construct(**dict(one)),
+            run=None if tokens is None else run_of(one, tokens),
+        )
+        for recipe, one in zip(recipes, found, strict=True)
+    ]
+    if json:
+        options.print_json({"tokens": tokens, "gpus": [one.model_dump(mode="json") for one in compared]})
+    else:
+        show(recipes[0], compared, tokens)

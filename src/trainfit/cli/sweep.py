@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from trainfit.sweeps.run import Executor, Run
 
 REFRESH_PER_S = 4
-MAX_LIVE_ROWS = 60
-"""Longer sweeps print a line for each result."""
+MAX_LIVE_ROWS = 60  # Longer sweeps print a line for each result
 GO_ON = "what has a result is kept: the same command goes on"
 
 FILES_HELP = "A sweep's YAML file (docs/guide/sweep.md), or recipe files and .jsonl files of recipes."

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from typer import Context, Option
 
 from trainfit.cli import options
-from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings
+from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, share
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
@@ -41,7 +41,7 @@ def run(
         Path | None, Option(metavar="FILE", help="A tokenizer.json; default: train one.")
     ] = None,
     eval_fraction: Annotated[
-        float, Option(min=0, max=0.5, metavar="SHARE", help="Share of documents held out.")
+        float, Option(parser=share, metavar="SHARE", help="Share of documents held out.")
     ] = 0.05,
     eval_every: Annotated[
         int | None, Option(min=1, metavar="STEPS", help="Default: only at the end.")

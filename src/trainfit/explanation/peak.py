@@ -29,8 +29,7 @@ LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
 """Layer number in a module path, or the name of a group of identical layers (``virtual.trace.scope``)."""
 OPERATION = re.compile(r"^(aten|prims|trainfit)\.")
 WORKSPACE = "library workspace"
-BELONGS_TO_PARAMETERS = ("weights", "optimizer")
-"""Categories whose path is a parameter's name."""
+BELONGS_TO_PARAMETERS = ("weights", "optimizer")  # Categories whose path is a parameter's name
 
 
 def explain(recipe: Recipe) -> Explanation:

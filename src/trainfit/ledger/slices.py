@@ -22,6 +22,8 @@ from trainfit.ledger.ledger import (
 )
 
 PARTS = (FIRST, MIDDLE, LAST)
+NO_HOST = (0, 0, 0)
+"""Of the first kernel of the first slice, what the host ran before belongs to the model's end."""
 FURTHEST = 2
 """Slices between allocation and free at most: each of the three has two neighbours on a side."""
 
@@ -45,7 +47,11 @@ def check_slices(ledger: Ledger) -> None:
         if segment.phase not in ("forward", "backward"):
             continue
         kernels = [
-            [op._replace(module="", group=MIDDLE) for op in ledger.ops if _is_kernel(op, number, part)]
+            [
+                op._replace(module="", group=MIDDLE, host=NO_HOST)
+                for op in ledger.ops
+                if _is_kernel(op, number, part)
+            ]
             for part in PARTS
         ]
         if kernels[FIRST] != kernels[MIDDLE] or kernels[MIDDLE] != kernels[LAST]:

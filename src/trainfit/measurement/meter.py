@@ -27,8 +27,7 @@ from trainfit.spec.result import Environment, MemoryBreakdown
 from trainfit.step import Batch, Step
 from trainfit.virtual.trace.storages import prepend_grad_hook
 
-Peak = tuple[int, MemoryBreakdown | None]
-"""Bytes, and what held them if that is known."""
+Peak = tuple[int, MemoryBreakdown | None]  # Bytes, and what held them if that is known
 
 
 class Meter(ABC):

@@ -28,8 +28,7 @@ from trainfit.spec.result import Measurement
 from trainfit.spec.value import parse
 
 LOG = "output.txt"
-TRIAL = "trainfit.measurement.trial"
-"""The module whose ``main(folder)`` runs a measurement's trial."""
+TRIAL = "trainfit.measurement.trial"  # The module whose main(folder) runs a measurement's trial
 PROGRAM = """import importlib, pathlib, sys
 from trainfit.measurement.process import die_with_parent
 die_with_parent(int(sys.argv[3]))  # Before the slow imports.
@@ -37,8 +36,7 @@ sys.exit(importlib.import_module(sys.argv[1]).main(pathlib.Path(sys.argv[2])))""
 """A new interpreter's program: the module whose ``main`` it runs, the trial's folder, and the parent."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals sent by another process; the others follow from an error of the process itself."""
-PR_SET_PDEATHSIG = 1
-"""linux/prctl.h."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_S = 0.05
 NUM_LAST_LINES = 8
 

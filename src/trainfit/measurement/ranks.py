@@ -42,14 +42,11 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-RANK = "trainfit.measurement.ranks"
-"""The module whose ``main(folder)`` runs one rank."""
+RANK = "trainfit.measurement.ranks"  # The module whose main(folder) runs one rank
 HOST = "127.0.0.1"
-FAILED = "failed.json"
-"""When an exception ended the rank, on the machine's monotonic clock, in seconds."""
+FAILED = "failed.json"  # When an exception ended the rank, on the machine's monotonic clock, in seconds
 POLL_S = 0.05
-GRACE_S = 2.0
-"""The other ranks' time after the first one's bad end, to note their own lack of memory."""
+GRACE_S = 2.0  # The other ranks' time after the first one's bad end, to note their own lack of memory
 OF_HIGHEST = (
     "phases", "breakdown", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "device_bytes",
     "params", "trainable_params", "environment",
@@ -119,10 +116,8 @@ class _Rank:
     number: int
     folder: Path
     pid: int
-    seen_s: float
-    """When it was last seen running."""
-    code: int | None = None
-    """Exit code, or minus the signal; None while it runs."""
+    seen_s: float  # When it was last seen running
+    code: int | None = None  # Exit code, or minus the signal; None while it runs
 
     def poll(self) -> None:
         if self.code is not None:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from trainfit.measurement.ranks import Rank
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
-MIN_UNTIMED = 2
-"""The first step, and one steady step whose phases are measured."""
+MIN_UNTIMED = 2  # The first step, and one steady step whose phases are measured
 MODULES = ("trainfit.measurement.meter", "trainfit.models.hf", "transformers.models.llama.modeling_llama")
 FROM_CACHE = "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
 UNTRACKED = "memory not measured: live tensors cannot be followed through compiled code on a CPU"

@@ -6,22 +6,24 @@ transformers (5.17 and later) initialises on the current ``torch.device``, and s
 import copy
 import difflib
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, remote_code_keys, remote_code_refused
+from trainfit.models.deferred_init import is_deferred
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.spec.errors import InputError
+from trainfit.virtual.trace.exclusive import replaced
 
 NOT_THE_ARCHITECTURE = (
     *REMOTE_CODE_KEYS, "architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version",
 )  # fmt: skip
 """Keys of a config.json about code, storage or versions; the recipe has precision and quantisation."""
 
-LOSS_SET = "_trainfit_set_loss_type"
-"""Attribute of a model whose ``loss_type`` was set here."""
+LOSS_SET = "_trainfit_set_loss_type"  # Attribute of a model whose loss_type was set here
 IMPLEMENTATIONS = {"eager": "eager", "triton": NAME}
 """transformers' names of the recipe's attention values; the others are backends of SDPA."""
 
@@ -53,7 +55,7 @@ def build_hf(
     # Imports the model's module here: a tensor that a module creates would stay on the device in force.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
-        with torch.device(device):
+        with _initialised_on_meta() if is_deferred() else nullcontext(), torch.device(device):
             options = {"dtype": dtype, "trust_remote_code": False, **chosen}
             model = AutoModelForCausalLM.from_config(hf_config, **options)
     except BAD_CONFIG as error:
@@ -68,6 +70,13 @@ def build_hf(
         model.loss_type = "ForCausalLM"
         setattr(model, LOSS_SET, True)
     return model.train()
+
+
+def _initialised_on_meta() -> AbstractContextManager[None]:
+    """Let transformers call its initialisation on meta, where it is recorded."""
+    from transformers import modeling_utils
+
+    return replaced(modeling_utils, "get_torch_context_manager_or_global_device", lambda: None)
 
 
 def sets_loss(model: nn.Module) -> bool:

@@ -19,8 +19,7 @@ NAME = "trainfit_triton"
 """Name in transformers' registry, which treats names with "flash", "sdpa" or "flex" as its own."""
 REMEDY = "use attention: sdpa or eager"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-SOFTCAP = "attn_logit_softcapping"
-"""Keys of config classes."""
+SOFTCAP = "attn_logit_softcapping"  # Keys of config classes
 IGNORED = frozenset(
     """
     sliding_window position_ids output_attentions output_hidden_states use_cache cache_position return_dict

@@ -31,8 +31,7 @@ SOFT_CAPPED = frozenset({"gemma2", "gemma3_text"})
 class LanguageHead(NamedTuple):
     """Body and output layer; logits are ``softcap * tanh(scale * layer(body(ids)) / softcap)``."""
 
-    body: nn.Module
-    """Module that takes ``input_ids`` [b, s]."""
+    body: nn.Module  # Module that takes input_ids [b, s]
     layer: nn.Linear
     scale: float = 1.0
     softcap: float | None = None

@@ -18,8 +18,7 @@ from trainfit.kernels.quantize import rowwise as rows
 from trainfit.models.layers import require_blocks
 from trainfit.spec.errors import InputError
 
-Initialize = Callable[[nn.Module], None]
-"""Initialises one module's own weights."""
+Initialize = Callable[[nn.Module], None]  # Initialises one module's own weights
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.kernels.custom_op import declare
 
-Event = Any
-"""A ``torch.cuda.Event``, or None if there is nothing to wait for (on a CPU)."""
+Event = Any  # A torch.cuda.Event, or None if there is nothing to wait for (on a CPU)
 
 
 def host_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, like: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trainfit.offload.copies import CopyStreams, Event, wait
 
-ALIGN = 512
-"""Alignment of tensors in bytes, as that of the caching allocator's blocks."""
+ALIGN = 512  # Alignment of tensors in bytes, as that of the caching allocator's blocks
 
 
 @dataclass
@@ -23,8 +22,7 @@ class _Buffer:
     last_use: Event
     """End of the last use, its copy to the host included; at first, of any earlier use of the memory."""
     entry: int | None = None
-    copied_in: Event = None
-    """End of the copy to the device; None once the computation waits for it."""
+    copied_in: Event = None  # End of the copy to the device; None once the computation waits for it
 
 
 class DeviceRing:

@@ -24,8 +24,7 @@ from trainfit.optim.per_parameter import PerParameterOptimizer
 BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
 """Decay of beta2, clipping threshold d and epsilon2 of the paper; PyTorch's defaults."""
 EPS = torch.finfo(torch.float32).eps
-ROWS_A_PART = 512
-"""Rows per partial column sum."""
+ROWS_A_PART = 512  # Rows per partial column sum
 TRITON = "optim.adafactor_triton"
 
 

@@ -22,8 +22,7 @@ from trainfit.optim.per_parameter import PerParameterOptimizer, local
 
 LEAST_NUMEL = 4096
 """Smaller tensors have fp32 moments, as in bitsandbytes; torchao keeps them in the weight's dtype."""
-TILE = 1024
-"""Elements per program."""
+TILE = 1024  # Elements per program
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TRITON = "optim.adamw_triton"
 
@@ -32,16 +31,12 @@ class Numbers(NamedTuple):
     """Scalars of one update."""
 
     lr: float
-    decay: float
-    """lr times the weight decay."""
-    take1: float
-    """1 - beta1: the share of the new gradient in the first moment."""
+    decay: float  # lr times the weight decay
+    take1: float  # 1 - beta1: the share of the new gradient in the first moment
     take2: float
     eps: float
-    correction1: float
-    """1 - beta1^step."""
-    correction2: float
-    """sqrt(1 - beta2^step)."""
+    correction1: float  # 1 - beta1^step
+    correction2: float  # sqrt(1 - beta2^step)
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Self:

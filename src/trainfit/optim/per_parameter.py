@@ -19,8 +19,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     Of a sharded parameter (a DTensor) it updates this rank's part.
     """
 
-    _seed: int
-    """Seed of stochastic rounding; each parameter and step derives its own."""
+    _seed: int  # Seed of stochastic rounding; each parameter and step derives its own
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -43,7 +42,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the state before the first update, besides ``step``."""
+        """Return the state before the first update, without ``step``."""
 
     @abstractmethod
     def _update(

@@ -1,7 +1,7 @@
 """Whose failure it is when a model's forward fails: transformers' with this config, or ours.
 
 A config.json can pass transformers' checks and still describe a model that cannot run (rotary sizes wider
-than a head, more experts asked for than there are). transformers is then run alone: the same model, a plain
+than a head, more experts chosen than there are). transformers is then run alone: the same model, a plain
 forward on fake tensors, nothing of ours around it. If the same line of transformers fails there too, it is
 the config.
 """

@@ -33,7 +33,7 @@ def nccl_bytes(ledger: Ledger) -> int:
 
 
 MARGIN = 1 / 2048
-"""Share of the card that a recipe must leave free to be said to fit: 70 MiB of an H200's 139.8 GiB. Kernels
+"""Share of the card that a recipe must leave free to fit: 70 MiB of an H200's 139.8 GiB. Kernels
 that are loaded late took up to 18 MiB more than the above (results/h200-measured.jsonl, tag near-card)."""
 
 

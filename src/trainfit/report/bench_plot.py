@@ -8,13 +8,12 @@ from itertools import cycle, product
 from trainfit.bench.harness.experiment import MEDIAN, Number, Plot
 from trainfit.report.bench_table import cell_text
 from trainfit.report.plot import CATEGORY_COLORS, COLORS, INK, Panel, Series, draw
-from trainfit.spec.bench import BenchResult, BenchRow, Cell
+from trainfit.spec.bench import BenchResult, BenchRow, Cell, Curve
 from trainfit.spec.units import GIB
 
 CURVE, TIMELINE = "curve", "timeline"
 MOST_COLUMNS = 4
-ROW_HEIGHT = 1.2
-"""Height of a timeline's row; 1 is busy throughout."""
+ROW_HEIGHT = 1.2  # Of a timeline; 1 is busy throughout
 PART_COLORS = (
     "#9ecae1", "#d9b54a", "#2f6fb2", "#c0567a", "#4a9d7c", "#a6d8c2", "#e07b39", "#7f8c3a", "#1f3f66",
     "#c9ced4", "#8b6bb1", "#cdbbe3", "#9a6b4f", "#66727f",
@@ -40,13 +39,10 @@ def panels_of(rows: Sequence[BenchRow], plot: Plot) -> list[Panel]:
     mine = [row for row in mine if all(row.point.get(key) in known for key, known in plot.where.items())]
     mine = in_order(mine, plot.order)
     panels: list[Panel | None] = []
+    draw_panel = {CURVE: _curves, TIMELINE: _timeline}.get(plot.y if isinstance(plot.y, str) else "", _panel)
     for values in product(*(dict.fromkeys(row.point[key] for row in mine) for key in plot.panels)):
         some = [row for row in mine if tuple(row.point[key] for key in plot.panels) == values]
-        title = ", ".join(_name(plot, value) for value in values)
-        if plot.y in (CURVE, TIMELINE):
-            panels.append(_curves(some, title) if plot.y == CURVE else _timeline(some, title))
-        else:
-            panels.append(_panel(some, plot, title))
+        panels.append(draw_panel(some, plot, ", ".join(_name(plot, value) for value in values)))
     return [panel for panel in panels if panel is not None]
 
 
@@ -92,12 +88,12 @@ def _series(rows: Sequence[BenchRow], plot: Plot) -> Iterator[Series]:
             label = name.removesuffix("_share").replace("_", " ")
             yield _one(rows, plot, name, Series(label, (), kind="bar", stack="all", color=color))
         return
-    kind = "bar" if plot.is_bar else "line"
     groups: dict[str, list[BenchRow]] = {}
     for row in rows:
         groups.setdefault(_name(plot, row.point[plot.series]) if plot.series else "", []).append(row)
     for label, mine in groups.items():
-        yield _one(mine, plot, plot.y, Series(label, (), kind=kind, stack=label if plot.is_bar else ""))
+        like = Series(label, (), kind="bar", stack=label) if plot.is_bar else Series(label, ())
+        yield _one(mine, plot, plot.y, like)
         if plot.bound:
             bounds = Series(plot.bound_label, (), kind="scatter", marker="|", color=INK)
             yield _one(mine, plot, plot.bound, bounds)
@@ -105,14 +101,14 @@ def _series(rows: Sequence[BenchRow], plot: Plot) -> Iterator[Series]:
 
 def _one(rows: Sequence[BenchRow], plot: Plot, name: Number, like: Series) -> Series:
     """Return ``like`` with the values of one number; where a bar has none, its text is the row's status."""
-    values = [number(row, name) for row in rows]
+    found = [(row, number(row, name)) for row in rows]
+    scaled = [None if value is None else value * plot.scale for _, value in found]
     text: list[str] = []
     if plot.text and like.kind == "bar":
         text = [
-            row.status if value is None else format(value * plot.scale, plot.text)
-            for row, value in zip(rows, values, strict=True)
+            row.status if value is None else format(value, plot.text)
+            for row, value in zip(rows, scaled, strict=True)
         ]
-    scaled = [None if value is None else value * plot.scale for value in values]
     return replace(like, y=scaled, x=[_x(row, plot) for row in rows], text=text)
 
 
@@ -137,7 +133,7 @@ def _ticks(xs: Iterable[float | str]) -> dict[float, str]:
     return {x: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}" for x in shown}
 
 
-def _timeline(rows: Sequence[BenchRow], title: str) -> Panel | None:
+def _timeline(rows: Sequence[BenchRow], plot: Plot, title: str) -> Panel | None:
     """Return the one row's computation, and communication above it, over milliseconds."""
     curve = rows[0].curve if rows else None
     if curve is None:
@@ -145,18 +141,16 @@ def _timeline(rows: Sequence[BenchRow], title: str) -> Panel | None:
     part_ms = float(rows[0].numbers["profiled_s"]) * 1e3 / len(curve.phases)
     at = [index * part_ms for index in range(len(curve.phases))]
     busy = {name: [one / 1000 for one in column] for name, column in curve.columns.items()}
-    gap = [ROW_HEIGHT - one for one in busy["compute"]]
     series = [
         Series("compute", busy["compute"], at, kind="area", color=COLORS[0]),
-        Series("", gap, at, kind="area", color="none"),
+        Series("", [ROW_HEIGHT - one for one in busy["compute"]], at, kind="area", color="none"),
         Series("communication", busy["communication"], at, kind="area", color=COLORS[1]),
     ]
-    begins = {at[curve.phases.index(phase)]: phase for phase in dict.fromkeys(curve.phases)}
-    events = {begin: phase for begin, phase in begins.items() if begin}
+    events = {one * part_ms: phase for one, phase in _begins(curve)}
     return Panel(series, title, "ms", "busy", events=events, y_limits=(0, 2 * ROW_HEIGHT))
 
 
-def _curves(rows: Sequence[BenchRow], title: str) -> Panel | None:
+def _curves(rows: Sequence[BenchRow], plot: Plot, title: str) -> Panel | None:
     """Return the curve of the one row, in GiB, with a line where each phase begins."""
     curve = rows[0].curve if rows else None
     if curve is None:
@@ -166,6 +160,10 @@ def _curves(rows: Sequence[BenchRow], title: str) -> Panel | None:
         for name, color in CATEGORY_COLORS.items()
         if name in curve.columns
     ]
-    begins = {float(curve.phases.index(phase)): phase for phase in dict.fromkeys(curve.phases)}
-    events = {at: name for at, name in begins.items() if at}
-    return Panel(series, title, y_label="GiB", events=events, x_ticks={0.0: ""})
+    return Panel(series, title, y_label="GiB", events=dict(_begins(curve)), x_ticks={0.0: ""})
+
+
+def _begins(curve: Curve) -> list[tuple[float, str]]:
+    """Return where each phase begins, but the first, and its name."""
+    begins = [(curve.phases.index(phase), phase) for phase in dict.fromkeys(curve.phases)]
+    return [(float(at), phase) for at, phase in begins if at]

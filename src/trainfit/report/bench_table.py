@@ -7,34 +7,44 @@ heading.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainfit.bench.harness.experiment import Column
+from trainfit.report.words import quantity
 from trainfit.spec.bench import BenchRow, Cell, Spread
-from trainfit.spec.units import format_bytes, format_seconds
+from trainfit.spec.units import format_seconds
 
 STATUS = "status"
 TIMES = ("median", "spread", "samples")
 SPREAD_NOTE = "spread: from the samples' 10th to their 90th percentile, over the median"
 UNSTEADY_NOTE = "unsteady: the time cap came before the median was known as well as the experiment requires"
 DEVIATION_NOTE = "a ± b: mean and standard deviation of the samples"
-ADVICE = " Including non-PyTorch memory"
-"""An out-of-memory message is cut here: what follows is advice."""
+ADVICE = " Including non-PyTorch memory"  # An out-of-memory message is cut here: what follows is advice
+
+
+class Cells(NamedTuple):
+    """One column."""
+
+    title: str
+    is_number: bool
+    cells: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells of one table.
+    """Cells of one table."""
 
-    Attributes:
-        same: heading, with the keys that have one value throughout.
-        num_keys: number of leading columns that identify a line.
-    """
+    columns: Sequence[Cells]
+    same: str  # Heading, with the keys that have one value throughout
+    num_keys: int = 1  # Leading columns that identify a line
 
-    titles: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-    is_number: tuple[bool, ...]
-    same: str
-    num_keys: int = 1
+    @property
+    def lines(self) -> list[tuple[str, ...]]:
+        return list(zip(*(column.cells for column in self.columns), strict=True))
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return tuple(column.title for column in self.columns)
 
 
 def grids(rows: Sequence[BenchRow], columns: Sequence[Column] = ()) -> list[Grid]:
@@ -52,56 +62,46 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow], declared: dict[str, Colum
 
     varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
     same = [f"{title(column_of(key))} {cell_text(rows[0].point[key])}" for key in keys if key not in varied]
-    table: list[tuple[str, bool, list[str]]] = []
-    for key in varied:
-        is_number = not isinstance(rows[0].point[key], str | bool)
-        table.append((title(column_of(key)), is_number, [cell_text(row.point[key]) for row in rows]))
+    table = [
+        Cells(title(column_of(key)), not isinstance(rows[0].point[key], str | bool),
+              [cell_text(row.point[key]) for row in rows])
+        for key in varied
+    ]  # fmt: skip
     if any(row.times for row in rows):
-        cells = [_times(row.times) for row in rows]
-        table += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(TIMES)]
+        table += map(Cells, TIMES, (True,) * 3, zip(*(_times(row.times) for row in rows), strict=True))
     names = dict.fromkeys(name for row in rows for name in row.numbers)
     deviations = {column.deviation for column in declared.values()}
     for name in dict.fromkeys([*(name for name in declared if name in names), *names]):
         if name not in deviations:
             is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
-            texts = [number_text(row, column_of(name)) for row in rows]
-            table.append((title(column_of(name)), not is_text, texts))
+            texts = [_number_text(row, column_of(name)) for row in rows]
+            table.append(Cells(title(column_of(name)), not is_text, texts))
     if any(row.status != "done" for row in rows):
-        table.append((STATUS, False, ["" if row.status == "done" else row.status for row in rows]))
-    titles, is_number, cells = zip(*table, strict=True)
-    return Grid(titles, tuple(zip(*cells, strict=True)), is_number, ", ".join(same), len(varied))
+        table.append(Cells(STATUS, False, ["" if row.status == "done" else row.status for row in rows]))
+    return Grid(table, ", ".join(same), len(varied))
 
 
 def title(column: Column) -> str:
     """Return a column's heading; units that its cells show are left out."""
-    if column.title:
-        return column.title
-    return column.value.removesuffix("_bytes").removesuffix("_s").removesuffix("_share").replace("_", " ")
+    name = column.value.removesuffix("_bytes").removesuffix("_s").removesuffix("_share")
+    return column.title or name.replace("_", " ")
 
 
-def number_text(row: BenchRow, column: Column) -> str:
+def _number_text(row: BenchRow, column: Column) -> str:
     """Return a row's number, with its standard deviation where there is one; empty where it has none."""
-    if column.value not in row.numbers:
-        return ""
-    text = cell_text(row.numbers[column.value], column.value, column.format)
-    deviation = row.numbers.get(column.deviation)
-    return text if deviation is None else f"{text} ± {cell_text(deviation, column.deviation, column.format)}"
+    names = [name for name in (column.value, column.deviation) if name in row.numbers]
+    texts = [cell_text(row.numbers[name], name, column.format) for name in names]
+    return " ± ".join(texts) if column.value in names else ""
 
 
 def cell_text(cell: Cell, name: str = "", spec: str = "") -> str:
     """Format a cell by ``spec``, or by the unit that ``name`` ends with."""
-    if isinstance(cell, bool):
-        return "yes" if cell else "no"
-    if isinstance(cell, str):
-        return cell
-    if spec:
-        return format(cell, spec)
-    if name.endswith("_bytes"):
-        return format_bytes(cell)
-    if name.endswith("_s") and not name.endswith("_per_s"):
-        return format_seconds(cell)
-    if name.endswith("_share"):
-        return f"{cell:.1%}"
+    if isinstance(cell, bool | str):
+        return cell if isinstance(cell, str) else "yes" if cell else "no"
+    if spec or name.endswith("_share"):
+        return format(cell, spec or ".1%")
+    if name.endswith(("_bytes", "_s")) and not name.endswith("_per_s"):
+        return quantity(name, cell)
     if cell == int(cell):
         return str(int(cell))
     return f"{cell:.0f}" if abs(cell) >= 1e4 else f"{cell:.4g}"
@@ -133,6 +133,5 @@ def notes(rows: Sequence[BenchRow], columns: Sequence[Column]) -> list[str]:
         DEVIATION_NOTE: any(column.deviation in known for column in columns),
         UNSTEADY_NOTE: any(row.status == "unsteady" for row in rows),
     }
-    noted = [column for column in columns if column.note and column.value in known]
-    found = [note for note, applies in general.items() if applies]
-    return found + [f"{title(column)}: {column.note}" for column in noted]
+    noted = [f"{title(one)}: {one.note}" for one in columns if one.note and one.value in known]
+    return [note for note, applies in general.items() if applies] + noted

@@ -7,17 +7,17 @@ for its versions of torch and transformers; without one, the newest of all, whic
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from trainfit.report.words import batch_text
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
-from trainfit.spec.units import GIB
+from trainfit.spec.result import PHASES, Estimate, Measurement, Record
 from trainfit.spec.value import parse
 from trainfit.techniques.registry import describe
 
-GOAL = 0.03
-"""Predictions are to lie this close to the measured peak (a share)."""
+GOAL = 0.03  # Predictions are to lie this close to the measured peak (a share)
+PHASE_NAMES = ("after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES))
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,8 @@ class Comparison:
     @property
     def lacking(self) -> str:
         """The message of a finished measurement without a peak; empty where it has one."""
-        held = self.measured
-        unknown = held is not None and held.status == "done" and held.peak_allocated_bytes is None
-        return (held.message or "memory not measured") if held is not None and unknown else ""
+        unknown = self.status == "done" and self.value("measured", "peak_allocated_bytes") is None
+        return (self.value("measured", "message") or "memory not measured") if unknown else ""
 
     @property
     def other_versions(self) -> str:
@@ -72,62 +71,43 @@ class Comparison:
         if self.predicted is None or self.measured is None:
             return ""
         where, named = self.measured.environment, self.predicted.versions
-        ran = {"torch": where.torch.partition("+")[0]}  # Without its build (``+cu128``).
-        ran |= {"transformers": where.transformers.partition("+")[0]} if where.transformers else {}
-        other = [name for name in named if name in ran and named[name] != ran[name]]
+        # Without its build (``+cu128``).
+        ran = {name: (getattr(where, name) or "").partition("+")[0] for name in ("torch", "transformers")}
+        other = [name for name in named if ran.get(name) and named[name] != ran[name]]
         predicted, measured = (", ".join(f"{name} {held[name]}" for name in other) for held in (named, ran))
         return f"predicted for {predicted}, measured with {measured}" if other else ""
 
-    def peaks_gib(self) -> tuple[float, float] | None:
-        """Measured and predicted peak allocated, GiB, of a trial that came to its end."""
-        if self.predicted is None or self.measured is None or self.status != "done":
-            return None
-        measured = self.measured.peak_allocated_bytes
-        return (measured / GIB, self.predicted.peak_allocated_bytes / GIB) if measured else None
+    def value(self, side: str, name: str) -> Any:
+        """Return a field of ``predicted`` or ``measured``, such as ``phases.steady.backward``, or None."""
+        held = getattr(self, side)
+        for part in name.split("."):
+            held = getattr(held, part, None)
+        return held
 
     def error(self, name: str) -> float | None:
-        """Return (predicted - measured) / measured of a field, such as ``phases.steady.backward``.
+        """Return (predicted - measured) / measured of a field.
 
         None where a side lacks it or the measurement did not finish. On a CPU the device's bytes are of the
         whole process, which are not predicted.
         """
-        if self.predicted is None or self.measured is None or self.measured.status != "done":
+        on_cpu = self.measured is not None and self.measured.environment.cuda is None
+        if self.status != "done" or (on_cpu and name == "peak_device_bytes"):
             return None
-        if name == "peak_device_bytes" and self.measured.environment.cuda is None:
-            return None
-        predicted, measured = (_value(side, name) for side in (self.predicted, self.measured))
+        predicted, measured = (self.value(side, name) for side in ("predicted", "measured"))
         return None if predicted is None or not measured else (predicted - measured) / measured
 
     def phase_errors(self) -> dict[str, float]:
         """Return the error by phase (``after_init``, ``first.forward`` ...), where known."""
-        names = ["after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)]
-        errors = {name: self.error(f"phases.{name}") for name in names}
+        errors = {name: self.error(f"phases.{name}") for name in PHASE_NAMES}
         return {name: error for name, error in errors.items() if error is not None}
-
-    def breakdown(self, side: str) -> dict[str, int] | None:
-        """Return the bytes by category at the peak of a side, ``predicted`` or ``measured``."""
-        held = getattr(getattr(self, side), "breakdown", None)
-        return {name: getattr(held, name) for name in CATEGORIES} if held else None
 
     def utilisation(self, name: str) -> float | None:
         """Return the measured ``mfu`` or ``hfu``; without one, the predicted FLOPs over the measured time."""
-        if self.measured is None:
-            return None
-        known = getattr(self.measured, name)
-        if known is not None or self.predicted is None or not self.on_its_device:
+        known, measured_s = self.value("measured", name), self.value("measured", "step_s")
+        share, step_s = self.value("predicted", name), self.value("predicted", "step_s")
+        if known is not None or share is None or step_s is None or not measured_s or not self.on_its_device:
             return known
-        share, step_s = getattr(self.predicted, name), self.predicted.step_s
-        if share is None or step_s is None or not self.measured.step_s:
-            return None
-        return share * step_s / self.measured.step_s  # FLOPs / peak, over the time it really took
-
-
-def _value(side: Estimate | Measurement, name: str) -> float | None:
-    value: object = side
-    for part in name.split("."):
-        value = getattr(value, part) if value is not None else None
-    assert value is None or isinstance(value, int | float)
-    return value
+        return share * step_s / measured_s  # FLOPs / peak, over the time it really took
 
 
 @dataclass(frozen=True)
@@ -136,14 +116,11 @@ class Summary:
 
     num_compared: int
     num_within_goal: int
-    median_error: float | None
-    """Of the errors' sizes."""
+    median_error: float | None  # Of the errors' sizes
     worst: Comparison | None
     num_out_of_memory: int
-    num_foreseen: int
-    """Measured out of memory, and predicted not to fit."""
-    num_other_versions: int = 0
-    """Predicted for other versions than the measurement's."""
+    num_foreseen: int  # Measured out of memory, and predicted not to fit
+    num_other_versions: int = 0  # Predicted for other versions than the measurement's
 
     def text(self) -> str:
         """One or two plain sentences."""
@@ -203,14 +180,14 @@ def _joined(recipe: Recipe, estimates: Sequence[Estimate], measured: Measurement
 
 def summarise(comparisons: Sequence[Comparison]) -> Summary:
     """Return how well the peaks of ``comparisons`` are predicted."""
-    errors = {index: one.error("peak_allocated_bytes") for index, one in enumerate(comparisons)}
-    sizes = {index: abs(error) for index, error in errors.items() if error is not None}
+    errors = [(one.error("peak_allocated_bytes"), one) for one in comparisons]
+    sizes = [(abs(error), one) for error, one in errors if error is not None]
     out = [one for one in comparisons if one.status == "out-of-memory"]
     return Summary(
         num_compared=len(sizes),
-        num_within_goal=sum(size <= GOAL for size in sizes.values()),
-        median_error=median(sizes.values()) if sizes else None,
-        worst=comparisons[max(sizes, key=lambda index: sizes[index])] if sizes else None,
+        num_within_goal=sum(size <= GOAL for size, _ in sizes),
+        median_error=median(size for size, _ in sizes) if sizes else None,
+        worst=max(sizes, key=lambda pair: pair[0])[1] if sizes else None,
         num_out_of_memory=len(out),
         num_foreseen=sum(one.predicted is not None and not one.predicted.fits for one in out),
         num_other_versions=sum(bool(one.other_versions) for one in comparisons),

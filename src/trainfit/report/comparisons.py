@@ -5,7 +5,7 @@ Sizes are in binary units (GiB is 2**30 bytes). An error is predicted minus meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,42 +21,33 @@ from trainfit.report.plot import (
     draw,
     short,
 )
-from trainfit.report.table import (
-    NOTHING,
-    Column,
-    Table,
-    number_text,
-    percent,
-    seconds_text,
-    share_text,
-    size_text,
-)
-from trainfit.spec.units import GIB
+from trainfit.report.table import NOTHING, Column, Table, or_dash, percent
+from trainfit.spec.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import rich.table
     from rich.text import Text
 
-MAX_ROWS = 60
-"""Bars of more recipes are not drawn; the page says so."""
+MAX_ROWS = 60  # Bars of more recipes are not drawn; the page says so
 SHORT_OUTCOMES = {"out-of-memory": "OOM", "timeout": "time out", "crashed": "crashed"}
+PEAK = "peak_allocated_bytes"
 
 
-def _side(one: Comparison, side: str, name: str) -> float | None:
-    return getattr(getattr(one, side), name, None)
+def _value(side: str, name: str, form: Callable[[float], str] | str) -> Callable[[Comparison], str]:
+    return lambda one: or_dash(one.value(side, name), form)
 
 
 def _sizes(title: str, name: str) -> list[Column]:
     return [
-        Column(f"{title} predicted", lambda one: size_text(_side(one, "predicted", name))),
-        Column(f"{title} measured", lambda one: size_text(_side(one, "measured", name))),
+        Column(f"{title} predicted", _value("predicted", name, format_bytes)),
+        Column(f"{title} measured", _value("measured", name, format_bytes)),
         Column(f"{title} error", lambda one: percent(one.error(name)), kind=lambda one: _kind(one, name)),
     ]
 
 
-def _kind(one: Comparison, name: str) -> str:
+def _kind(one: Comparison, name: str = PEAK) -> str:
     error = one.error(name)
-    return "" if error is None or name != "peak_allocated_bytes" else "good" if abs(error) <= GOAL else "bad"
+    return "" if error is None or name != PEAK else "good" if abs(error) <= GOAL else "bad"
 
 
 def worst_phase(one: Comparison) -> str:
@@ -77,14 +68,14 @@ COLUMNS = (
     Column("model", lambda one: one.model, False),
     Column("technique", lambda one: one.technique, False),
     Column("batch", lambda one: one.batch, False),
-    *_sizes("allocated", "peak_allocated_bytes"),
+    *_sizes("allocated", PEAK),
     *_sizes("reserved", "peak_reserved_bytes"),
     *_sizes("device", "peak_device_bytes"),
-    Column("step predicted", lambda one: seconds_text(_side(one, "predicted", "step_s"))),
-    Column("step measured", lambda one: seconds_text(_side(one, "measured", "step_s"))),
-    Column("tokens/s", lambda one: number_text(_side(one, "measured", "tokens_per_s"), "{:,.0f}")),
-    Column("MFU", lambda one: share_text(one.utilisation("mfu"))),
-    Column("HFU", lambda one: share_text(one.utilisation("hfu"))),
+    Column("step predicted", _value("predicted", "step_s", format_seconds)),
+    Column("step measured", _value("measured", "step_s", format_seconds)),
+    Column("tokens/s", _value("measured", "tokens_per_s", "{:,.0f}")),
+    Column("MFU", lambda one: or_dash(one.utilisation("mfu"), "{:.1%}")),
+    Column("HFU", lambda one: or_dash(one.utilisation("hfu"), "{:.1%}")),
     Column("outcome", outcome, False),
     Column("versions", lambda one: one.other_versions or NOTHING, False, kind=lambda one: "warning"),
     Column("worst phase", worst_phase, False),
@@ -103,22 +94,17 @@ def text_table(comparisons: Sequence[Comparison]) -> rich.table.Table:
     """Return a table for 80 columns: several lines a recipe, then the numbers."""
 
     def error(one: Comparison) -> str:
-        return SHORT_OUTCOMES.get(one.status) or percent(one.error("peak_allocated_bytes"))
+        return SHORT_OUTCOMES.get(one.status) or percent(one.error(PEAK))
 
     def kind(one: Comparison) -> str:
-        return "warning" if one.status in SHORT_OUTCOMES else _kind(one, "peak_allocated_bytes")
+        return "warning" if one.status in SHORT_OUTCOMES else _kind(one)
 
-    by_title = {column.title: column for column in COLUMNS}
-    shown = [
-        ("recipe", by_title["model"]),
-        ("predicted", by_title["allocated predicted"]),
-        ("measured", by_title["allocated measured"]),
-        ("error", replace(by_title["allocated error"], cell=error, kind=kind)),
-        ("step", by_title["step measured"]),
-        ("tokens/s", by_title["tokens/s"]),
-        ("MFU", by_title["MFU"]),
-    ]
-    columns = [replace(column, title=title) for title, column in shown]
+    titles = {
+        "model": "recipe", "allocated predicted": "predicted", "allocated measured": "measured",
+        "allocated error": "error", "step measured": "step", "tokens/s": "tokens/s", "MFU": "MFU",
+    }  # fmt: skip
+    columns = [replace(one, title=titles[one.title]) for one in COLUMNS if one.title in titles]
+    columns = [replace(one, cell=error, kind=kind) if one.title == "error" else one for one in columns]
     return Table(columns, comparisons).rich(summarise(comparisons).text(), name=_name)
 
 
@@ -138,90 +124,94 @@ def markdown_table(comparisons: Sequence[Comparison]) -> str:
     return f"{table(comparisons).markdown()}\n\nSizes are peaks. {summarise(comparisons).text()}\n"
 
 
+def _drawn(panel: Panel, name: str, title: str) -> str:
+    return draw([panel], name, title=title, is_themed=True)
+
+
 def scatter(comparisons: Sequence[Comparison]) -> str | None:
     """Draw predicted against measured peaks, both axes logarithmic, with the band of the goal."""
-    known = [(one, pair) for one in comparisons if (pair := one.peaks_gib()) is not None]
+    known = [
+        (one.model, [one.value(side, PEAK) / GIB for side in ("measured", "predicted")])
+        for one in comparisons
+        if one.error(PEAK) is not None
+    ]
     if not known:
         return None
     ends = (min(min(pair) for _, pair in known) / 1.4, max(max(pair) for _, pair in known) * 1.4)
-    models = dict.fromkeys(one.model for one, _ in known)
     band = Series(
         f"within {GOAL:.0%}", (), ends, "band", color=PREDICTED,
         low=[end * (1 - GOAL) for end in ends], high=[end * (1 + GOAL) for end in ends],
     )  # fmt: skip
     series = [band, Series("", ends, ends, color=MUTED, marker=" ")]
-    for model in models:
-        x, y = zip(*(pair for one, pair in known if one.model == model), strict=True)
+    for model in dict.fromkeys(model for model, _ in known):
+        x, y = zip(*(pair for name, pair in known if name == model), strict=True)
         series.append(Series(model, y, x, "scatter"))
     panel = Panel(
         series, x_label="measured peak, GiB", y_label="predicted peak, GiB", x_log=True, y_log=True,
         x_limits=ends, y_limits=ends,
     )  # fmt: skip
-    return draw([panel], "scatter", title="Predicted against measured peak", is_themed=True)
+    return _drawn(panel, "scatter", "Predicted against measured peak")
 
 
 def error_bars(comparisons: Sequence[Comparison]) -> str | None:
     """Draw the error of each recipe's predicted peak, the largest first, with the band of the goal."""
-    found = [(one, one.error("peak_allocated_bytes")) for one in comparisons]
+    found = [(one, one.error(PEAK)) for one in comparisons]
     errors = [(one, 100 * error) for one, error in found if error is not None]
     if not errors:
         return None
     errors = sorted(errors, key=lambda item: -abs(item[1]))[:MAX_ROWS]
     goal = GOAL * 100
-    groups = {f"within {GOAL:.0%}": (PREDICTED, True), "beyond": (WRONG, False)}
-    series = [
-        Series(
-            label, [error if (abs(error) <= goal) == within else None for _, error in errors], kind="bar",
-            text=[f"{error:+.2f}" if (abs(error) <= goal) == within else "" for _, error in errors],
-            stack="error", color=color,
-        )
-        for label, (color, within) in groups.items()
-    ]  # fmt: skip
+    series: list[Series] = []
+    for label, color, inside in ((f"within {GOAL:.0%}", PREDICTED, True), ("beyond", WRONG, False)):
+        shown = [error if (abs(error) <= goal) == inside else None for _, error in errors]
+        text = ["" if error is None else f"{error:+.2f}" for error in shown]
+        series.append(Series(label, shown, kind="bar", text=text, stack="error", color=color))
     reach = max(goal, *(abs(error) for _, error in errors)) * 1.18
     panel = Panel(
         series, y_label="error of the predicted peak, %", names=[_label(one) for one, _ in errors],
         is_horizontal=True, y_limits=(-reach, reach), span=(-goal, goal), lines=[0],
     )  # fmt: skip
-    return draw([panel], "errors", title="Error of the predicted peak", is_themed=True)
+    return _drawn(panel, "errors", "Error of the predicted peak")
 
 
 def breakdown_bars(comparisons: Sequence[Comparison]) -> str | None:
     """Draw memory at the peak by category: each recipe's prediction above its measurement."""
-    shown = [one for one in comparisons if one.breakdown("predicted") or one.breakdown("measured")][:MAX_ROWS]
+    names = ("predicted", "measured")
+    shown = [one for one in comparisons if any(one.value(side, "breakdown") for side in names)][:MAX_ROWS]
     if not shown:
         return None
-    sides = {side: [one.breakdown(side) for one in shown] for side in ("predicted", "measured")}
+    sides = {side: [one.value(side, "breakdown") for one in shown] for side in names}
     series: list[Series] = []
     for name, color in CATEGORY_COLORS.items():
-        if any(held and held[name] for rows in sides.values() for held in rows):
+        if any(held and getattr(held, name) for rows in sides.values() for held in rows):
             for side, rows in sides.items():
-                sizes = [held[name] / GIB if held else None for held in rows]
+                sizes = [getattr(held, name) / GIB if held else None for held in rows]
                 series.append(Series(name, sizes, kind="bar", stack=side, color=color))
     for side, rows in sides.items():
-        whole = [_side(one, side, "peak_allocated_bytes") for one in shown]
+        whole = [one.value(side, PEAK) for one in shown]
         unsplit = [size / GIB if size and not held else None for size, held in zip(whole, rows, strict=True)]
         if any(unsplit):
             series.append(Series("not split", unsplit, kind="bar", stack=side, color=MUTED, is_hollow=True))
     axis = "GiB at the peak (above: predicted, below: measured)"
     panel = Panel(series, y_label=axis, names=[_label(one) for one in shown], is_horizontal=True)
-    return draw([panel], "breakdown", title="Memory at the peak", is_themed=True)
+    return _drawn(panel, "breakdown", "Memory at the peak")
 
 
 def time_bars(comparisons: Sequence[Comparison]) -> str | None:
     """Draw the time of a step: predicted, and measured with its spread (10th to 90th percentile)."""
-    shown = [one for one in comparisons if one.measured and one.measured.step_s][:MAX_ROWS]
+    shown = [one for one in comparisons if one.value("measured", "step_s")][:MAX_ROWS]
     if not shown:
         return None
-    times = [one.measured.step_times if one.measured else None for one in shown]
     measured = Series(
-        "measured (band: 10 to 90 %)", [_side(one, "measured", "step_s") for one in shown], kind="scatter",
-        low=[one and one.low for one in times], high=[one and one.high for one in times], color=MEASURED,
+        "measured (band: 10 to 90 %)", [one.value("measured", "step_s") for one in shown], kind="scatter",
+        low=[one.value("measured", "step_times.low") for one in shown], color=MEASURED,
+        high=[one.value("measured", "step_times.high") for one in shown],
     )  # fmt: skip
-    seconds = [_side(one, "predicted", "step_s") if one.on_its_device else None for one in shown]
+    seconds = [one.value("predicted", "step_s") if one.on_its_device else None for one in shown]
     predicted = Series("predicted", seconds, kind="scatter", marker="D", color=PREDICTED)
     names, series = [_label(one) for one in shown], [measured, *([predicted] if any(seconds) else [])]
     panel = Panel(series, y_label="seconds a step", names=names, is_horizontal=True, y_log=True)
-    return draw([panel], "times", title="Time of a step", is_themed=True)
+    return _drawn(panel, "times", "Time of a step")
 
 
 def _label(one: Comparison) -> str:

@@ -1,7 +1,7 @@
 """Console, aligned rows, bars and bullets. Widths follow the terminal, or are 80 columns without one."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -12,27 +12,26 @@ from trainfit.spec.files import writing
 from trainfit.spec.printable import STANDARD_OUTPUT
 from trainfit.spec.terminal import Terminal
 
-EIGHTHS = " ▏▎▍▌▋▊▉"
-
-
-def console() -> Console:
-    """Return a console on standard output that reads no styles out of text."""
-    return Terminal()
+console = Terminal  # On standard output; it reads no styles out of text.
 
 
 @contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Show ``text`` and the seconds passed on a line of standard error, on a terminal only."""
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` and the seconds passed on a line of standard error, on a terminal only.
+
+    Yields:
+        a function that replaces the text.
+    """
     errors = Terminal(stderr=True)
     if not errors.is_terminal:
-        yield
+        yield lambda text: None
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, redirect_stdout=False) as shown:
-        shown.add_task(text, total=None)
-        yield
+        task = shown.add_task(text, total=None)
+        yield lambda text: shown.update(task, description=text)
 
 
 def bar(share: float, width: int, *, blocks: bool = True) -> str:
@@ -40,7 +39,7 @@ def bar(share: float, width: int, *, blocks: bool = True) -> str:
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     if not blocks:
         return "#" * round(eighths / 8)
-    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).rstrip()
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()
 
 
 def can_draw(out: Console) -> bool:
@@ -65,14 +64,14 @@ def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str, min
         out.file.flush()
 
 
-def broken(text: str, width: int) -> str:
-    """Return text broken into lines of at most ``width`` characters, at spaces and before dots."""
+def broken(text: str, width: int, at: str = r"(?=[. ])") -> str:
+    """Return text on lines of at most ``width`` characters, broken where the pattern ``at`` matches."""
     lines = [""]
-    for part in re.split(r"(?=[. ])", text):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
+    for part in re.split(at, text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
             lines.append("")
         lines[-1] += part if lines[-1] else part.lstrip(" ")
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def heading(out: Console, text: str) -> None:
@@ -83,7 +82,6 @@ def heading(out: Console, text: str) -> None:
 
 def notes(out: Console, title: str, items: Sequence[str]) -> None:
     """Print a title and one bullet an item; nothing where there are none."""
-    if not items:
-        return
-    heading(out, title)
-    rows(out, [["-", item] for item in items], "left", "wrap")
+    if items:
+        heading(out, title)
+        rows(out, [["-", item] for item in items], "left", "wrap")

@@ -8,18 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from trainfit.report import comparisons, sweep
-from trainfit.report.compare import GOAL, Comparison, Summary, summarise
+from trainfit.report.compare import GOAL, PHASE_NAMES, Comparison, Summary, summarise
 from trainfit.report.plot import can_draw
-from trainfit.report.table import Column, Table, percent, size_text
+from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.report.words import batch_text
 from trainfit.spec.printable import printable
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.result import PHASES
 from trainfit.spec.sweep import RUNNING, WAITING, Row
+from trainfit.spec.units import format_bytes
 from trainfit.techniques.registry import describe
 
 if TYPE_CHECKING:
@@ -28,31 +27,22 @@ if TYPE_CHECKING:
 NO_PLOTS = (
     "No plots: matplotlib is not installed; pip install 'trainfit[plots]', then run the same command again"
 )
-FIGURES = (
-    (
-        "Predicted against measured",
-        "Peak allocated memory of one training step; the band is the goal.",
-        comparisons.scatter,
-    ),
-    ("Error by recipe", "Predicted minus measured peak, over measured.", comparisons.error_bars),
-    ("Memory at the peak", "By category, in GiB.", comparisons.breakdown_bars),
-    ("Time", "Seconds of one optimizer step.", comparisons.time_bars),
-)
-SWEEP_FIGURES = (
-    ("Memory", "Peak allocated memory of a step, predicted without a GPU and measured.", sweep.memory_bars),
-    ("Speed", "More is better.", sweep.speed_bars),
-    ("Perplexity", "Of documents kept from training.", sweep.perplexity_bars),
-    (
-        "Memory against speed",
-        "Both measured. What is to the right of and below the line is beaten by something on it.",
-        sweep.front_scatter,
-    ),
-    (
-        "Memory against speed, predicted",
-        "Of variants that fit. What is to the right of and below the line is beaten by something on it.",
-        sweep.predicted_scatter,
-    ),
-)
+BEATEN = "What is to the right of and below the line is beaten by something on it."
+FIGURES = {
+    "Predicted against measured":
+        ("Peak allocated memory of one training step; the band is the goal.", comparisons.scatter),
+    "Error by recipe": ("Predicted minus measured peak, over measured.", comparisons.error_bars),
+    "Memory at the peak": ("By category, in GiB.", comparisons.breakdown_bars),
+    "Time": ("Seconds of one optimizer step.", comparisons.time_bars),
+}  # fmt: skip
+SWEEP_FIGURES = {
+    "Memory": ("Peak allocated memory of a step, predicted without a GPU and measured.", sweep.memory_bars),
+    "Speed": ("More is better.", sweep.speed_bars),
+    "Perplexity": ("Of documents kept from training.", sweep.perplexity_bars),
+    "Memory against speed": (f"Both measured. {BEATEN}", sweep.front_scatter),
+    "Memory against speed, predicted": (f"Of variants that fit. {BEATEN}", sweep.predicted_scatter),
+}
+"""Captions and functions of the plots, by heading."""
 
 
 @cache
@@ -77,6 +67,16 @@ def render(template: str, **values: Any) -> str:
     return _templates().get_template(f"{template}.html.j2").render(**values)
 
 
+def _page(command: str, figures: dict[str, Any], rows: Sequence[Any], *, lead: str, **values: Any) -> str:
+    """Fill the template of a command's page."""
+    from markupsafe import Markup
+
+    plots = [(heading, caption, Markup(draw(rows) or "")) for heading, (caption, draw) in figures.items()
+             if can_draw()]  # fmt: skip
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return render(command, lead=f"trainfit {command}, {now}. {lead}", figures=plots, **values)
+
+
 def report_page(found: Sequence[Comparison], *, title: str = "Predicted against measured") -> str:
     """Return the page of predictions against measurements: summary, plots, table, each recipe's phases."""
     summary = summarise(found)
@@ -84,21 +84,10 @@ def report_page(found: Sequence[Comparison], *, title: str = "Predicted against 
     notes = f" {elsewhere} were measured on another device than the recipe names." if elsewhere else ""
     if len(found) > comparisons.MAX_ROWS:
         notes += f" Plots show the first {comparisons.MAX_ROWS} recipes."
-    return render(
-        "report", title=title, lead=f"trainfit report, {_now()}. {summary.text()}", notes=notes,
-        phases=_phases, tiles=_tiles(summary, found), figures=_figures(FIGURES, found),
-        table=comparisons.table(found),
+    return _page(
+        "report", FIGURES, found, title=title, lead=summary.text(), notes=notes, phases=_phases,
+        tiles=_tiles(summary, found), table=comparisons.table(found),
     )  # fmt: skip
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _figures(figures: Sequence[Any], rows: Sequence[Any]) -> list[tuple[str, str, Any]]:
-    from markupsafe import Markup
-
-    return [(heading, caption, Markup(draw(rows) or "")) for heading, caption, draw in figures if can_draw()]
 
 
 def _tiles(summary: Summary, found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
@@ -122,19 +111,13 @@ def _tiles(summary: Summary, found: Sequence[Comparison]) -> list[tuple[str, str
 
 def _phases(one: Comparison) -> Table:
     """Return the peaks by phase, both sides."""
-
-    def size(side: str) -> Any:
-        held = getattr(getattr(one, side), "phases", None)
-        return lambda name: size_text(attrgetter(name)(held) if held else None)
-
-    names = ["after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)]
     columns = [
         Column("phase", str, False),
-        Column("predicted", size("predicted")),
-        Column("measured", size("measured")),
+        Column("predicted", lambda name: or_dash(one.value("predicted", f"phases.{name}"), format_bytes)),
+        Column("measured", lambda name: or_dash(one.value("measured", f"phases.{name}"), format_bytes)),
         Column("error", lambda name: percent(one.error(f"phases.{name}"))),
     ]
-    return Table(columns, names)
+    return Table(columns, PHASE_NAMES)
 
 
 def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:
@@ -149,20 +132,18 @@ def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> 
     what = [Column("technique", lambda row: describe(recipes[row.variant]), False)]
     if len({batch_text(recipe) for recipe in recipes.values()}) > 1:
         what.append(Column("batch", lambda row: batch_text(recipes[row.variant]), False))
-    table = Table([shown.columns[0], *what, *shown.columns[1:]], rows, shown.is_marked)
     failed = [row for row in rows if row.message and row.status not in (WAITING, RUNNING)]
-    return render(
-        "sweep", title=f"Sweep {name}", lead=f"trainfit sweep, {_now()}. {where}", tiles=_sweep_tiles(rows),
-        figures=_figures(SWEEP_FIGURES, rows), notes=_sweep_notes(rows, notes), table=table,
-        endings=[(row, sweep.first_line(row.message)) for row in failed],
+    return _page(
+        "sweep", SWEEP_FIGURES, rows, title=f"Sweep {name}", lead=where, tiles=_sweep_tiles(rows),
+        notes=_sweep_notes(rows, notes), endings=[(row, sweep.first_line(row.message)) for row in failed],
+        table=Table([shown.columns[0], *what, *shown.columns[1:]], rows, shown.is_marked),
     )  # fmt: skip
 
 
 def _sweep_tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     counts = Counter(row.status for row in rows)
     tiles = [(f"{counts.pop('done', 0)} / {len(rows)}", "variants done", "")]
-    errors = [abs(row.error) for row in rows if row.error is not None]
-    if errors:
+    if errors := [abs(row.error) for row in rows if row.error is not None]:
         tiles.append((f"{max(errors):.2%}", "largest error of a predicted peak", ""))
     for status, count in counts.items():
         tiles.append((str(count), status.replace("-", " "), "" if status in (WAITING, RUNNING) else "bad"))

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from trainfit.spec.optional import is_installed, optional
@@ -24,8 +25,7 @@ CATEGORY_COLORS = {
 MARKERS = "os^Dv"
 PAGE_COLORS = {INK: "ink", MUTED: "muted", GRID: "line"}
 """Colors that follow a page's light or dark style, by the names of its CSS variables."""
-BAR_WIDTH = 0.8
-"""Share of the distance between two names that their bars take."""
+BAR_WIDTH = 0.8  # Share of the distance between two names that their bars take
 TEXT_OFFSETS = ((5, 8, "left"), (-5, 8, "right"), (5, -9, "left"), (-5, -9, "right"), (8, 0, "left"))
 """Where a point's text may be: points to the right, points up, alignment."""
 STYLE: dict[str, Any] = {
@@ -37,70 +37,51 @@ STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 Kind = Literal["line", "step", "scatter", "bar", "area", "band"]
+"""An ``area`` is stacked on the areas before it; a ``band`` is between ``low`` and ``high``."""
+Bar = tuple[float, float, float, float]  # Position, start, length and width
+can_draw = partial(is_installed, "matplotlib")
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values that are drawn alike.
+    """Values that are drawn alike."""
 
-    Attributes:
-        label: name in the legend; series of one label have one color. Empty: not in the legend.
-        y: values; None leaves a gap.
-        x: a position for each value, or a name of ``Panel.names``; empty: 0, 1, ...
-        kind: an ``area`` is stacked on the areas before it; a ``band`` is between ``low`` and ``high``.
-        low: lower ends of error bars (or of a band); ``high``: upper ends.
-        text: what is written at each point or at a bar's end, also where the value is None.
-        stack: bars of one stack are piled up, bars of different stacks stand side by side; empty: the label.
-        marker: of matplotlib; ``|`` is a tick across a bar.
-        is_hollow: markers are hollow, lines dashed and bars hatched.
-    """
-
-    label: str
-    y: Sequence[float | None]
-    x: Sequence[float | str] = ()
+    label: str  # Name in the legend; series of one label have one color. Empty: not in the legend
+    y: Sequence[float | None]  # None leaves a gap
+    x: Sequence[float | str] = ()  # A position for each value, or a name of Panel.names; empty: 0, 1, ...
     kind: Kind = "line"
-    low: Sequence[float | None] = ()
+    low: Sequence[float | None] = ()  # Lower ends of error bars, or of a band
     high: Sequence[float | None] = ()
-    text: Sequence[str] = ()
-    stack: str = ""
+    text: Sequence[str] = ()  # At each point or at a bar's end, also where the value is None
+    stack: str = ""  # Bars of one stack are piled up, different stacks side by side; empty: the label
     color: str = ""
-    marker: str = ""
+    marker: str = ""  # Of matplotlib; "|" is a tick across a bar
     alpha: float = 1.0
-    is_hollow: bool = False
+    is_hollow: bool = False  # Markers are hollow, lines dashed and bars hatched
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
-
-    Attributes:
-        names: names of the positions 0, 1, ... of x; by default the names that ``x`` holds.
-        is_horizontal: x runs down and y to the right, which suits long names.
-        span: a shaded range of y.
-        lines: positions on the y axis of reference lines.
-        events: positions on the x axis of dotted lines, and the text at each.
-        x_ticks: the only ticks of x, and the text of each.
-    """
+    """One pair of axes."""
 
     series: Sequence[Series]
     title: str = ""
     x_label: str = ""
     y_label: str = ""
-    names: Sequence[str] = ()
-    is_horizontal: bool = False
+    names: Sequence[str] = ()  # Of the positions 0, 1, ... of x; by default the names that x holds
+    is_horizontal: bool = False  # x runs down and y to the right, which suits long names
     x_log: bool = False
     y_log: bool = False
     x_limits: tuple[float | None, float | None] = (None, None)
     y_limits: tuple[float | None, float | None] = (None, None)
-    x_ticks: Mapping[float, str] = field(default_factory=dict)
-    span: tuple[float, float] | None = None
-    lines: Sequence[float] = ()
-    events: Mapping[float, str] = field(default_factory=dict)
+    x_ticks: Mapping[float, str] = field(default_factory=dict)  # The only ticks of x, and their texts
+    span: tuple[float, float] | None = None  # A shaded range of y
+    lines: Sequence[float] = ()  # Positions on the y axis of reference lines
+    events: Mapping[float, str] = field(default_factory=dict)  # Dotted lines: position on x, and text
 
-
-def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
-    return is_installed("matplotlib")
+    def flipped(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return x and y in the order of the drawing's axes."""
+        return (y, x) if self.is_horizontal else (x, y)
 
 
 def draw(
@@ -148,19 +129,13 @@ def draw(
         figure.savefig(file, format="svg", metadata=metadata, facecolor="none", dpi=144, bbox_inches="tight")
         plt.close(figure)
     text = file.getvalue()
-    return _embedded(text[text.index("<svg") :], name, title or name, is_themed=is_themed)
-
-
-def _embedded(text: str, name: str, title: str, *, is_themed: bool) -> str:
-    """Return the SVG element for a page: ids of its own, fewer bytes, its colors or the page's."""
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text)
-    # Outlines to a tenth of a point, and no indents: a third fewer bytes.
+    # For a page: ids of its own; outlines to a tenth of a point and no indents, a third fewer bytes.
+    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text[text.index("<svg") :])
     text = re.sub(r' d="[^"]+"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), text)
     text = re.sub(r"\n +", "\n", text)
-    if is_themed:
-        for color, variable in PAGE_COLORS.items():
-            text = text.replace(color, f"var(--{variable}, {color})")
-    label = re.sub(r'[<>&"]', " ", title)
+    for color, variable in PAGE_COLORS.items() if is_themed else ():
+        text = text.replace(color, f"var(--{variable}, {color})")
+    label = re.sub(r'[<>&"]', " ", title or name)
     style = "" if is_themed else 'style="background: #fff" '
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style}', 1)
 
@@ -185,14 +160,15 @@ def short(text: str, limit: int = 64) -> str:
 
 def _size(panels: Sequence[Panel], columns: int, num_rows: int) -> tuple[float, float]:
     """Return the inches that suit the panels: rows of horizontal bars get the height that they need."""
-    heights = [3.6 if len(panels) > 1 else 4.2]
-    for panel in panels:
-        if panel.is_horizontal:
-            stacks = len({one.stack or one.label for one in panel.series if one.kind == "bar"})
-            heights.append(0.9 + (0.16 + 0.16 * max(1, stacks)) * len(panel.names))
-    wide = any(panel.is_horizontal for panel in panels)
-    width = (9.2 if wide else 7.2) if columns == 1 else 0.8 + (4.4 if wide else 3.4) * columns
-    return width, (max(heights[1:]) if wide else heights[0]) * num_rows
+    wide = [panel for panel in panels if panel.is_horizontal]
+    height, width = 3.6 if len(panels) > 1 else 4.2, 9.2 if wide else 7.2
+    if wide:
+        stacks = [
+            len({one.stack or one.label for one in panel.series if one.kind == "bar"}) for panel in wide
+        ]
+        height = max(0.9 + (0.16 + 0.16 * max(1, num)) * len(panel.names)
+                     for panel, num in zip(wide, stacks, strict=True))  # fmt: skip
+    return width if columns == 1 else 0.8 + (4.4 if wide else 3.4) * columns, height * num_rows
 
 
 def _looks(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
@@ -205,7 +181,7 @@ def _looks(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
 
 
 def _draw_panel(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -> None:
-    value, name = ("x", "y") if panel.is_horizontal else ("y", "x")
+    name, value = panel.flipped("x", "y")
     scales = {f"{name}scale": panel.x_log, f"{value}scale": panel.y_log}
     axes.set(**{key: "log" for key, is_log in scales.items() if is_log})
     if panel.span is not None:
@@ -216,13 +192,19 @@ def _draw_panel(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -
     _draw_series(axes, panel, looks)
     axes.set(**{f"{name}label": panel.x_label, f"{value}label": panel.y_label})
     axes.set_title(panel.title, fontsize=9, loc="left")
-    if panel.names:
-        _name_positions(axes, panel)
+    if panel.names:  # Where the names run down, the first is at the top.
+        ends = (-0.6, len(panel.names) - 0.4)
+        axes.set(**{f"{name}lim": ends[::-1] if panel.is_horizontal else ends})
+        getattr(axes, f"set_{name}ticks")(range(len(panel.names)), panel.names)
+        axes.spines["left"].set_visible(not panel.is_horizontal)
+        axes.tick_params(axis=name, length=0, labelcolor=INK)
+        axes.grid(axis=name, visible=False)
+        if any(one.text for one in panel.series):
+            axes.margins(**{value: 0.12})
     _plain_logarithms(axes)
     if panel.x_ticks:
-        set_ticks = axes.set_yticks if panel.is_horizontal else axes.set_xticks
-        set_ticks(list(panel.x_ticks), list(panel.x_ticks.values()))
-        (axes.yaxis if panel.is_horizontal else axes.xaxis).set_tick_params(which="minor", length=0)
+        getattr(axes, f"set_{name}ticks")(list(panel.x_ticks), list(panel.x_ticks.values()))
+        getattr(axes, f"{name}axis").set_tick_params(which="minor", length=0)
     for limits, axis in ((panel.x_limits, name), (panel.y_limits, value)):
         if limits != (None, None):
             axes.set(**{f"{axis}lim": limits})
@@ -244,23 +226,21 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
         )  # fmt: skip
         axes.margins(x=0)
     for one in panel.series:
-        if one.kind == "bar" and not any(y is not None for y in one.y):
-            continue
-        color, marker = (one.color, one.marker or "o") if one.color else looks[one.label]
+        color, marker = (one.color, "o") if one.color else looks[one.label]
         marker = one.marker or marker
         face = "white" if one.is_hollow else color
         if one.kind == "band":
             axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.15, linewidth=0, label=one.label)
-        elif one.kind == "bar":
+        elif one.kind == "bar" and any(y is not None for y in one.y):
             at, start, length, width = zip(*bars[id(one)], strict=True)
             hatched = {"facecolor": "none", "edgecolor": MUTED, "hatch": "////"}
-            style = hatched if one.is_hollow else {"color": color}
-            if panel.is_horizontal:
-                axes.barh(at, length, width, left=start, alpha=one.alpha, **style)
-            else:
-                axes.bar(at, length, width, bottom=start, alpha=one.alpha, **style)
+            style = {"alpha": one.alpha} | (hatched if one.is_hollow else {"color": color})
+            draw_bars = (
+                partial(axes.barh, left=start) if panel.is_horizontal else partial(axes.bar, bottom=start)
+            )
+            draw_bars(at, length, width, **style)
             axes.plot([], [], "s", color=face, markeredgecolor=color, markersize=8, label=one.label)
-        elif one.kind != "area":
+        elif one.kind in ("line", "step", "scatter"):
             known = [(x, y) for x, y in zip(one.x, one.y, strict=True) if y is not None]
             style = {
                 "color": color, "marker": marker, "markerfacecolor": face, "markersize": 5.5,
@@ -270,21 +250,20 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
             }  # fmt: skip
             if marker in "|_":
                 style |= {"markersize": 14, "markeredgewidth": 1.8}
-            x, y = zip(*known, strict=True) if known else ((), ())
-            axes.plot(*((y, x) if panel.is_horizontal else (x, y)), **style)
+            axes.plot(*panel.flipped(*(zip(*known, strict=True) if known else ((), ()))), **style)
             for x, *ends in zip(one.x, one.low, one.high, strict=True) if one.low else ():
                 if None not in ends:
-                    line = (ends, (x, x)) if panel.is_horizontal else ((x, x), ends)
-                    axes.plot(*line, color=color, linewidth=5, alpha=0.35, solid_capstyle="round")
+                    style = {"linewidth": 5, "alpha": 0.35, "solid_capstyle": "round"}
+                    axes.plot(*panel.flipped((x, x), ends), color=color, **style)
 
 
-def _bars(panel: Panel) -> dict[int, list[tuple[float, float, float, float]]]:
-    """Return (position, start, length, width) of the bars of each series, by the id of the series."""
+def _bars(panel: Panel) -> dict[int, list[Bar]]:
+    """Return the bars of each series, by the id of the series."""
     series = [one for one in panel.series if one.kind == "bar"]
     stacks = list(dict.fromkeys(one.stack or one.label for one in series))
     width = BAR_WIDTH / max(1, len(stacks))
     ends: dict[tuple[str, float], float] = {}
-    found: dict[int, list[tuple[float, float, float, float]]] = {}
+    found: dict[int, list[Bar]] = {}
     for one in series:
         stack = one.stack or one.label
         shift = (stacks.index(stack) - (len(stacks) - 1) / 2) * width
@@ -294,23 +273,6 @@ def _bars(panel: Panel) -> dict[int, list[tuple[float, float, float, float]]]:
             ends[stack, x] = start + (y or 0.0)
             found.setdefault(id(one), []).append((x + shift, start, y or 0.0, width * 0.9))
     return found
-
-
-def _name_positions(axes: Any, panel: Panel) -> None:
-    """Name the positions of x; where they run down, the first is at the top."""
-    positions = range(len(panel.names))
-    if panel.is_horizontal:
-        axes.set_yticks(positions, panel.names)
-        axes.set_ylim(len(panel.names) - 0.4, -0.6)
-        axes.spines["left"].set_visible(False)
-    else:
-        axes.set_xticks(positions, panel.names)
-        axes.set_xlim(-0.6, len(panel.names) - 0.4)
-    axis = "y" if panel.is_horizontal else "x"
-    axes.tick_params(axis=axis, length=0, labelcolor=INK)
-    axes.grid(axis=axis, visible=False)
-    if any(one.text for one in panel.series):
-        axes.margins(**{"x" if panel.is_horizontal else "y": 0.12})
 
 
 def _plain_logarithms(axes: Any) -> None:
@@ -356,14 +318,13 @@ def _draw_texts(figure: Any, axes: Any, panel: Panel) -> None:
     if not points:
         return
     figure.canvas.draw()  # Texts are placed where the layout has put the axes.
-    flip = slice(None, None, -1) if panel.is_horizontal else slice(None)
-    dots = [axes.transData.transform(point[flip]) for point, _, _ in points]
+    dots = [axes.transData.transform(panel.flipped(*point)) for point, _, _ in points]
     taken: list[Any] = []
     for point, text, is_needed in points:
         for offset in TEXT_OFFSETS:
             *move, align = offset
             style = {"xytext": move, "textcoords": "offset points", "ha": align, "va": "center"}
-            drawn = axes.annotate(text, point[flip], fontsize=7.5, **style)
+            drawn = axes.annotate(text, panel.flipped(*point), fontsize=7.5, **style)
             box = drawn.get_window_extent()
             covers = any(box.contains(*dot) for dot in dots) or any(box.overlaps(other) for other in taken)
             if not covers or (is_needed and offset == TEXT_OFFSETS[-1]):
@@ -381,11 +342,13 @@ def _texts(one: Series) -> Iterator[tuple[Any, str, bool]]:
 
 def _draw_bar_text(axes: Any, panel: Panel, at: float, end: float, text: str) -> None:
     side = -1 if end < 0 else 1
-    if panel.is_horizontal:
-        point, move, align = (end, at), (4 * side, 0), {"ha": "right" if end < 0 else "left", "va": "center"}
-    else:
-        point, move, align = (at, end), (0, 3 * side), {"ha": "center", "va": "top" if end < 0 else "bottom"}
     if panel.y_log and end <= 0:  # A logarithm has no 0: the bar begins at the edge.
-        low = (axes.get_xlim() if panel.is_horizontal else axes.get_ylim())[0]
-        point = (low, at) if panel.is_horizontal else (at, low)
-    axes.annotate(text, point, xytext=move, textcoords="offset points", fontsize=7.5, color=MUTED, **align)
+        end = (axes.get_xlim() if panel.is_horizontal else axes.get_ylim())[0]
+    if panel.is_horizontal:
+        move, align = (4 * side, 0), {"ha": "right" if side < 0 else "left", "va": "center"}
+    else:
+        move, align = (0, 3 * side), {"ha": "center", "va": "top" if side < 0 else "bottom"}
+    axes.annotate(
+        text, panel.flipped(at, end), xytext=move, textcoords="offset points", fontsize=7.5, color=MUTED,
+        **align,
+    )  # fmt: skip

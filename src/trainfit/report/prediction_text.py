@@ -1,6 +1,8 @@
 """A prediction as text for a terminal: what ``trainfit predict`` prints and ``print(estimate)`` shows."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -10,14 +12,18 @@ from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, quantity
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
+
+LEAST_APART = 0.01
+"""Share by which two possible peaks differ if both are shown."""
 
 
 def show(
     recipe: Recipe | None,
     estimate: Estimate,
     *,
+    run: Run | None = None,
     notes: Sequence[str] = (),
     verbose: bool = False,
     out: Console | None = None,
@@ -26,16 +32,26 @@ def show(
 
     Args:
         recipe: None for the user's own code.
+        run: time and cost of a run of such steps.
         notes: choices made for open fields, and ignored keys of the model's config.
         out: the console; None: standard output.
     """
     out = out or console()
     _answer(out, recipe, estimate)
+    if run is not None:
+        heading(out, f"A run over {format_count(run.tokens)} tokens")
+        rows(out, run_lines(run.model_dump()), "left", "right", "wrap")
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
-    _holders(out, estimate)
-    heading(out, f"One step{_of_one(estimate)}")
+    _pipeline(out, estimate)
+    if estimate.code is not None:
+        heading(out, "Largest holders at the peak")
+        holders = [
+            (one.num_bytes, one.category, f"{one.module} {one.operation}") for one in estimate.code.holders
+        ]
+        rows(out, [[format_bytes(size), *words] for size, *words in holders], "right", "left", "wrap")
+    heading(out, f"One step{of_one(estimate)}")
     rows(out, _step_lines(estimate), "left", "right", "wrap")
     bullets(out, "Operations without a FLOP rule (counted as 0)", estimate.ops_without_flops)
     shown = {*notes, *estimate.warnings}
@@ -56,6 +72,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
         ["speed", speed(recipe, estimate)],
+        *([["batch", _batch(recipe)]] if recipe is not None and estimate.num_gpus > 1 else []),
         *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
         ["model", f"{format_count(estimate.params)} parameters{trained}{identity}"],
@@ -64,6 +81,15 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
         lines.append(["versions", holds_for(estimate.versions)])
     lines += [[Text("warning", style="bold yellow"), line] for line in estimate.warnings]
     rows(out, lines, "left", "wrap")
+
+
+def _batch(recipe: Recipe) -> str:
+    """Return the tokens of a step of several GPUs, and what they are the product of."""
+    one, ranks, count = recipe.batch, recipe.mesh.data_ranks, recipe.hardware.count
+    parts = f"{one.micro} x {one.seq:,}" + f" x {one.accumulate} accumulated" * (one.accumulate > 1)
+    groups = f"{count} GPUs" if ranks == count else f"{ranks} groups of {count // ranks} GPUs"
+    where = f"one batch for all {count} GPUs" if ranks == 1 else f"on each of {groups}"
+    return f"{one.tokens * ranks:,} tokens a step: {parts}, {where}"
 
 
 def subject(recipe: Recipe | None, estimate: Estimate) -> str:
@@ -119,33 +145,65 @@ def cost(recipe: Recipe | None, estimate: Estimate) -> str:
     return f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
 
 
-def _of_one(estimate: Estimate) -> str:
+def run_lines(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return time, GPU-hours and cost of a run, from the fields of ``spec.result.Run``."""
+    num_steps = math.ceil(found["tokens"] / found["step_tokens"])
+    steps, hours = f"{num_steps:,} steps of {format_count(found['step_tokens'])} tokens", ""
+    if (bounds := found.get("bounds")) is not None:
+        ends = (bounds["low"], bounds["high"])
+        steps = f"{' to '.join(map(format_seconds, ends))}; {steps}"
+        hours = " to ".join(amount(found["gpu_hours"] * end / found["run_s"]) for end in ends)
+    cost = ["cost", "-", "no price known: give --price"]
+    if found.get("dollars") is not None:
+        cost[1:] = f"{amount(found['dollars'])} $", f"{found['price_per_gpu_hour']:.2f} $ a GPU-hour"
+    time = ["time", format_seconds(found["run_s"]), steps]
+    return [time, ["GPU-hours", amount(found["gpu_hours"]), hours], cost]
+
+
+def amount(value: float) -> str:
+    """Return hours or dollars: whole ones, and three digits of fewer than a hundred."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def of_one(estimate: Estimate) -> str:
     """Return what a heading adds where the figures below it are of one GPU of several."""
     return " of one GPU" * (estimate.num_gpus > 1)
 
 
 def _memory(out: Console, estimate: Estimate) -> None:
     label = len("pinned on the host" if estimate.host_bytes else "on the device")
-    blocks, width = can_draw(out), max(0, min(40, out.width - 27 - label))
-    whole = _full_bar(estimate)
+    width = max(0, min(40, out.width - 27 - label))
     peak = estimate.peak_allocated_bytes
-    heading(out, f"Memory{_of_one(estimate)} at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
-
-    def line(name: str, size: int, share: str = "") -> list[str]:
-        return [name, format_bytes(size), share, bar(size / whole, width, blocks=blocks)]
-
+    heading(out, f"Memory{of_one(estimate)} at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
     sizes = {name: getattr(estimate.breakdown, name) for name in CATEGORIES}
-    lines = [line(name, size, f"{size / peak:.1%}") for name, size in sizes.items() if size]
+    lines = [(name, size, f"{size / peak:.1%}") for name, size in sizes.items() if size]
     lines += [
-        line("allocated", peak, "100.0%"),
-        line("reserved", estimate.peak_reserved_bytes),
-        line("on the device", estimate.peak_device_bytes),
+        ("allocated", peak, "100.0%"),
+        ("reserved", estimate.peak_reserved_bytes, ""),
+        ("on the device", estimate.peak_device_bytes, ""),
     ]
-    if whole >= estimate.device_bytes:
-        lines.append(line("the device", estimate.device_bytes))
+    if _full_bar(estimate) >= estimate.device_bytes:
+        lines.append(("the device", estimate.device_bytes, ""))
+    bars = _bars(out, estimate, [size for _, size, _ in lines], width)
     if estimate.host_bytes:
-        lines.append(["pinned on the host", format_bytes(estimate.host_bytes), "", ""])
-    rows(out, lines, "left", "right", "right", "left")
+        lines.append(("pinned on the host", estimate.host_bytes, ""))
+    cells = zip(lines, [*bars, ""], strict=False)
+    shown = [[name, format_bytes(size), share, filled] for (name, size, share), filled in cells]
+    rows(out, shown, "left", "right", "right", "left")
+    if (other := _other_peak(estimate)) is not None:
+        out.print(other, style="dim")
+
+
+def _other_peak(estimate: Estimate) -> str | None:
+    """Return a line about the lower of DDP's two peaks, where one of its sizes is lower by over 1 %."""
+    other = estimate.other_peak
+    names = ("allocated", "reserved", "device")
+    if other is None or all(
+        getattr(other, name) >= (1 - LEAST_APART) * getattr(estimate, f"peak_{name}_bytes") for name in names
+    ):
+        return None
+    sizes = " / ".join(format_bytes(getattr(other, name)) for name in names)
+    return f"or {sizes} (allocated / reserved / on the device), if NCCL lets go of DDP's first buckets soon"
 
 
 def _full_bar(estimate: Estimate) -> int:
@@ -154,14 +212,16 @@ def _full_bar(estimate: Estimate) -> int:
     return max(1, peak if peak > device or peak < device / 10 else device)
 
 
+def _bars(out: Console, estimate: Estimate, sizes: Sequence[int], width: int) -> list[str]:
+    whole, blocks = _full_bar(estimate), can_draw(out)
+    return [bar(size / whole, width, blocks=blocks) for size in sizes]
+
+
 def _phases(out: Console, estimate: Estimate) -> None:
-    phases = estimate.phases
-    blocks, width = can_draw(out), max(0, min(40, out.width - 44))
-    whole = _full_bar(estimate)
     heading(out, "Highest allocated bytes by phase")
-    sizes = [phases.after_init, *(getattr(phases.steady, phase) for phase in PHASES)]
-    bars = ["", *(bar(size / whole, width, blocks=blocks) for size in sizes)]
-    lines = [[*line, filled] for line, filled in zip(phase_lines(phases), bars, strict=True)]
+    sizes = [estimate.phases.after_init, *(getattr(estimate.phases.steady, phase) for phase in PHASES)]
+    bars = ["", *_bars(out, estimate, sizes, max(0, min(40, out.width - 44)))]
+    lines = [[*line, filled] for line, filled in zip(phase_lines(estimate.phases), bars, strict=True)]
     rows(out, lines, "left", "right", "right", "left")
 
 
@@ -174,15 +234,27 @@ def phase_lines(phases: Phases) -> list[list[str]]:
     return lines
 
 
-def _holders(out: Console, estimate: Estimate) -> None:
-    if estimate.code is None:
+def _pipeline(out: Console, estimate: Estimate) -> None:
+    """Print a row for each position of a pipeline; equal neighbours are one row."""
+    if not estimate.pipeline:
         return
-    heading(out, "Largest holders at the peak")
-    lines = [
-        [format_bytes(one.num_bytes), one.category, f"{one.module} {one.operation}".strip()]
-        for one in estimate.code.holders
-    ]
-    rows(out, lines, "right", "left", "wrap")
+    heading(out, f"Pipeline{_bubble(estimate)}")
+    titles = ["GPU", "blocks", "in flight", "peak", "forward", "backward", "idle in a step"]
+    lines = [titles]
+    for number, one in enumerate(estimate.pipeline):
+        blocks = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in one.blocks)
+        times = [one.forward_s, one.backward_s, one.idle_s]
+        lines.append(
+            [str(number), blocks, str(one.in_flight), format_bytes(one.peak_device_bytes)]
+            + ["" if seconds is None else format_seconds(seconds) for seconds in times]
+        )
+    rows(out, lines, "left", "left", *(["right"] * 5))
+
+
+def _bubble(estimate: Estimate) -> str:
+    if estimate.bubble is None:
+        return ""
+    return f": GPUs wait for other stages {estimate.bubble:.1%} of the forwards' and backwards' time"
 
 
 def _step_lines(estimate: Estimate) -> list[list[str]]:
@@ -193,9 +265,13 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
     if estimate.step_s is not None:
         lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])
     if estimate.traffic:
-        lines.append(
-            ["sent by a GPU", format_bytes(sum(one.bytes_sent for one in estimate.traffic)), _calls(estimate)]
+        # The collectives of a step by kind, and the number of ranks that take part.
+        calls = ", ".join(
+            f"{one.calls} {one.kind.replace('_', '-')}{'s' * (one.calls != 1)} over {one.num_ranks}"
+            f"{' between hosts' * one.between_hosts}"
+            for one in estimate.traffic
         )
+        lines.append(["sent by a GPU", format_bytes(sum(one.bytes_sent for one in estimate.traffic)), calls])
     if estimate.mfu is not None:
         lines.append(["MFU", f"{estimate.mfu:.1%}", "model FLOPs over the time and the dense peak"])
     if estimate.hfu is not None:
@@ -203,21 +279,13 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
     return lines
 
 
-def _calls(estimate: Estimate) -> str:
-    """Return the collectives of a step by kind, and the number of ranks that take part."""
-    kinds = [
-        f"{one.calls} {one.kind.replace('_', '-')}{'s' * (one.calls != 1)} over {one.num_ranks}"
-        f"{' between hosts' * one.between_hosts}"
-        for one in estimate.traffic
-    ]
-    return ", ".join(kinds)
-
-
 def _parts(estimate: Estimate) -> str:
     if estimate.time is None:
         return ""
-    parts = [("matmul", estimate.time.matmul_s), ("memory", estimate.time.memory_s),
-             ("communication", estimate.time.communication_s), ("host", estimate.time.host_s)]  # fmt: skip
+    parts = [
+        (name, getattr(estimate.time, f"{name}_s")) for name in ("matmul", "memory", "communication", "host")
+    ]
+    parts.append(("waiting for other stages", estimate.time.bubble_s))
     hidden_s = estimate.time.hidden_communication_s
     hidden = f"; behind them {format_seconds(hidden_s)} of communication" if hidden_s else ""
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds) + hidden

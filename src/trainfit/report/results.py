@@ -1,6 +1,5 @@
 """Measurements, training runs and utilisation as text; every result as an HTML table for Jupyter."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,8 @@ NAMES = {
     "hardware_flops": "hardware FLOPs", "mfu": "MFU", "hfu": "HFU",
 }  # fmt: skip
 
-Line = list[str]
-"""Name, value, and a note."""
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
+Line = list[str]  # Name, value, and a note
 
 
 def _known(value: Any, *names: str) -> list[Line]:
@@ -80,19 +79,19 @@ def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None
 def _ranks(result: Measurement) -> list[Line]:
     lines: list[Line] = [["", "allocated", "reserved", "device", "step"]]
     for number, rank in enumerate(result.ranks):
-        peaks = (rank.peak_allocated_bytes, rank.peak_reserved_bytes, rank.peak_device_bytes)
-        sizes = ["" if size is None else format_bytes(size) for size in peaks]
-        step = "" if rank.step_s is None else format_seconds(rank.step_s)
-        lines.append([f"rank {number}", *sizes, step])
+        held = {name: getattr(rank, name) for name in (*PEAKS, "step_s")}
+        cells = ["" if value is None else quantity(name, value) for name, value in held.items()]
+        lines.append([f"rank {number}", *cells])
     return lines
 
 
 def _measured(result: Measurement) -> list[Line]:
-    lines = _known(result, "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
+    lines = _known(result, *PEAKS)
     if result.step_s is not None:
-        times = result.step_times
-        ends = "" if times is None else f"{format_seconds(times.low)} to {format_seconds(times.high)}"
-        spread = "" if times is None else f"median of {len(times.samples)}; 10 % to 90 %: {ends}"
+        spread = ""
+        if times := result.step_times:
+            ends = f"{format_seconds(times.low)} to {format_seconds(times.high)}"
+            spread = f"median of {len(times.samples)}; 10 % to 90 %: {ends}"
         lines.append(["time a step", format_seconds(result.step_s), spread])
     lines += _known(result, "tokens_per_s", "model_flops", "hardware_flops", "mfu", "hfu")
     if result.losses:
@@ -144,43 +143,24 @@ def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:
         notes(out, "Operations without a FLOP rule (counted as 0)", found["ops_without_flops"])
     if "run_s" in found:
         heading(out, f"A run over {format_count(found['tokens'])} tokens")
-        rows(out, _run(found), "left", "right", "wrap")
+        rows(out, predictions.run_lines(found), "left", "right", "wrap")
     elif "dollars" in found:
-        hours = f"{_amount(found['gpu_hours'])} GPU-hours at {found['price_per_gpu_hour']:.2f} $"
-        out.print(f"{hours}: {_amount(found['dollars'])} $")
+        hours = f"{predictions.amount(found['gpu_hours'])} GPU-hours at {found['price_per_gpu_hour']:.2f} $"
+        out.print(f"{hours}: {predictions.amount(found['dollars'])} $")
 
 
 def _used(found: dict[str, Any]) -> list[Line]:
     simple = found["closed_form"] if isinstance(found["closed_form"], dict) else None
     peak = f"{found['peak_flops_per_s'] / 1e12:,.4g} TFLOP/s dense peak each"
     passes = f"forward and backward, attention {found['attention']}"
+    closed = {name: f"closed form: {simple[name]:.2%}" if simple else "" for name in ("mfu", "hfu")}
     return [
         ["GPUs", f"{found['num_gpus']} x {found['gpu']}", peak],
         ["step", format_seconds(found["step_s"]), f"{found['tokens_per_s']:,.0f} tokens a second"],
         ["model FLOPs", format_flops(found["model_flops"]), passes],
         ["hardware FLOPs", format_flops(found["hardware_flops"]), "executed, recomputation included"],
-        *(
-            [name.upper(), f"{found[name]:.2%}", f"closed form: {simple[name]:.2%}" if simple else ""]
-            for name in ("mfu", "hfu")
-        ),
+        *([name.upper(), f"{found[name]:.2%}", text] for name, text in closed.items()),
     ]
-
-
-def _run(found: dict[str, Any]) -> list[Line]:
-    num_steps = math.ceil(found["tokens"] / found["step_tokens"])
-    lines = [
-        ["time", format_seconds(found["run_s"]), f"{num_steps:,} steps"],
-        ["GPU-hours", _amount(found["gpu_hours"]), ""],
-    ]
-    if "dollars" not in found:
-        return [*lines, ["cost", "-", "no price known: give --price"]]
-    price = f"{found['price_per_gpu_hour']:.2f} $ a GPU-hour"
-    return [*lines, ["cost", f"{_amount(found['dollars'])} $", price]]
-
-
-def _amount(value: float) -> str:
-    """Return hours or dollars: whole ones, and three digits of fewer than a hundred."""
-    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def _html(title: str, verdict: str, lines: Sequence[Line], *, good: bool) -> str:
@@ -194,13 +174,12 @@ def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[s
     lines = [["speed", predictions.speed(recipe, estimate)]]
     if estimate.tokens_per_s:
         lines.append(["cost", predictions.cost(recipe, estimate)])
-    each = " of one GPU" * (estimate.num_gpus > 1)
     lines += _parts(estimate, shares=True)
     totals = {"allocated": "peak_allocated", "reserved": "peak_reserved", "on the device": "peak_device"}
     totals |= {"pinned on the host": "host"} if estimate.host_bytes else {}
-    lines += [
-        [f"{name}{each}", format_bytes(getattr(estimate, f"{field}_bytes"))] for name, field in totals.items()
-    ]
+    for name, field in totals.items():
+        size = format_bytes(getattr(estimate, f"{field}_bytes"))
+        lines.append([f"{name}{predictions.of_one(estimate)}", size])
     lines += [*(["warning", line] for line in estimate.warnings), *(["note", line] for line in notes)]
     verdict = predictions.verdict(recipe, estimate)
     return _html(predictions.subject(recipe, estimate), verdict, lines, good=estimate.fits)
@@ -220,6 +199,6 @@ def training_html(recipe: Recipe, summary: "TrainSummary") -> str:
 
 def usage_html(found: dict[str, Any]) -> str:
     """Return the table of the numbers of ``trainfit.mfu``."""
-    lines = [*_used(found), *(_run(found) if "run_s" in found else [])]
+    lines = [*_used(found), *(predictions.run_lines(found) if "run_s" in found else [])]
     title = f"{found['model']}, {format_count(found['params'])} parameters"
     return _html(title, f"{found['mfu']:.2%} MFU", lines, good=found["mfu"] <= 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw, short
-from trainfit.report.table import NOTHING, Column, Table, number_text, percent, share_text
+from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.spec.result import Outcome
 from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, front, frontier
 from trainfit.spec.units import GIB, MIB, format_count
@@ -20,15 +20,11 @@ KINDS = {
 }  # fmt: skip
 """Kinds of cells by status; those of other statuses are bad."""
 VERDICTS = {"fits": "good", "tight": "warning", "does not fit": "bad"}
-LONGEST_MESSAGE = 160
-"""Characters of a message in a line of progress."""
+LONGEST_MESSAGE = 160  # Characters of a message in a line of progress
 SHORT = {"out-of-memory": "OOM"}
-MAX_ROWS = 60
-"""Bars of more variants are not drawn; the page says so."""
-CUT = 1.5
-"""Bars end at this multiple of the longest measured one; far larger predictions would flatten the others."""
-SPREAD = 6.0
-"""An axis is logarithmic where the largest value is more than this multiple of the smallest."""
+MAX_ROWS = 60  # Bars of more variants are not drawn; the page says so
+CUT = 1.5  # Bars end at this multiple of the longest measured one, as far longer ones flatten the others
+SPREAD = 6.0  # An axis is logarithmic where the largest value is more than this multiple of the smallest
 
 Values = Sequence[float | None]
 
@@ -43,32 +39,34 @@ def unit(rows: Sequence[Row]) -> tuple[str, int]:
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns in which some row has a value; the name and the status are always there."""
     name, size = unit(rows)
+    predicted_only = not any(row.samples_per_s for row in rows)
 
-    def memory(read: Callable[[Row], int | None], digits: int = 2) -> Callable[[Row], str]:
-        return lambda row: number_text(_over(read(row), size), f"{{:,.{digits}f}}")
+    def memory(field: str, digits: int = 2) -> Callable[[Row], str]:
+        return lambda row: or_dash(_over(getattr(row, field), size), f"{{:,.{digits}f}}")
 
-    def predicted(rank: int, otherwise: int) -> int:
-        return otherwise if any(row.samples_per_s for row in rows) else rank
-
-    def verdict(row: Row) -> str:
-        return VERDICTS.get(row.verdict or "", "")
+    def number(field: str, form: Callable[[float], str] | str = "{:.4g}") -> Callable[[Row], str]:
+        return lambda row: or_dash(getattr(row, field), form)
 
     every = [
-        Column("verdict", lambda row: row.verdict or NOTHING, False, kind=verdict),
-        Column(f"device {name}", memory(lambda row: row.predicted_device_bytes), rank=predicted(3, 0)),
-        Column(f"headroom {name}", memory(lambda row: row.headroom_bytes), rank=2),
-        Column(f"predicted {name}", memory(lambda row: row.predicted_bytes, 3), rank=4),
-        Column(f"measured {name}", memory(lambda row: row.measured_bytes, 3)),
-        Column("error", lambda row: percent(row.error), rank=1),
-        Column("samples/s predicted", lambda row: number_text(row.predicted_samples_per_s), rank=8),
-        Column("tokens/s predicted", lambda row: _count(row.predicted_tokens_per_s), rank=predicted(1, 7)),
-        Column("samples/s", lambda row: number_text(row.samples_per_s)),
-        Column("samples/s overall", lambda row: number_text(overall_samples_per_s(row)), rank=5),
-        Column("tokens/s", lambda row: _count(row.tokens_per_s), rank=6),
-        Column("MFU", lambda row: share_text(row.mfu), rank=1),
-        Column("HFU", lambda row: share_text(row.hfu), rank=9),
-        Column("perplexity", lambda row: number_text(row.perplexity), rank=1),
-    ]  # fmt: skip
+        Column(
+            "verdict", number("verdict", str), False, kind=lambda row: VERDICTS.get(row.verdict or "", "")
+        ),
+        Column(f"device {name}", memory("predicted_device_bytes"), rank=3 if predicted_only else 0),
+        Column(f"headroom {name}", memory("headroom_bytes"), rank=2),
+        Column(f"predicted {name}", memory("predicted_bytes", 3), rank=4),
+        Column(f"measured {name}", memory("measured_bytes", 3)),
+        Column("error", number("error", percent), rank=1),
+        Column("samples/s predicted", number("predicted_samples_per_s"), rank=8),
+        Column(
+            "tokens/s predicted", number("predicted_tokens_per_s", _count), rank=1 if predicted_only else 7
+        ),
+        Column("samples/s", number("samples_per_s")),
+        Column("samples/s overall", lambda row: or_dash(overall_samples_per_s(row)), rank=5),
+        Column("tokens/s", number("tokens_per_s", _count), rank=6),
+        Column("MFU", number("mfu", "{:.1%}"), rank=1),
+        Column("HFU", number("hfu", "{:.1%}"), rank=9),
+        Column("perplexity", number("perplexity"), rank=1),
+    ]
     filled = Table(every, rows).filled().columns
     variant = Column("variant", lambda row: row.variant, False)
     status = Column("status", lambda row: row.status, False, kind=lambda row: KINDS.get(row.status, "bad"))
@@ -123,34 +121,28 @@ def line(row: Row, part: str, outcome: Outcome) -> str:
             message = message[: LONGEST_MESSAGE - 1] + "…"
         return f"{part} {row.variant}: {outcome.status}: {message}".rstrip(": ")
     name, size = unit([row])
-    overall = overall_samples_per_s(row)
-    peak = f"peak {{:.3f}} {name}"
-    words = {
-        "predict": [_words(_over(row.predicted_bytes, size), peak)],
+    peak, speed = f"peak {{:.3f}} {name}", "{:.4g} samples/s"
+    shown: list[tuple[float | None, str]] = {
+        "predict": [(_over(row.predicted_bytes, size), peak)],
         "measure": [
-            _words(_over(row.measured_bytes, size), peak),
-            f"error {percent(row.error)}" if row.error is not None else "",
-            _words(row.samples_per_s, "{:.4g} samples/s"),
+            (_over(row.measured_bytes, size), peak),
+            (None, "") if row.error is None else (1, f"error {percent(row.error)}"),
+            (row.samples_per_s, speed),
         ],
-        "train": [_words(row.perplexity, "perplexity {:.4g}"), _words(overall, "{:.4g} samples/s")],
+        "train": [(row.perplexity, "perplexity {:.4g}"), (overall_samples_per_s(row), speed)],
     }[part]
-    return f"{part} {row.variant}: {', '.join(word for word in words if word)}  ({outcome.seconds:.1f} s)"
+    words = ", ".join(pattern.format(value) for value, pattern in shown if value)
+    return f"{part} {row.variant}: {words}  ({outcome.seconds:.1f} s)"
 
 
 def first_line(message: str) -> str:
     """Return the first line of a message; of several lines, with the last one, which names the exception."""
-    lines = [part.strip() for part in message.splitlines() if part.strip()]
-    if not lines:
-        return ""
-    return lines[0] if len(lines) == 1 else f"{lines[0].rpartition(': ')[0] or lines[0]}: {lines[-1]}"
+    first, *rest = [part.strip() for part in message.splitlines() if part.strip()] or [""]
+    return f"{first.rpartition(': ')[0] or first}: {rest[-1]}" if rest else first
 
 
-def _words(value: float | None, pattern: str) -> str:
-    return pattern.format(value) if value else ""
-
-
-def _count(value: float | None) -> str:
-    return NOTHING if value is None else format_count(value) if value >= 1e6 else f"{value:,.0f}"
+def _count(value: float) -> str:
+    return format_count(value) if value >= 1e6 else f"{value:,.0f}"
 
 
 def _over(value: float | None, size: float) -> float | None:
@@ -160,19 +152,18 @@ def _over(value: float | None, size: float) -> float | None:
 def memory_bars(rows: Sequence[Row]) -> str | None:
     """Draw peak allocated memory, predicted above measured."""
     name, size = unit(rows)
-    sides = {
-        "predicted": [_over(row.predicted_bytes, size) for row in rows],
-        "measured": [_over(row.measured_bytes, size) for row in rows],
-    }
+    fields = {"predicted": "predicted_bytes", "measured": "measured_bytes"}
+    sides = {side: [_over(getattr(row, field), size) for row in rows] for side, field in fields.items()}
     return _bars(rows, sides, f"peak allocated, {name}", "memory", "{:,.2f}" if name == "GiB" else "{:,.1f}")
 
 
 def speed_bars(rows: Sequence[Row]) -> str | None:
     """Draw samples a second; tokens a second where the sequences of the variants differ in length."""
     by = _speed_unit(rows)
+    fields = {"predicted": "predicted_samples_per_s", "measured": "samples_per_s"}
     sides = {
-        "predicted": [_over(row.predicted_samples_per_s, 1 / _per_sample(row, by)) for row in rows],
-        "measured": [_over(row.samples_per_s, 1 / _per_sample(row, by)) for row in rows],
+        side: [_over(getattr(row, field), 1 / _per_sample(row, by)) for row in rows]
+        for side, field in fields.items()
     }
     return _bars(rows, sides, f"{by} a second", "speed", "{:,.4g}" if by == "samples" else "{:,.0f}")
 
@@ -230,34 +221,43 @@ def predicted_scatter(rows: Sequence[Row]) -> str | None:
         and (size := row.predicted_device_bytes)
         and (speed := row.predicted_tokens_per_s)
     }
-    return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted")
+    cards = {row.device_bytes: row.recipe["hardware"]["gpu"] for row in rows if row.variant in points}
+    return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted", cards)
 
 
 def _scatter(
-    rows: Sequence[Row], points: dict[str, tuple[int, float]], best: Sequence[str], x_label: str, side: str
+    rows: Sequence[Row],
+    points: dict[str, tuple[int, float]],
+    best: Sequence[str],
+    x_label: str,
+    side: str,
+    cards: Mapping[int, str] | None = None,
 ) -> str | None:
-    """Draw points of (bytes, tokens a second), those of ``best`` joined."""
+    """Draw points of (bytes, tokens a second), those of ``best`` joined, and a line at each card's bytes."""
     if not points:
         return None
     shown = [row for row in rows if row.variant in points]
     (name, size), by = unit(shown), _speed_unit(shown)
     per_token = {row.variant: _per_sample(row, by) / row.recipe["batch"]["seq"] for row in shown}
     at = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
-    groups: dict[str, tuple[Kind, str, list[str]]] = {
-        "front: nothing else is both smaller and faster":
-            ("step", PREDICTED if side == "predicted" else MEASURED, list(best)),
-        "dominated": ("scatter", MUTED, [variant for variant in at if variant not in best]),
-    }  # fmt: skip
+    color = PREDICTED if side == "predicted" else MEASURED
+    others = [variant for variant in at if variant not in best]
+    groups: list[tuple[str, Kind, str, Sequence[str]]] = [
+        ("front: nothing else is both smaller and faster", "step", color, best),
+        ("dominated", "scatter", MUTED, others),
+    ]
     series = [
         Series(
-            label, [at[one][1] for one in group], [at[one][0] for one in group], kind, text=group, color=color
+            label, [at[one][1] for one in group], [at[one][0] for one in group], kind, text=group, color=ink
         )
-        for label, (kind, color, group) in groups.items()
+        for label, kind, ink, group in groups
         if group
     ]
-    wide = [max(values) > SPREAD * min(values) for values in zip(*at.values(), strict=True)]
+    lines = {num_bytes / size: card for num_bytes, card in (cards or {}).items()}
+    sizes, speeds = zip(*at.values(), strict=True)
+    wide = [max(values) > SPREAD * min(values) for values in ((*sizes, *lines), speeds)]
     panel = Panel(
-        series, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
+        series, events=lines, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
         y_label=f"{by} a second, {side} (more is better)",
     )  # fmt: skip
     return draw([panel], "front", title=f"Memory against speed, {side}", is_themed=True)

@@ -7,44 +7,29 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.units import format_bytes, format_seconds
-
 if TYPE_CHECKING:
     import rich.table
     from rich.text import Text
 
 NOTHING = "–"
-GAP = 2
-"""Spaces between the columns on a terminal."""
+GAP = 2  # Spaces between the columns on a terminal
 STYLES = {"good": "green", "bad": "bold red", "warning": "yellow", "waiting": "dim", "running": "cyan"}
 """Kinds of cells (the CSS classes of a page) and their styles on a terminal."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """One column of a table."""
 
-    Attributes:
-        title: the quantity, and after a space its unit or which one it is.
-        cell: the text of a row's cell; ``NOTHING`` where the row has no value.
-        rank: on a narrow terminal, the columns of the highest rank are left out first, those of rank 0 never.
-        kind: a row's key of ``STYLES``, or an empty text.
-    """
-
-    title: str
-    cell: Callable[[Any], str]
+    title: str  # The quantity, and after a space its unit or which one it is
+    cell: Callable[[Any], str]  # Text of a row's cell; NOTHING where the row has no value
     is_number: bool = True
-    rank: int = 0
-    kind: Callable[[Any], str] = lambda row: ""
-
-    @property
-    def head(self) -> list[str]:
-        """The title on two lines."""
-        return self.title.split(" ", 1)
+    rank: int = 0  # On a narrow terminal, the highest ranks are left out first, rank 0 never
+    kind: Callable[[Any], str] = lambda row: ""  # A key of STYLES, or empty
 
     def width(self, rows: Sequence[Any]) -> int:
-        """Characters that the column takes on a terminal."""
-        return max(len(text) for text in (*self.head, *(self.cell(row) for row in rows)))
+        """Return the characters that the column takes on a terminal, its title on two lines."""
+        return max(len(text) for text in (*self.title.split(" ", 1), *map(self.cell, rows)))
 
 
 @dataclass(frozen=True)
@@ -70,12 +55,11 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table as Markdown; the first cell of a marked row is bold."""
-        rows = []
-        for row in self.rows:
-            name, *cells = [markdown_cell(one.cell(row)) for one in self.columns]
-            rows.append([f"**{name}**" if self.is_marked(row) else name, *cells])
-        titles = [one.title for one in self.columns]
-        return markdown_grid(titles, rows, is_number=[one.is_number for one in self.columns])
+        rows = [[markdown_cell(one.cell(row)) for one in self.columns] for row in self.rows]
+        for cells, row in zip(rows, self.rows, strict=True):
+            cells[0] = f"**{cells[0]}**" if self.is_marked(row) else cells[0]
+        heads, numbers = zip(*((one.title, one.is_number) for one in self.columns), strict=True)
+        return markdown_grid(heads, rows, is_number=numbers)
 
     def rich(self, caption: str = "", *, name: Callable[[Any], Text] | None = None) -> rich.table.Table:
         """Return the table for a terminal.
@@ -89,14 +73,12 @@ class Table:
             mark = self.is_marked(row)
             return Text(f"{'*' if mark else ' '} {self.columns[0].cell(row)}", style="bold" if mark else "")
 
-        # Text, not markup: no style is read out of a name.
-        cells = [
-            [Text(one.cell(row), style=STYLES.get(one.kind(row), "")) for one in self.columns[1:]]
-            for row in self.rows
-        ]
-        lines = [[(name or first)(row), *line] for row, line in zip(self.rows, cells, strict=True)]
+        def cell(column: Column, row: Any) -> Text:  # Text, not markup: no style is read out of a name.
+            return Text(column.cell(row), style=STYLES.get(column.kind(row), ""))
+
+        lines = [[(name or first)(row), *(cell(one, row) for one in self.columns[1:])] for row in self.rows]
         justify = ["right" if one.is_number else "wrap" for one in self.columns]
-        table = layout(lines, justify, ["\n".join(one.head) for one in self.columns])
+        table = layout(lines, justify, [one.title.replace(" ", "\n", 1) for one in self.columns])
         table.caption, table.caption_justify = caption or None, "left"
         if name is not None:
             table.columns[0].ratio = 1
@@ -148,26 +130,11 @@ def markdown_grid(
     return "\n".join("| " + " | ".join(row) + " |" for row in (heads, rule, *rows))
 
 
-def size_text(size: float | None) -> str:
-    """Return ``57.32 GiB``, ``45.87 MiB``, or a dash."""
-    return NOTHING if size is None else format_bytes(size)
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Return ``431 ms``, or a dash."""
-    return NOTHING if seconds is None else format_seconds(seconds)
+def or_dash(value: float | None, form: Callable[[float], str] | str = "{:.4g}") -> str:
+    """Return a number by a function or a pattern; a dash for None."""
+    return NOTHING if value is None else form.format(value) if isinstance(form, str) else form(value)
 
 
 def percent(share: float | None) -> str:
     """Return ``+1.23 %`` with its sign, or a dash."""
-    return NOTHING if share is None else f"{share * 100:+.2f} %"
-
-
-def share_text(share: float | None) -> str:
-    """Return ``41.2%``, or a dash."""
-    return NOTHING if share is None else f"{share:.1%}"
-
-
-def number_text(value: float | None, pattern: str = "{:.4g}") -> str:
-    """Return a number by ``pattern``, or a dash."""
-    return NOTHING if value is None else pattern.format(value)
+    return or_dash(share if share is None else share * 100, "{:+.2f} %")

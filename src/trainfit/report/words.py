@@ -1,12 +1,18 @@
 """A recipe and its numbers in words, as every command prints them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
 from trainfit.techniques import registry
+
+UNITS: dict[str, Callable[[float], str]] = {
+    "_bytes": format_bytes, "_per_s": "{:,.0f}".format, "_s": format_seconds, "_flops": format_flops,
+    "mfu": "{:.1%}".format, "hfu": "{:.1%}".format, "": "{:.4g}".format,
+}  # fmt: skip
+"""How a number is written, by the first ending that its field's name has."""
 
 
 def describe(recipe: Recipe) -> str:
@@ -30,34 +36,20 @@ def recompute_written(recompute: Recompute) -> str:
         return recompute
     data = recompute.model_dump(mode="json")
     if isinstance(recompute, Layers):
-        runs = [
-            {"recompute": run.recompute, **run.model_dump(exclude_defaults=True)} for run in recompute.layers
-        ]
-        data = {"layers": runs}
+        data = {"layers": [{"recompute": run.recompute, **run.model_dump(exclude_defaults=True)}
+                           for run in recompute.layers]}  # fmt: skip
     return json.dumps(data).replace('"', "")
 
 
 def holds_for(*versions: Mapping[str, str]) -> str:
     """Return the libraries and versions that predictions hold for; empty where none are known."""
-    found: dict[str, list[str]] = {}
-    for libraries in versions:
-        for name, version in libraries.items():
-            if version not in found.setdefault(name, []):
-                found[name].append(version)
+    found: dict[str, dict[str, None]] = {}
+    for name, version in (pair for libraries in versions for pair in libraries.items()):
+        found.setdefault(name, {})[version] = None
     named = ", ".join(f"{name} {' and '.join(numbers)}" for name, numbers in found.items())
     return f"holds for {named}" if named else ""
 
 
 def quantity(name: str, value: float) -> str:
     """Return a number in the unit that its field's name ends with."""
-    if name.endswith("_bytes"):
-        return format_bytes(value)
-    if name.endswith("_per_s"):
-        return f"{value:,.0f}"
-    if name.endswith("_s"):
-        return format_seconds(value)
-    if name.endswith("_flops"):
-        return format_flops(value)
-    if name in {"mfu", "hfu"}:
-        return f"{value:.1%}"
-    return f"{value:.4g}"
+    return next(form for ending, form in UNITS.items() if name.endswith(ending))(value)

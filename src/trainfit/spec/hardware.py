@@ -21,7 +21,7 @@ class Source(Value):
 
 
 class Link(Value):
-    """A connection between GPUs, or GPU and host; ``bytes_per_s``: one direction, one GPU, all its lanes."""
+    """A connection between GPUs, or GPU and host; ``bytes_per_s``: one direction, one GPU, whole width."""
 
     name: str
     kind: Literal["nvlink", "infinity-fabric", "pcie", "ici", "ethernet", "infiniband"]

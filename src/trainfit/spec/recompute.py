@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from trainfit.spec.outside import Extensible
-from trainfit.spec.value import PositiveInt, Value
+from trainfit.spec.value import FromPercent, PositiveInt, Value
 
 
 class Every(Value):
@@ -17,7 +17,7 @@ class Every(Value):
 class Budget(Value):
     """Keep this share of what compile would save (torch's activation memory budget)."""
 
-    budget: Annotated[float, Field(ge=0, le=1)]
+    budget: Annotated[float, Field(ge=0, le=1), FromPercent]
 
 
 class BudgetGib(Value):
@@ -41,7 +41,7 @@ class LayerRun(Value):
     """
 
     recompute: BlockRecompute = "none"
-    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    offload: Annotated[float, Field(ge=0, le=1), FromPercent] = 0.0
     every: PositiveInt = 1
     count: PositiveInt = 1
 
@@ -115,7 +115,8 @@ def _tag(value: Any) -> str:
     return next((TAGS[key] for key in value if key in TAGS), "Every") if isinstance(value, dict) else "name"
 
 
-Policy = Annotated[Literal["none", "full", "selective"], Extensible("recompute")]
+Policy = Annotated[Literal["none", "full", "selective", "fit"], Extensible("recompute")]
+"""fit: the fastest plan found whose device bytes fit on the GPU, planned as a budget is."""
 Recompute = Annotated[
     Annotated[Policy, Tag("name")]
     | Annotated[Every, Tag("Every")]

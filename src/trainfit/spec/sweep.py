@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.recipe import Parallel, Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
-from trainfit.spec.value import Count, PositiveInt, Value, disagreement
+from trainfit.spec.value import Count, FromPercent, PositiveInt, Value, disagreement
 
 Part = Literal["predict", "measure", "train"]
 PARTS: tuple[Part, ...] = ("predict", "measure", "train")
@@ -35,7 +35,7 @@ class TrainPart(Value):
     steps: PositiveInt = 100
     data: str = "stories"
     """As ``train --data``: stories, stories:N, hub:NAME, or a path relative to the sweep's file."""
-    eval_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.05
+    eval_fraction: Annotated[float, Field(gt=0, le=0.5), FromPercent] = 0.05
     eval_sequences: PositiveInt = 64
     eval_every: PositiveInt | None = None
     schedule: Literal["constant", "cosine"] = "constant"

@@ -6,9 +6,15 @@ A value is frozen, strict (no silent conversion of text to numbers), refuses unk
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
+from trainfit.spec.units import read_share
+
+FromPercent = BeforeValidator(
+    lambda given: read_share(given) if isinstance(given, str) and given.strip().endswith("%") else given
+)
+"""Reads a share that is written in per cent, such as ``40%``."""
 Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
 """At least 1 and at most 16,777,216: more sequences, tokens a sequence or GPUs than anyone has."""

@@ -12,8 +12,7 @@ from typing import Any
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import Appender, write_text
-from trainfit.spec.provenance import new_record
-from trainfit.spec.record_line import from_line, lines_of, to_line
+from trainfit.spec.provenance import from_line, lines_of, new_record, to_line
 from trainfit.spec.result import Outcome, Record
 from trainfit.spec.sweep import RESULTS
 from trainfit.sweeps.parts import PartRequest, PartResult
@@ -38,8 +37,7 @@ class Journal:
         self.path = out if self.is_file else out / RECORDS
         self._tags = (*tags, f"{SWEEP_TAG}{sweep}")
         self._file: Appender | None = None
-        self.notes: tuple[str, ...] = ()
-        """Lines for the user about existing records."""
+        self.notes: tuple[str, ...] = ()  # Lines for the user about existing records
         self._newest: dict[str, Record] = {}
         self._measured: dict[str, Record] = {}
         """By recipe: results of measurements that ``trainfit measure`` or older programs recorded."""

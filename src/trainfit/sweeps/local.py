@@ -16,8 +16,7 @@ from trainfit.spec.sweep import Part
 from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, Stop
 from trainfit.sweeps.worker import Worker
 
-MAX_PREDICTIONS = 8
-"""In parallel; each takes a core and half a GiB."""
+MAX_PREDICTIONS = 8  # In parallel; each takes a core and half a GiB
 POLL_S = 0.1
 
 

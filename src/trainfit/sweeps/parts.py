@@ -23,8 +23,7 @@ from trainfit.spec.result import Estimate, Measurement, Outcome
 from trainfit.spec.sweep import MeasurePart, Part, TrainPart
 from trainfit.spec.value import Value, canonical_json, parse
 
-PART_TRIAL = "trainfit.sweeps.trial"
-"""The module that predicts or trains in a process of its own."""
+PART_TRIAL = "trainfit.sweeps.trial"  # The module that predicts or trains in a process of its own
 MAX_OUTPUT_CHARS = 20_000
 
 Starter = Callable[[Path, str], int]
@@ -42,14 +41,12 @@ class PartRequest(Value):
     memory_limit_bytes: int | None = None
     measure: MeasurePart | None = None
     train: TrainPart | None = None
-    shared: bool = False
-    """Other processes use the device: neither times nor device memory are kept."""
+    shared: bool = False  # Other processes use the device: neither times nor device memory are kept
     model_flops: float | None = None
     hardware_flops: float | None = None
     gpu_peak_flops_per_s: float | None = None
     """The dense peak of the recipe's GPU; not used where the trial runs on a CPU."""
-    own_peak_flops_per_s: float | None = None
-    """The user's ``--peak-flops``."""
+    own_peak_flops_per_s: float | None = None  # The user's --peak-flops
     planned: Recipe | None = None
     """The recipe with its open fields planned by the prediction; measured and trained in its place."""
 
@@ -83,10 +80,8 @@ class PartResult(Value):
     measurement: Measurement | None = None
     train: dict[str, Any] | None = None
     planned: Recipe | None = None
-    output: str = ""
-    """The end of what the process printed, if it failed."""
-    storage_error: str = ""
-    """Why the disk refused a file of the part; nothing is recorded then."""
+    output: str = ""  # The end of what the process printed, if it failed
+    storage_error: str = ""  # Why the disk refused a file of the part; nothing is recorded then
 
 
 Stop = Callable[[], bool]

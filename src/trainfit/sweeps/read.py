@@ -28,17 +28,14 @@ from trainfit.spec.sweep import FOLDER_NAME, SweepFile, TrainPart, Variant
 from trainfit.spec.value import parse
 from trainfit.training.options import TrainOptions, data_from, is_there
 
-MAX_VARIANTS = 1000
-"""Of a file that varies recipes."""
-MAX_RECIPES = 100_000
-"""Of a list of recipes."""
+MAX_VARIANTS = 1000  # Of a file that varies recipes
+MAX_RECIPES = 100_000  # Of a list of recipes
 MAX_NAME = 100
 LINES = ".jsonl"
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 
 Data = dict[str, Any]
-Start = tuple[str, Data, str]
-"""A variant's name, its recipe as plain data, and the place of its definition."""
+Start = tuple[str, Data, str]  # A variant's name, its recipe as plain data, and the place of its definition
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,7 @@ class Run:
         self._records: dict[tuple[str, Part], Record] = {}
         self._running: set[tuple[str, Part]] = set()
         self._refused: set[str] = set()
-        self.num_kept = 0
-        """Parts that were done before."""
+        self.num_kept = 0  # Parts that were done before
         self.stopped = False
 
     def go(self, executor: Executor, stop: Stop) -> None:

@@ -32,8 +32,7 @@ IMPORTS = {
 }
 """Modules that the trials of each role would otherwise import one by one."""
 LEAVE_S = 5.0
-GRACE_S = 120.0
-"""A worker that has not answered this long after its trial's time limit is ended."""
+GRACE_S = 120.0  # A worker that has not answered this long after its trial's time limit is ended
 
 
 def start(role: str, device: str, environment: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":

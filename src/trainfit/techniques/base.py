@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainfit.spec.errors import InputError
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
     from trainfit.techniques.draft import Draft
 
-Data = dict[str, Any]
-"""Fields of a recipe as plain data."""
+Data = dict[str, Any]  # Fields of a recipe as plain data
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,27 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """Fields that the planner may set together, to make a recipe smaller or faster."""
+
+    fields: Data
+    numerics: str = ""
+    """What they change in the mathematics, in a few words; empty: nothing beyond rounding."""
+    is_start: bool = False
+    """The search starts with it: it usually costs neither memory nor time."""
+    is_slow: bool = False
+    """Its trace takes seconds, so it is only added to the best recipe found without it."""
+    speeds_up: Literal["all", "rest"] = "all"
+    """``rest``: no matrix products, so it is not traced where the rest of a step is short."""
+
+
+@dataclass(frozen=True)
 class Technique:
     """One change to a plain training step. A module of this package declares it as ``TECHNIQUE``."""
 
-    name: str
-    """As in records and pages."""
-    order: int
-    """Techniques are applied by ascending order."""
-    title: str
-    """As in tables, and as the heading of its paragraph in docs/reference/techniques.md."""
+    name: str  # As in records and pages
+    order: int  # Techniques are applied by ascending order
+    title: str  # As in tables, and as the heading of its paragraph in docs/reference/techniques.md
     apply: Callable[[Recipe, Draft], None] = lambda recipe, draft: None
     """Changes the draft. Torch is imported inside."""
     covers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -62,11 +73,11 @@ class Technique:
     """A few words for tables of recipes; empty where there is nothing to say."""
     examples: tuple[Data, ...] = ()
     """Fields that turn it on, together with ``needs``; by default the first value of ``covers``."""
-    variants: tuple[Data, ...] = ()
-    """Further fields that turn it on, which no record of results measures."""
-    needs: Data = field(default_factory=dict)
-    """Fields that the examples, and their control, require."""
+    variants: tuple[Data, ...] = ()  # Further fields that turn it on, which no record of results measures
+    needs: Data = field(default_factory=dict)  # Fields that the examples, and their control, require
     draw: Draw = Draw()
+    offers: Callable[[Recipe], Iterable[Offer]] = lambda recipe: ()
+    """Returns what the planner may try in place of the recipe's own values."""
     build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
     """(recipe, on_model, **options of ``build_model``) -> model, blocks whose weights are on the host."""
     label_blocks: Callable[[Recipe, nn.Module], None] = lambda recipe, model: None

@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainfit.offload.blocks import HostBlocks
+    from trainfit.spec.pipeline import Stage
     from trainfit.spec.recipe import Recipe
 
-Compiler = Callable[["nn.Module"], None]
-"""Compiles a module in place."""
+Compiler = Callable[["nn.Module"], None]  # Compiles a module in place
 LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
 """(model, micro-batch) -> mean next-token loss, fp32 scalar."""
-Forward = Callable[["dict[str, torch.Tensor]"], "torch.Tensor"]
-"""(micro-batch) -> training loss, fp32 scalar."""
+Forward = Callable[["dict[str, torch.Tensor]"], "torch.Tensor"]  # (micro-batch) -> training loss, fp32 scalar
 ContextFactory = Callable[[], AbstractContextManager[object]]
 """Makes a fresh context manager; a step enters one each time."""
 
@@ -51,14 +50,11 @@ class Draft:
     kinds: Callable[[list[nn.Parameter]], list[list[nn.Parameter]]] = lambda parameters: [parameters]
     """Splits parameters into the groups for which ``make_optimizer`` is called separately."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    steps_in_backward: bool = False
-    """The optimizers run in backward hooks; the step does not call them."""
-    loss: LossFunction | None = None
-    """None: the model's own."""
+    steps_in_backward: bool = False  # The optimizers run in backward hooks; the step does not call them
+    loss: LossFunction | None = None  # None: the model's own
     cross_entropy: LossFunction | None = None
     """The loss without label smoothing and z-loss, where ``loss`` has them."""
-    body: nn.Module | None = None
-    """The part of the model that ``loss`` calls; None: all of it."""
+    body: nn.Module | None = None  # The part of the model that loss calls; None: all of it
     after_backward: list[Callable[[], None]] = field(default_factory=list)
     """Called when a step's last backward is done, while gradients are still scaled."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
@@ -69,18 +65,20 @@ class Draft:
     """Values measured in the last update, by name ([] fp32, on the device)."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
-    mesh: DeviceMesh | None = None
-    """The ranks, with the dimensions of ``recipe.mesh``; None: one rank."""
+    mesh: DeviceMesh | None = None  # The ranks, with the dimensions of recipe.mesh; None: one rank
+    stage: Stage | None = None  # The part of the model that it is; None: all of it
     before_batch: list[Callable[[bool], None]] = field(default_factory=list)
     """Called before each micro-batch; the argument is True for the last of a step."""
+    outermost: nn.Module | None = None
+    """The module that FSDP2 wraps where that is not the model."""
     wrapped: Forward | None = None
     """The training forward through a data-parallel wrapper; None: model and loss are called directly."""
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
         """True if the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
-        from torch._subclasses.fake_tensor import FakeTensor
+        from torch._guards import active_fake_mode
 
-        is_virtual = isinstance(next(self.model.parameters()), FakeTensor)
+        is_virtual = active_fake_mode() is not None
         return self.device.type == "cpu" and (not is_virtual or recipe.hardware.gpu == CPU)
 
     def trainable(self) -> list[nn.Parameter]:

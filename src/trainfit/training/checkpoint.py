@@ -40,8 +40,7 @@ class Progress:
     loss: float | None
 
 
-ALONE = Ranks(None, torch.device("cpu"))
-"""One process."""
+ALONE = Ranks(None, torch.device("cpu"))  # One process
 
 
 def save(

@@ -80,8 +80,7 @@ class Index(Value):
     identity: dict[str, Any]
     dtype: Literal["uint16", "uint32"]
     tokenizer_tokens: Count
-    notes: tuple[str, ...] = ()
-    """Ways in which text is lost."""
+    notes: tuple[str, ...] = ()  # Ways in which text is lost
     train: Side
     eval: Side
 

@@ -17,12 +17,9 @@ from trainfit.training.synthetic import synthetic_text
 
 END_OF_TEXT = "<|endoftext|>"
 READ_CHARS = 1 << 20
-DOCUMENT_CHARS = 2_000
-"""A file without separators is cut at the first blank line after this many characters."""
-MAX_LINE_CHARS = 2**28
-"""Longest line of a ``.jsonl`` file, which is read whole."""
-MAX_DOCUMENT_CHARS = 1 << 20
-"""Longer documents are cut, so that a file without boundaries is not read whole."""
+DOCUMENT_CHARS = 2_000  # A file without separators is cut at the first blank line after this many characters
+MAX_LINE_CHARS = 2**28  # Longest line of a .jsonl file, which is read whole
+MAX_DOCUMENT_CHARS = 1 << 20  # Longer documents are cut, so that a file without boundaries is not read whole
 
 
 def documents(data: DataSpec) -> Iterator[str]:

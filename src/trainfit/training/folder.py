@@ -24,8 +24,7 @@ RECIPE_MAY_CHANGE = ("hardware.gpu", "hardware.price_per_hour", "model.name")
 """Recipe fields without influence on the loss."""
 RANKS_MAY_CHANGE = ("hardware.count", "hardware.nodes", "batch.micro", "batch.accumulate")
 """Recipe fields, with those of ``parallel``, that share out the same sequences of a step to other ranks."""
-CHECKED_ELSEWHERE = ("data.path", "tokenizer")
-"""Paths may change; corpus.py compares the content."""
+CHECKED_ELSEWHERE = ("data.path", "tokenizer")  # Paths may change; corpus.py compares the content
 
 
 Saved = tuple[Path | None, dict[str, Any]]

@@ -14,8 +14,7 @@ from trainfit.measurement.meter import assign_state, tree_tensors
 from trainfit.measurement.nvml import Nvml
 from trainfit.step import Batch, Step
 
-SAMPLE_EVERY_S = 0.25
-"""The driver averages utilisation over 1/6 to 1 s (nvml.h, nvmlUtilization_t)."""
+SAMPLE_EVERY_S = 0.25  # The driver averages utilisation over 1/6 to 1 s (nvml.h, nvmlUtilization_t)
 
 
 class Busy:

@@ -26,8 +26,7 @@ SCALARS = (
     "speed/mfu", "speed/hfu", "device/peak_memory_bytes", "device/busy",
 )  # fmt: skip
 """TensorBoard tags: a group, and a field of StepMetrics."""
-FILE_VERSION = "brain.Event:2"
-"""First event of every file (tensorboard/summary/writer/event_file_writer.py)."""
+FILE_VERSION = "brain.Event:2"  # First event of every file (tensorboard/summary/writer/event_file_writer.py)
 
 
 class _FileLog:

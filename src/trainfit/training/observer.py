@@ -25,26 +25,22 @@ class RunStart(Value):
     params: Count
     trainable_params: Count
     steps: Count
-    first_step: Count
-    """Steps already done: 0, or the resumed checkpoint's."""
+    first_step: Count  # Steps already done: 0, or the resumed checkpoint's
     tokens_per_step: Count
     train_tokens: Count
     eval_tokens: Count
     tokenizer_tokens: Count
     resumed_from: str | None = None
-    notes: tuple[str, ...] = ()
-    """Remarks for the user, such as versions that changed since the checkpoint."""
+    notes: tuple[str, ...] = ()  # Remarks for the user, such as versions that changed since the checkpoint
 
 
 class StepMetrics(Value):
     """One optimizer step. ``step`` counts from 1, over the whole run."""
 
     step: Count
-    loss: float
-    """Training loss, nats per token; with ``loss_terms`` it includes them."""
+    loss: float  # Training loss, nats per token; with loss_terms it includes them
     learning_rate: float
-    epoch: float
-    """Passes over the training sequences so far."""
+    epoch: float  # Passes over the training sequences so far
     step_s: Seconds
     tokens_per_s: float
     mfu: Share | None = None
@@ -53,16 +49,14 @@ class StepMetrics(Value):
     """Highest allocated bytes so far; on a CPU the live tensors of one step."""
     busy: Share | None = None
     """GPU utilisation by its driver; on a CPU this process's time over that of all usable cores."""
-    gradient_norm: float | None = None
-    """Norm of all gradients before clipping; None without clipping."""
+    gradient_norm: float | None = None  # Norm of all gradients before clipping; None without clipping
 
 
 class EvalMetrics(Value):
     """Evaluation after ``step`` steps."""
 
     step: Count
-    loss: float
-    """Mean next-token cross-entropy, nats per token, without ``loss_terms``."""
+    loss: float  # Mean next-token cross-entropy, nats per token, without loss_terms
     perplexity: float
     sequences: Count
     eval_s: Seconds
@@ -73,18 +67,14 @@ class TrainSummary(Value):
 
     status: Literal["done", "stopped", "diverged", "out-of-memory"]
     """stopped: by a signal, resumable; diverged: loss or weights are not finite; see ``message``."""
-    message: str = ""
-    """Why the run ended early, and what to do."""
-    steps: Count
-    """Steps done in the whole run; ``first_step``: before this process started."""
+    message: str = ""  # Why the run ended early, and what to do
+    steps: Count  # Steps done in the whole run; first_step: before this process started
     first_step: Count
-    final_loss: float | None
-    """Training loss of the last step; like ``losses``, it includes ``loss_terms``."""
+    final_loss: float | None  # Training loss of the last step; like losses, it includes loss_terms
     losses: tuple[float, ...]
     evaluations: tuple[EvalMetrics, ...]
     eval_perplexity: float | None
-    step_s: Seconds | None
-    """Median without the first step; speeds and shares follow from it."""
+    step_s: Seconds | None  # Median without the first step; speeds and shares follow from it
     tokens_per_s: float | None
     mfu: Share | None
     hfu: Share | None
@@ -92,8 +82,7 @@ class TrainSummary(Value):
     peak_memory_is: Literal["cuda-allocated", "live-tensors"] | None
     wall_s: Seconds
     run: RunStart
-    checkpoint: str | None
-    """Folder of the newest one."""
+    checkpoint: str | None  # Folder of the newest one
 
     @property
     def exit_code(self) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import Count, PositiveInt, Value
+from trainfit.spec.value import Count, FromPercent, PositiveInt, Value
 
 SYNTHETIC: Literal["stories"] = "stories"
 MAX_SYNTHETIC = 2**24
@@ -51,27 +51,21 @@ DataSpec = Annotated[SyntheticData | TextData | HubData, Field(discriminator="ki
 class TrainOptions(Value):
     """Options of one training run. A resumed run may change only the fields in ``MAY_CHANGE``."""
 
-    out: str
-    """Folder of the run, made if missing."""
-    steps: PositiveInt = 100
-    """Optimizer steps of the whole run, counted from its first start."""
+    out: str  # Folder of the run, made if missing
+    steps: PositiveInt = 100  # Optimizer steps of the whole run, counted from its first start
     resume: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataSpec = SyntheticData()
-    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    eval_fraction: Annotated[float, Field(ge=0, le=0.5), FromPercent] = 0.05
     """Share of documents held out, chosen by a hash of their text; 0: no evaluation."""
     tokenizer: str | None = None
     """Path of a ``tokenizer.json``. None: a byte-level BPE is trained on the training documents."""
-    eval_every: PositiveInt | None = None
-    """Steps between evaluations; None: only at the end."""
-    eval_sequences: PositiveInt = 64
-    """Sequences per evaluation at most."""
+    eval_every: PositiveInt | None = None  # Steps between evaluations; None: only at the end
+    eval_sequences: PositiveInt = 64  # Sequences per evaluation at most
     save_every: PositiveInt | None = None
     """Steps between checkpoints; None: at the end, and when a signal stops the run."""
-    save_last: bool = True
-    """Save after the last step."""
-    keep: PositiveInt = 2
-    """Number of newest checkpoints kept."""
+    save_last: bool = True  # Save after the last step
+    keep: PositiveInt = 2  # Number of newest checkpoints kept
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: Count = 0
     deterministic: bool = True

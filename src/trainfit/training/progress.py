@@ -14,8 +14,7 @@ from trainfit.spec.terminal import Terminal
 from trainfit.spec.units import format_bytes, format_count
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 
-LINE_EVERY_S = 10.0
-"""Shortest interval between lines of step metrics without a terminal."""
+LINE_EVERY_S = 10.0  # Shortest interval between lines of step metrics without a terminal
 
 
 class ProgressBar:

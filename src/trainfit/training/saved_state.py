@@ -21,8 +21,7 @@ AS_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "v
 """Optimizer state with the parameter's own shape."""
 NOT_NEGATIVE = "exp_avg_sq max_exp_avg_sq variance row_var col_var exp_avg_sq_row exp_avg_sq_col".split()
 """Means of squares, whose roots are taken."""
-BLOCKS = (256, 128)
-"""Elements per scale in 8 and in 4 bits (kernels/quantize/codebook.py)."""
+BLOCKS = (256, 128)  # Elements per scale in 8 and in 4 bits (kernels/quantize/codebook.py)
 ADAMW = "step exp_avg exp_avg_sq"
 CODED = "step exp_avg_codes exp_avg_scales exp_avg_sq_codes exp_avg_sq_scales"
 KEYS = {
@@ -63,8 +62,7 @@ class SavedState(Value):
     optimizer: OptimizerPlain
     scaler: dict[str, float | int] | None
     random: RandomPlain
-    more_random: tuple[RandomPlain, ...] = ()
-    """Of ranks from 1 on."""
+    more_random: tuple[RandomPlain, ...] = ()  # Of ranks from 1 on
 
 
 def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[str]) -> None:

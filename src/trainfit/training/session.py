@@ -45,8 +45,7 @@ class Session:
     corpora: Corpora
     options: TrainOptions
     run: RunStart
-    described: dict[str, Any]
-    """Content of run.json, copied into every checkpoint."""
+    described: dict[str, Any]  # Content of run.json, copied into every checkpoint
     flops: StepFlops | None
     observers: Sequence[Observer]
     progress: Progress
@@ -60,8 +59,7 @@ class Session:
     def __post_init__(self) -> None:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
         self._busy = Busy(self.step.device)
-        self._highest: int | None = None
-        """Peak memory so far, of the rank with the highest."""
+        self._highest: int | None = None  # Peak memory so far, of the rank with the highest
 
     def train(self, stop: StopSignal) -> TrainSummary:
         """Train until the last step, a signal, a loss that is not finite, or a lack of memory.

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 BYTES = 256
-MAX_TOKENIZER_BYTES = 256 * 10**6
-"""Published files reach about 35 MB."""
+MAX_TOKENIZER_BYTES = 256 * 10**6  # Published files reach about 35 MB
 SAMPLE_CHARS = 50_000_000
 """Characters that a tokenizer is trained on at most: merges of common words do not change after that."""
 LIBRARY_ERRORS = (Exception, ValueError, TypeError, OverflowError, UnicodeDecodeError)

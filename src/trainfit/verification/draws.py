@@ -26,8 +26,7 @@ FIELDS = (
 """Order in which fields are drawn (it decides every seed's recipes). Other fields follow."""
 
 SMALLEST = 500_000_000
-LARGEST_STEP_S = 4.0
-"""Longer steps are not drawn: a suite must end."""
+LARGEST_STEP_S = 4.0  # Longer steps are not drawn: a suite must end
 
 
 def draw(chance: random.Random, gpu: str, compiled_share: float) -> dict[str, Any]:

@@ -23,12 +23,10 @@ from trainfit.spec.result import Estimate, Measurement
 from trainfit.spec.value import Value
 from trainfit.verification.draws import allowed, draw
 
-LIMIT = 0.02
-"""Largest median error of the allocated peak that passes."""
+LIMIT = 0.02  # Largest median error of the allocated peak that passes
 LARGEST_SHARE, LONGEST_STEP_S = 0.9, 1.5
 """Largest predicted share of the card's memory, and longest predicted step, of a drawn recipe."""
-MOST_DRAWS = 60
-"""Most draws for one recipe: on a small card many are too large."""
+MOST_DRAWS = 60  # Most draws for one recipe: on a small card many are too large
 QUANTITIES = {
     "allocated": "peak_allocated_bytes",
     "reserved": "peak_reserved_bytes",
@@ -50,13 +48,11 @@ class Check(Value):
 
     recipe_id: str
     recipe: dict[str, Any]
-    status: str
-    """done, out-of-memory, timeout, crashed; refused: this machine cannot run it."""
+    status: str  # done, out-of-memory, timeout, crashed; refused: this machine cannot run it
     message: str = ""
     predicted: dict[str, int]
     measured: dict[str, int]
-    errors: dict[str, float]
-    """(predicted - measured) / measured, if both are known."""
+    errors: dict[str, float]  # (predicted - measured) / measured, if both are known
 
 
 class Verification(Value):
@@ -67,10 +63,8 @@ class Verification(Value):
     seed: int
     limit: float = LIMIT
     checks: tuple[Check, ...]
-    medians: dict[str, float]
-    """Median size of the errors, by quantity."""
-    worst: dict[str, float]
-    """The largest error, signed, by quantity."""
+    medians: dict[str, float]  # Median size of the errors, by quantity
+    worst: dict[str, float]  # The largest error, signed, by quantity
     passed: bool
     """True if the allocated peak's median error is within the limit and nothing ran out of memory."""
 

@@ -34,8 +34,7 @@ class VirtualGpu:
         self.tracer, self._scopes = tracer, scopes
         self.compiler = compiler
         self._notes = notes
-        self.mesh: DeviceMesh | None = None
-        """Of a virtual cluster: its ranks by replica and shard."""
+        self.mesh: DeviceMesh | None = None  # Of a virtual cluster: its ranks by replica and shard
         self.about_ranks: Callable[[Ledger], tuple[str, ...]] = lambda ledger: ()
         """Returns how the ranks of a virtual cluster differ from that of the ledger."""
 

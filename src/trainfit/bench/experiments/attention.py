@@ -21,8 +21,7 @@ PLAN = {
     "full": tuple((dtype, d) for d in (64, 128, 32, 16) for dtype in ("fp32", "bf16")),
 }
 """Dtypes and head sizes, the most important first: a time limit cuts from the end."""
-WHOLE = 64
-"""The head size whose every length is compiled, and that continues until memory runs out."""
+WHOLE = 64  # The head size whose every length is compiled, and that continues until memory runs out
 SEQUENCES = {"tiny": (64, 128), "full": (256, 1024, 4096, 8192, 16384)}
 COMPILED = (256, 16384)
 """Lengths at which the other head sizes are compiled: each shape takes seconds to compile."""
@@ -30,12 +29,10 @@ BEYOND = (("bf16", 32768), ("fp32", 32768), ("bf16", 65536), ("fp32", 65536), ("
 """In full form, until the bodies that hold the scores are out of memory."""
 BODIES = {"tiny": ("eager", "ours"), "full": ("eager", "compiled", "ours")}
 HOLDS_NO_SCORES = "ours"
-BEYOND_OURS = "bf16"
-"""In fp32 the kernels take seconds a run there."""
+BEYOND_OURS = "bf16"  # In fp32 the kernels take seconds a run there
 
 HEADS = {"tiny": 2, "full": 16}
-TOKENS = {"tiny": 192, "full": 8192}
-"""A batch holds as many sequences as make this many tokens."""
+TOKENS = {"tiny": 192, "full": 8192}  # A batch holds as many sequences as make this many tokens
 KERNEL_SEQUENCES = (8192, 4096, 2048, 1024)
 Plan = tuple[tuple[MaskKind, str, tuple[int, ...], tuple[int, ...], tuple[str, ...]], ...]
 KERNEL_PLAN: dict[str, Plan] = {

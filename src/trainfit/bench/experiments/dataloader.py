@@ -28,8 +28,7 @@ PRODUCTS = {"tiny": 2, "full": 64}
 STEPS = {"tiny": 3, "full": 20}
 WORKERS = {"tiny": (0, 1), "full": (0, 1, 2, 4, 8)}
 PREFETCH = {"tiny": (2,), "full": (2, 8)}
-WAITS_FROM = 0.05
-"""Share of its time from which the device counts as waiting: the median is known no better."""
+WAITS_FROM = 0.05  # Share of its time from which the device counts as waiting: the median is known no better
 RULE = {
     "tiny": Rule(warmup=1, min_samples=6, max_samples=6, spread=0.5, cap_s=1.0, flush=False),
     "full": Rule(warmup=1, min_samples=6, max_samples=15, spread=0.05, cap_s=8.0, flush=False),

@@ -39,12 +39,10 @@ TINY_BATCH = (1, 16)
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", DDP)
 BUCKETED = {"tiny": ("bucketed",), "full": ("bucketed", DDP)}
 BUCKET_MB = {"tiny": (0.05, 0.5, 5), "full": (1, 10, 100, 1000)}
-USUAL_MB = 25
-"""PyTorch's default, and ours."""
+USUAL_MB = 25  # PyTorch's default, and ours
 NUM_SAMPLES = {"tiny": 2, "full": 6}
 RULE = Rule(min_samples=6, max_samples=6, spread=0.1, flush=False)
-NUM_POINTS = 200
-"""Parts of a timeline."""
+NUM_POINTS = 200  # Parts of a timeline
 FIT, SWEEP = "bucket model of", "buckets of"
 TRACE = "ddp-{model}-{precision}-{strategy}.json.gz"
 
@@ -109,12 +107,9 @@ def measure(
     for point in points:
         with fp32_products(PRECISIONS[str(point["precision"])].products):
             yield _measured(
-                rank,
-                point,
-                batch or BATCH[str(point["precision"])],
-                num_samples,
+                rank, point, batch or BATCH[str(point["precision"])], num_samples,
                 has_traces and "strategy" in point,
-            )
+            )  # fmt: skip
         tidy(rank)
 
 

@@ -26,8 +26,7 @@ TRAINING_BODIES = ("flash", "cudnn", "ours")
 TRAINING_FP32 = {"tiny": (), "full": ((64, 2048), (128, 2048))}
 FP32_BODIES = ("pytorch", "ours")
 LONGEST = {"tiny": (), "full": ((128, 131072), (64, 131072))}
-TOKENS = {"tiny": 100, "full": 8192}
-"""A batch holds as many sequences as make this many tokens, at least one."""
+TOKENS = {"tiny": 100, "full": 8192}  # A batch holds as many sequences as make this many tokens, at least one
 ONE_HEAD = {
     "tiny": (("fp32", 64),),
     "full": tuple((dtype, d) for dtype in ("bf16", "fp32") for d in (64, 128, 32, 16)),

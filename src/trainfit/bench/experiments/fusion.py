@@ -24,10 +24,8 @@ from trainfit.spec.bench import BenchRow, Cell
 
 SHAPES = {"tiny": ((48, 128),), "full": ((32768, 8192), (512, 8192))}
 """Rows and their size 2f; the second is launch-bound."""
-CHUNK_ROWS = 4096
-"""Rows checked at once: fp64 of all would take four times the data."""
-TIMES_EAGER_ERROR = 2.0
-"""A body's error may be this multiple of the eager chain's error in its dtype."""
+CHUNK_ROWS = 4096  # Rows checked at once: fp64 of all would take four times the data
+TIMES_EAGER_ERROR = 2.0  # A body's error may be this multiple of the eager chain's error in its dtype
 Body = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The chain of x and the weight; fused kernels write into the third tensor, which is full of NaN at first."""
 ON_ANY: dict[str, Body] = {

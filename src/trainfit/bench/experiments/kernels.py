@@ -60,8 +60,7 @@ REST_S = 2.0
 SERIES = Rule(warmup=2, min_samples=6, max_samples=40, spread=0.1, cap_s=15.0, flush=False)
 """The second step is the first with AdamW's state and still allocates. Six samples of the longest take 12
 s."""
-TRIES = 3
-"""Profiled steps until one runs at full clocks."""
+TRIES = 3  # Profiled steps until one runs at full clocks
 MOST_BUSY = 1.05
 """Largest plausible kernel time over a step's time: kernels of one stream run one after another."""
 TOP = 5

@@ -45,8 +45,7 @@ CASES: dict[str, tuple[tuple[str, int], ...]] = {
 }
 """Attention and context, the most important first. Written out, 2048 tokens need more memory than a GPU
 has."""
-DETAILED = {64, 512}
-"""Contexts whose largest holders are listed, and whose snapshots are written."""
+DETAILED = {64, 512}  # Contexts whose largest holders are listed, and whose snapshots are written
 MODES = ("fp32", "amp-bf16")
 SOURCES = ("measured", "predicted")
 NUM_HOLDERS = 5

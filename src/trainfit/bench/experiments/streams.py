@@ -33,8 +33,7 @@ ROWS, ROW_SIZE = {"tiny": 2, "full": 16}, {"tiny": 256, "full": 131072}
 TOLERANCE = 1e-2
 """Of |difference| / |result|: streams may select different kernels for the same product in bf16."""
 Do = Callable[[], object]
-Make = Callable[[Bench], tuple[Do, Tensor]]
-"""Makes one list of work and the tensor of its result."""
+Make = Callable[[Bench], tuple[Do, Tensor]]  # Makes one list of work and the tensor of its result
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,8 @@ from trainfit.spec.hardware import Gpu
 from trainfit.spec.units import format_seconds
 
 Point = dict[str, Cell]
-Build = Callable[[], Callable[[Lap], object]]
-"""Makes tensors and modules, and returns the function to time."""
-Rates = Callable[[float], Mapping[str, Cell]]
-"""Computes numbers from a median in seconds, such as TFLOP/s."""
+Build = Callable[[], Callable[[Lap], object]]  # Makes tensors and modules, and returns the function to time
+Rates = Callable[[float], Mapping[str, Cell]]  # Computes numbers from a median in seconds, such as TFLOP/s
 Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
 """Status and message of a row without a result."""
 Found = TypeVar("Found")
@@ -48,17 +46,15 @@ class Part:
     """A row to make of one lap of a run.
 
     Attributes:
-        work: least work of the lap, for the check against the data sheet.
         held: bytes, which hold for a row without a time too; read when the runs are over.
-        has_host_time: also record ``host_s``, the median host time to issue the lap; not on a CPU.
     """
 
     point: Point
     lap: str = TOTAL
-    work: Work | None = None
+    work: Work | None = None  # Least work of the lap, for the check against the data sheet
     rates: Rates = lambda seconds: {}
     held: Mapping[str, Cell] = field(default_factory=dict)
-    has_host_time: bool = False
+    has_host_time: bool = False  # Also record host_s, the median host time to issue the lap; not on a CPU
 
 
 @dataclass
@@ -66,21 +62,17 @@ class Bench:
     """One run of one experiment on one device.
 
     Attributes:
-        gpu: data sheet; None: no time is checked against it.
-        ends_at: time on ``time.perf_counter`` after which no further point begins.
-        folder: where traces and snapshots are written; None: nowhere.
-        on_file: called with the path of each file written.
         only: values selected for each key of a point, as ``cell_name`` writes them.
     """
 
     device: torch.device
     form: Literal["tiny", "full"]
     stopwatch: Stopwatch
-    gpu: Gpu | None
+    gpu: Gpu | None  # Data sheet; None: no time is checked against it
     rule: Rule
-    ends_at: float
-    folder: Path | None = None
-    on_file: Callable[[Path], None] = lambda path: None
+    ends_at: float  # Time on time.perf_counter after which no further point begins
+    folder: Path | None = None  # Where traces and snapshots are written; None: nowhere
+    on_file: Callable[[Path], None] = lambda path: None  # Called with the path of each file written
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
@@ -124,7 +116,7 @@ class Bench:
 
         Args:
             rule: replaces the experiment's rule; the time left caps it.
-            numbers: added to every row besides the rates; read when the runs are over.
+            numbers: added to every row after the rates; read when the runs are over.
             on_host: the work is the CPU's, whatever the device.
             needed_by: points computed from these rows' times: where one is selected, the series runs too.
         """

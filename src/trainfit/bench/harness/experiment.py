@@ -11,8 +11,7 @@ from trainfit.spec.bench import BenchRow, Cell
 if TYPE_CHECKING:
     from trainfit.bench.harness.bench import Bench
 
-MEDIAN = "median_s"
-"""The median of a row's samples, where a number's name is expected."""
+MEDIAN = "median_s"  # The median of a row's samples, where a number's name is expected
 Number = str | Callable[[BenchRow], float | None]
 """The name of a row's number, or a function that computes one from the row."""
 
@@ -24,17 +23,13 @@ class Column:
     Attributes:
         value: key of a row's point or name of one of its numbers. The name's ending (``_s``, ``_bytes``,
             ``_share``) is the unit by which cells are formatted.
-        title: heading; empty: the name without its unit.
-        format: format specification that replaces the unit's.
-        note: meaning of the column, printed below the tables.
-        deviation: name of the standard deviation that is printed with the value.
     """
 
     value: str
-    title: str = ""
-    format: str = ""
-    note: str = ""
-    deviation: str = ""
+    title: str = ""  # Heading; empty: the name without its unit
+    format: str = ""  # Format specification that replaces the unit's
+    note: str = ""  # Meaning of the column, printed below the tables
+    deviation: str = ""  # Name of the standard deviation that is printed with the value
 
 
 @dataclass(frozen=True)
@@ -42,38 +37,30 @@ class Plot:
     """One plot: ``y`` over ``x``, a line or a group of bars for each value of ``series``.
 
     Attributes:
-        x: keys of the point; several are joined to one name.
         y: number on the vertical axis; several names are stacked in one bar; ``curve``: the row's
             curve, stacked by category; ``timeline``: the row's curve of computation and communication.
-        series: key with a line for each value.
-        panels: keys with a panel for each combination of values.
         where: values allowed for each key; rows of other points are left out.
-        bound: number drawn as a tick at each bar.
-        names: labels of values of ``series``, ``panels`` and ``x``.
         order: values of keys in the order in which they are drawn; others follow, numbers by size.
-        scale: factor of ``y``, for another unit.
-        text: format of the value written at each bar.
-        is_horizontal: bars lie, which suits long names.
     """
 
-    x: tuple[str, ...]
+    x: tuple[str, ...]  # Keys of the point; several are joined to one name
     y: Number | tuple[str, ...]
     title: str
-    series: str = ""
-    panels: tuple[str, ...] = ()
+    series: str = ""  # Key with a line for each value
+    panels: tuple[str, ...] = ()  # Keys with a panel for each combination of values
     where: Mapping[str, tuple[Cell, ...]] = field(default_factory=dict)
-    bound: Number = ""
+    bound: Number = ""  # Number drawn as a tick at each bar
     bound_label: str = ""
-    names: Mapping[Cell, str] = field(default_factory=dict)
+    names: Mapping[Cell, str] = field(default_factory=dict)  # Labels of values of series, panels and x
     order: Mapping[str, tuple[Cell, ...]] = field(default_factory=dict)
     x_label: str = ""
     y_label: str = ""
-    scale: float = 1.0
-    text: str = ""
+    scale: float = 1.0  # Factor of y, for another unit
+    text: str = ""  # Format of the value written at each bar
     x_log: bool = False
     y_log: bool = False
     is_bar: bool = False
-    is_horizontal: bool = False
+    is_horizontal: bool = False  # Bars lie, which suits long names
 
 
 @dataclass(frozen=True)
@@ -81,21 +68,14 @@ class Experiment:
     """One benchmark of ``trainfit bench``, the value ``EXPERIMENT`` of a file.
 
     Attributes:
-        title: subject, for ``trainfit bench --list``.
-        question: what the experiment answers, in one sentence.
-        run: yields a row for each point.
-        limit_s: default time limit in full form, in seconds.
         columns: columns in the order of the tables. Keys of points need one only for a title or a note.
-        plots: plots drawn into one figure.
-        on_host: all work is the CPU's, whatever device is chosen.
-        files: which files it writes besides its rows; empty: none.
     """
 
-    title: str
-    question: str
-    run: Callable[[Bench], Iterator[BenchRow]]
-    limit_s: float
+    title: str  # Subject, for trainfit bench --list
+    question: str  # What the experiment answers, in one sentence
+    run: Callable[[Bench], Iterator[BenchRow]]  # Yields a row for each point
+    limit_s: float  # Default time limit in full form, in seconds
     columns: tuple[Column, ...] = ()
-    plots: tuple[Plot, ...] = ()
-    on_host: bool = False
-    files: str = ""
+    plots: tuple[Plot, ...] = ()  # Plots drawn into one figure
+    on_host: bool = False  # All work is the CPU's, whatever device is chosen
+    files: str = ""  # Which files it writes in addition to its rows; empty: none

@@ -13,12 +13,10 @@ from trainfit.bench.harness.memory_timeline import BEFORE, Account, Follower, Pi
 from trainfit.measurement.meter import name_holders, tree_tensors
 from trainfit.step import Batch, Step
 
-MOST_ENTRIES = 500_000
-"""Allocations and frees that a snapshot keeps."""
+MOST_ENTRIES = 500_000  # Allocations and frees that a snapshot keeps
 
 Begin = Callable[[str], None]
-Run = Callable[[Begin], object]
-"""Runs once, calling its argument as each phase begins."""
+Run = Callable[[Begin], object]  # Runs once, calling its argument as each phase begins
 
 
 @dataclass

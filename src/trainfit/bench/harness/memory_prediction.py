@@ -25,8 +25,7 @@ from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import virtual_gpu
 
-NUM_POINTS = 32
-"""Points of a curve."""
+NUM_POINTS = 32  # Points of a curve
 NUM_PROCESSES = 2
 FORWARD_ONLY, WHOLE_STEP = "forward only", "whole step"
 
@@ -41,8 +40,7 @@ class RunMemory(NamedTuple):
     fits: bool = True
 
 
-Prediction = dict[str, RunMemory]
-"""Memory by kind of run."""
+Prediction = dict[str, RunMemory]  # Memory by kind of run
 
 
 def predict_memory(recipe: Recipe) -> Prediction:

@@ -24,8 +24,7 @@ from trainfit.spec.result import CATEGORIES, PHASES
 
 MODELS = Path("trainfit", "models").as_posix()
 OPTIMIZERS = Path("torch", "optim").as_posix()
-BEFORE = "before"
-"""Phase of storages that are alive when the account begins."""
+BEFORE = "before"  # Phase of storages that are alive when the account begins
 
 
 @dataclass
@@ -128,8 +127,7 @@ class Follower(LiveBytes):
         self.account = Account()
         self.phase = BEFORE
         self._op = ""
-        self._pieces: dict[int, int] = {}
-        """Index of the piece of each living storage, by its address."""
+        self._pieces: dict[int, int] = {}  # Index of the piece of each living storage, by its address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._op = str(func)

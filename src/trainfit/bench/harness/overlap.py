@@ -21,8 +21,7 @@ from trainfit.spec.bench import Curve
 
 Interval = tuple[float, float]
 COMPUTE, COMMUNICATION = "compute", "communication"
-FULL = 1000
-"""A column of a timeline's curve that is busy throughout."""
+FULL = 1000  # A column of a timeline's curve that is busy throughout
 OPERATIONS = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -35,15 +34,11 @@ DISPATCHER = "c10d::"
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds from the step's begin at which the device computes and communicates, merged and sorted.
-
-    Attributes:
-        phases: (begin, name) of each phase.
-    """
+    """Seconds from the step's begin at which the device computes and communicates, merged and sorted."""
 
     compute: tuple[Interval, ...]
     communication: tuple[Interval, ...]
-    phases: tuple[tuple[float, str], ...]
+    phases: tuple[tuple[float, str], ...]  # (begin, name) of each phase
 
     @property
     def end(self) -> float:

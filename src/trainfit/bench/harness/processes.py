@@ -25,13 +25,10 @@ from trainfit.bench.harness.bench import failure_of
 from trainfit.measurement.process import die_with_parent
 from trainfit.spec.errors import InputError
 
-PATIENCE_S = 120.0
-"""Longest wait for the next result of a rank."""
+PATIENCE_S = 120.0  # Longest wait for the next result of a rank
 POLL_S = 1e-4
-HEAD_START_NS = 2_000_000
-"""Time between the last rank's arrival and the common start."""
-Work = Callable[..., Iterator[Any]]
-"""(rank, *arguments) -> results, equally many on every rank."""
+HEAD_START_NS = 2_000_000  # Time between the last rank's arrival and the common start
+Work = Callable[..., Iterator[Any]]  # (rank, *arguments) -> results, equally many on every rank
 
 
 @dataclass

@@ -17,8 +17,7 @@ from torch.profiler import profile
 from trainfit.bench.harness.profiling import PART, PHASE
 
 PhaseAndPart = tuple[str, str]
-Track = tuple[Any, Any]
-"""Process and thread; of a GPU its index and the stream."""
+Track = tuple[Any, Any]  # Process and thread; of a GPU its index and the stream
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 OPERATION = "cpu_op"
 NUMBER = "External id"

@@ -23,8 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trainfit.models.native import attention, decoder
 from trainfit.step import Batch, Step
 
-PHASE, PART = "phase: ", "part: "
-"""Prefixes of the names of ranges."""
+PHASE, PART = "phase: ", "part: "  # Prefixes of the names of ranges
 PARTS = (
     "embedding", "norms", "projections", "RoPE and copies", "scores", "scale and mask", "softmax", "values",
     "MLP", "residuals", "head", "loss", "optimizer", "other",
@@ -32,16 +31,14 @@ PARTS = (
 """``projections``: query, key, value and output of attention; ``other``: kernels without a known part."""
 PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 """Operations that are a matrix product, including helpers they launch, such as split-K sums."""
-ENGINE = "autograd::engine::evaluate_function"
-"""The engine around one node, which also sums gradients."""
+ENGINE = "autograd::engine::evaluate_function"  # The engine around one node, which also sums gradients
 OVERHEADS = {
     "Activity Buffer Request", "Buffer Flush", "Command Buffer Full", "Driver Compiler", "Instrumentation",
     "Lazy Function Loading", "Resource", "Runtime Triggered Module Loading", "Unrecognized",
 }  # fmt: skip
 """CUPTI's overhead events (Kineto, ``overheadKindString``). They can have an operation's number, and torch
 then attributes all of its kernels to them once more."""
-BACKWARD_SCOPE = 1
-"""``at::RecordScope::BACKWARD_FUNCTION`` (ATen/record_function.h)."""
+BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION (ATen/record_function.h)
 
 
 class Launch(NamedTuple):

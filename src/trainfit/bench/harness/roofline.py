@@ -11,18 +11,12 @@ assumes 1830 MHz (132 multiprocessors x 4096 FLOPs), its highest clock is 1980 M
 
 @dataclass(frozen=True)
 class Work:
-    """The least work of a run.
+    """The least work of a run."""
 
-    Attributes:
-        flops: multiplications and additions of ``dtype`` operands.
-        cold_read_bytes: distinct bytes that are read and were not in the cache.
-        write_bytes: distinct bytes written.
-    """
-
-    flops: float = 0.0
+    flops: float = 0.0  # Multiplications and additions of dtype operands
     dtype: PeakDtype = "fp32"
-    cold_read_bytes: float = 0.0
-    write_bytes: float = 0.0
+    cold_read_bytes: float = 0.0  # Distinct bytes that are read and were not in the cache
+    write_bytes: float = 0.0  # Distinct bytes written
 
 
 def least_seconds(work: Work, gpu: Gpu, cache_bytes: int) -> float:

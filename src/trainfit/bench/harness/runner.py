@@ -63,7 +63,7 @@ def run(
         Stopped: SIGTERM or Ctrl-C ended the run. An error that belongs to no point is raised as it is.
     """
     start = time.perf_counter()
-    chosen, target = experiment(name), _device(device)
+    chosen, target = experiment(name), device_of(device)
     form = form or ("full" if target.type == "cuda" else "tiny")
     if chosen.on_host:
         target = torch.device("cpu")
@@ -154,7 +154,7 @@ def _make(folder: Path, name: str, chosen: Experiment) -> None:
         raise InputError(why, "name a folder", field="files", value=str(folder)) from error
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     if not DEVICE.fullmatch(name):
         raise InputError("no such device", "use auto, cpu, cuda or cuda:1", field="device", value=name)
     if name == "auto":

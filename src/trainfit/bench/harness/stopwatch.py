@@ -17,14 +17,10 @@ from trainfit.measurement.nvml import Nvml
 from trainfit.spec.bench import Environment
 from trainfit.spec.units import MIB
 
-LEAST_FLUSH_BYTES = 256 * MIB
-"""At least twice the L2 cache of any GPU in the catalog."""
-CPU_CACHE_BYTES = 32 * MIB
-"""Assumed of a CPU that does not report the size of its last cache."""
-BUSY_S = 2e-4
-"""Shortest spin: longer than a busy host needs to issue an event, a few kernels and an event."""
-HIGHEST_CLOCK_PER_S = 2e9
-"""GPUs spin by cycles; at a lower clock a spin is longer."""
+LEAST_FLUSH_BYTES = 256 * MIB  # At least twice the L2 cache of any GPU in the catalog
+CPU_CACHE_BYTES = 32 * MIB  # Assumed of a CPU that does not report the size of its last cache
+BUSY_S = 2e-4  # Shortest spin: longer than a busy host needs to issue an event, a few kernels and an event
+HIGHEST_CLOCK_PER_S = 2e9  # GPUs spin by cycles; at a lower clock a spin is longer
 POLL_S = 0.01
 
 

@@ -24,12 +24,10 @@ from typing import Any
 from trainfit.bench.harness.stopwatch import BUSY_S, Stopwatch
 from trainfit.spec.bench import BenchStatus, Spread
 
-Lap = Callable[[str], None]
-"""Called by the timed function where a part of it begins."""
+Lap = Callable[[str], None]  # Called by the timed function where a part of it begins
 TOTAL = "total"
 FIRST_REST_S, LONGEST_REST_S = 0.01, 1.0
-SPIN = 1.5
-"""Multiple of the longest time that the host took to issue a run."""
+SPIN = 1.5  # Multiple of the longest time that the host took to issue a run
 MOST_EXPOSED = 6
 """Samples in a row that the device reached too early; with so many the work itself waits for the device."""
 PATIENCE = 8
@@ -41,23 +39,20 @@ class Rule:
     """Rule for the number of samples.
 
     Attributes:
-        warmup: runs before the first sample.
-        spread: width of the median's confidence interval over the median at which sampling ends.
         cap_s: seconds after which no further sample begins, rests included. The very first run is not
             counted, because it may compile. The warm-up has as many seconds again.
         hide: keep the device busy until the host has issued the whole sample, so that a short one is the
             device's time alone. Never where the host's time is part of the question.
-        rest_s: rest before every sample, which keeps the average power below the limit.
     """
 
-    warmup: int = 3
+    warmup: int = 3  # Runs before the first sample
     min_samples: int = 10
     max_samples: int = 200
-    spread: float = 0.02
+    spread: float = 0.02  # Width of the median's confidence interval over the median at which sampling ends
     cap_s: float = 3.0
     flush: bool = True
     hide: bool = False
-    rest_s: float = 0.0
+    rest_s: float = 0.0  # Rest before every sample, which keeps the average power below the limit
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
@@ -71,18 +66,16 @@ class Timing:
 
     Attributes:
         laps: seconds of each part in the order taken; ``total``: of the whole.
-        host: host seconds to issue the same parts.
         runs: runs before each kept sample, warm-up and discarded ones included.
-        reasons: why samples were discarded.
     """
 
     status: BenchStatus = "done"
     message: str = ""
     laps: dict[str, list[float]] = field(default_factory=dict)
-    host: dict[str, list[float]] = field(default_factory=dict)
+    host: dict[str, list[float]] = field(default_factory=dict)  # Host seconds to issue the same parts
     runs: list[int] = field(default_factory=list)
     discarded: int = 0
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  # Why samples were discarded
 
     def keep(self, runs_before: int, laps: Mapping[str, float], host: Mapping[str, float]) -> None:
         """Add one sample: the seconds of its parts, and those that the host took to issue them."""

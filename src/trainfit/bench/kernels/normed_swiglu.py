@@ -17,8 +17,7 @@ from trainfit.bench.kernels import nvcc
 from trainfit.spec.errors import InputError
 
 EPS = 1e-6
-MAX_HALF = 8192
-"""Largest f: the CUDA C++ kernel holds whole rows in registers."""
+MAX_HALF = 8192  # Largest f: the CUDA C++ kernel holds whole rows in registers
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:

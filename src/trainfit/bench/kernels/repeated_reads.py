@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trainfit.bench.kernels import nvcc
 
-BLOCK = 8192
-"""fp32 that a program reads at once: 32 KiB, 8 reads of 16 bytes in flight a thread."""
+BLOCK = 8192  # fp32 that a program reads at once: 32 KiB, 8 reads of 16 bytes in flight a thread
 WARPS = 8
 SHARED_THREADS, SHARED_FLOATS = 1024, 16384
 """Threads of a block of shared_reads.cu, and the fp32 in its shared memory."""

@@ -30,15 +30,13 @@ LAP = {"forward": "forward", "backward": "backward", "both": TOTAL}
 PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
 """Products of n x n x d that rates count; the backward recomputes the scores (Dao, arXiv:2307.08691, section
 4.1)."""
-LEAST_PRODUCTS = {"forward": 2, "backward": 4, "both": 6}
-"""Products that every implementation needs."""
+LEAST_PRODUCTS = {"forward": 2, "backward": 4, "both": 6}  # Products that every implementation needs
 NOT_SYNCHRONISED = "forward, not synchronised"
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 """Names of bodies in ``torch.nn.attention.SDPBackend``."""
 HALF_ONLY = ("flash", "cudnn")
-MASKABLE = ("pytorch", "cudnn", "efficient")
-"""Bodies that take a mask as a tensor."""
+MASKABLE = ("pytorch", "cudnn", "efficient")  # Bodies that take a mask as a tensor
 CUDA_ONLY = ("cudnn", "efficient", "flex", "plain")
 MaskKind = Literal["none", "boolean", "additive"]
 """none: ``is_causal`` alone; boolean: True where a key is seen; additive: 0 or -inf in the query's dtype."""
@@ -63,8 +61,7 @@ class Case:
     seq: int
     head: int
     is_causal: bool
-    mask: MaskKind | None = None
-    """None: the row's point has no key ``mask``."""
+    mask: MaskKind | None = None  # None: the row's point has no key mask
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -26,13 +26,11 @@ from trainfit.spec.units import GIB, KIB, MIB
 BLOCK_BYTES = 4 * BLOCK
 MEMORY_BYTES = 2 * GIB
 L2_SHARES = (8, 4, 2)
-PROGRAMS_EACH = 2
-"""Programs of a multiprocessor: both always fit at once."""
+PROGRAMS_EACH = 2  # Programs of a multiprocessor: both always fit at once
 CPU_SET_BYTES = {"tiny": (64 * KIB, MIB), "full": (64 * KIB, MIB, 16 * MIB, 256 * MIB)}
 L2_TURNS, L1_TURNS, SHARED_TURNS = 2048, 8192, 4096
 """Two to three ms on an H200, which makes refilling the level after the flush negligible."""
-TOLERANCE = 1e-3
-"""Relative error of a sum of many fp32 between 0 and 1."""
+TOLERANCE = 1e-3  # Relative error of a sum of many fp32 between 0 and 1
 
 
 class Level(NamedTuple):

@@ -21,10 +21,8 @@ from trainfit.step import Batch, Step, assemble
 
 Sharding = Literal["none", "ours", "torch"]
 """How the optimizer's state is sharded: ``ShardedOptimizer`` or ``ZeroRedundancyOptimizer``."""
-DDP = "DDP"
-"""torch's DistributedDataParallel, among the strategies of ``DataParallel``."""
-NUM_WARMUP = 2
-"""The first step allocates the optimizer's state; after it DDP arranges its buckets anew."""
+DDP = "DDP"  # torch's DistributedDataParallel, among the strategies of DataParallel
+NUM_WARMUP = 2  # The first step allocates the optimizer's state; after it DDP arranges its buckets anew
 
 
 @dataclass
@@ -33,8 +31,7 @@ class Replica:
 
     step: Step
     batches: list[Batch]
-    wrapper: Any = None
-    """DataParallel or DDP; None: FSDP2, which is in the model."""
+    wrapper: Any = None  # DataParallel or DDP; None: FSDP2, which is in the model
 
     def __call__(
         self, batches: list[Batch] | None = None, on_phase: Callable[[str], None] = lambda phase: None

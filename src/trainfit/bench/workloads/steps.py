@@ -8,8 +8,7 @@ from trainfit.spec.hardware import PeakDtype
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 
-SIZES = ("small", "medium", "large", "xl", "2.7b")
-"""The course's models in the catalog, smallest first."""
+SIZES = ("small", "medium", "large", "xl", "2.7b")  # The course's models in the catalog, smallest first
 
 
 class Precision(NamedTuple):

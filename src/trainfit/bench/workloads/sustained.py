@@ -32,12 +32,10 @@ KINDS: dict[str, tuple[Kind, ...]] = {"cpu": ("bf16", "fp8"), "cuda": ("bf16", "
 SHAPES = {"tiny": ((64, 32, 48),), "full": ((16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096))}
 """Tokens, inputs and outputs: the linear layers of Llama 3.1 8B with most of its FLOPs."""
 PRODUCTS = ("forward", "input's gradient", "weight's gradient")
-BOTH_GRADIENTS = "both gradients"
-"""Lap of a compiled layer's backward."""
+BOTH_GRADIENTS = "both gradients"  # Lap of a compiled layer's backward
 EXPECTED_REASON = "software power cap"
 """The expected reason for lower clocks; any other is a fault of the machine."""
-AHEAD = 2
-"""Samples issued before the first of them has ended, so that the device never waits for the host."""
+AHEAD = 2  # Samples issued before the first of them has ended, so that the device never waits for the host
 SAMPLE_S = 0.02
 RULES = {
     "tiny": Rule(min_samples=6, max_samples=10_000, spread=0.5),

@@ -21,19 +21,15 @@ from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL, G
 MIN_ROWS = 1024
 """Minimum tokens per chunk. Reading and writing the weight's gradient (4 e v bytes at 3.5 TB/s) takes as long
 as a product (2 c e v FLOPs at 700 TFLOP/s) at c = 400."""
-MAX_CHUNKS = 32
-"""Limits how often the weight's gradient is rounded."""
-ALIGNMENT = 8
-"""Multiple of a chunk's tokens that tensor cores need."""
+MAX_CHUNKS = 32  # Limits how often the weight's gradient is rounded
+ALIGNMENT = 8  # Multiple of a chunk's tokens that tensor cores need
 
 
 class Head(NamedTuple):
     """Output layer of a language model: ``softcap * tanh(scale * (h W^T + b) / softcap)``."""
 
-    weight: Tensor
-    """[v, e]"""
-    bias: Tensor | None = None
-    """[v]"""
+    weight: Tensor  # [v, e]
+    bias: Tensor | None = None  # [v]
     scale: float = 1.0
     softcap: float | None = None
 
@@ -98,11 +94,9 @@ def linear_cross_entropy(
 class Labels(NamedTuple):
     """One chunk's targets, each [c, 1]."""
 
-    columns: Tensor
-    """int64, clamped to the vocabulary."""
+    columns: Tensor  # int64, clamped to the vocabulary
     ignored: Tensor
-    factors: Tensor
-    """Factors of the tokens' gradients; 0 where ignored."""
+    factors: Tensor  # Factors of the tokens' gradients; 0 where ignored
 
 
 def chunk_loss(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from trainfit.kernels.custom_op import declare, refuse_second_derivative, triton_kernels, uses_triton
 
-PROGRAMS = 1056
-"""Programs of the scaling kernel: eight per multiprocessor of an H200."""
+PROGRAMS = 1056  # Programs of the scaling kernel: eight per multiprocessor of an H200
 BLOCK = 2048
 IGNORED_LABEL = -100
 
@@ -24,12 +23,9 @@ IGNORED_LABEL = -100
 class Gradients(NamedTuple):
     """Gradients at the expected loss gradient, filled chunk by chunk; None where not needed."""
 
-    hidden: Tensor | None
-    """[n, e]"""
-    weight: Tensor | None
-    """[v, e]"""
-    bias: Tensor | None
-    """[v]"""
+    hidden: Tensor | None  # [n, e]
+    weight: Tensor | None  # [v, e]
+    bias: Tensor | None  # [v]
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> Self:

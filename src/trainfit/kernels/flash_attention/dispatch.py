@@ -21,8 +21,7 @@ from trainfit.kernels.flash_attention.hopper import launch as hopper_launch
 from trainfit.kernels.flash_attention.hopper.launch import Groups, GroupsBackward, Layout, fits, layout
 
 HOPPER = (9, 0)
-FORWARD: dict[int, Groups] = {128: Groups(2, 128, 2), 64: Groups(3, 128, 2)}
-"""Fastest forward by head size."""
+FORWARD: dict[int, Groups] = {128: Groups(2, 128, 2), 64: Groups(3, 128, 2)}  # Fastest forward by head size
 BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 4), 64: GroupsBackward(2, 4)}
 """Fastest backward by head size. It accumulates dQ with atomics, so its last bits vary between runs."""
 
@@ -32,8 +31,7 @@ class Machine:
     """GPU and Triton, as far as the choice depends on them."""
 
     capability: tuple[int, int]
-    has_gluon: bool = True
-    """Return whether Triton has Gluon and tensor descriptors."""
+    has_gluon: bool = True  # Return whether Triton has Gluon and tensor descriptors
 
 
 @dataclass(frozen=True)

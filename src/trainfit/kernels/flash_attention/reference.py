@@ -8,8 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-TILE = 128
-"""Rows per tile."""
+TILE = 128  # Rows per tile
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

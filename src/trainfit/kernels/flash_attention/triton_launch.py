@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 128
-"""Rows per program before the backward; padded lengths are multiples of it and of every BLOCK_M."""
+ROWS = 128  # Rows per program before the backward; padded lengths are multiples of it and of every BLOCK_M
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,7 @@ class Tiles:
     warps: int
     stages: int
     heads_at_once: int = 8
-    max_registers: int | None = None
-    """Registers per thread; fewer let more programs share a multiprocessor."""
+    max_registers: int | None = None  # Registers per thread; fewer let more programs share a multiprocessor
 
     def arguments(self, q: Tensor) -> dict[str, Any]:
         """Return the launch arguments of a kernel for queries ``q``."""
@@ -143,8 +141,7 @@ def tiles(kernel: str, x: Tensor) -> Tiles:
     return Tiles(32, 32, 4, 2) if narrow and row_bytes > 256 else Tiles(64, 32, 4, 2)
 
 
-HOPPER_SHARED_BYTES = 227 * 1024
-"""Shared memory per program (CUDA programming guide, compute capability 9.0)."""
+HOPPER_SHARED_BYTES = 227 * 1024  # Shared memory per program (CUDA programming guide, compute capability 9.0)
 TILES = {
     "forward": (Tiles(128, 64, 4, 4), Tiles(128, 128, 8, 3, 4)),
     "keys": (Tiles(32, 128, 4, 3), Tiles(64, 128, 8, 3)),

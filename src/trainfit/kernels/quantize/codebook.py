@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = {8: 256, 4: 128}
-"""Elements per scale, by bits, as in the papers and torchao."""
+BLOCK = {8: 256, 4: 128}  # Elements per scale, by bits, as in the papers and torchao
 LEAST_SCALE = 1e-12
 
 
@@ -56,10 +55,8 @@ class MomentLevels:
 class Codes(NamedTuple):
     """A quantised moment of n elements."""
 
-    codes: Tensor
-    """uint8: the moment's shape in 8 bits, [ceil(n / 2)] in 4 bits."""
-    scales: Tensor
-    """fp32 [ceil(n / block)]."""
+    codes: Tensor  # uint8: the moment's shape in 8 bits, [ceil(n / 2)] in 4 bits
+    scales: Tensor  # fp32 [ceil(n / block)]
 
 
 def zeros(shape: torch.Size, bits: int, device: torch.device) -> Codes:

@@ -17,10 +17,8 @@ from torch import Tensor
 from trainfit.kernels.custom_op import declare, triton_kernels
 from trainfit.kernels.quantize import codebook
 
-BLOCK = 64
-"""Weights per magnitude."""
-GROUP = 256
-"""Magnitudes per scale."""
+BLOCK = 64  # Weights per magnitude
+GROUP = 256  # Magnitudes per scale
 TRITON = "kernels.quantize.triton"
 
 LEVELS = (
@@ -35,16 +33,11 @@ LEVELS = (
 class Nf4(NamedTuple):
     """A quantised tensor of n weights in B = ceil(n / 64) blocks."""
 
-    codes: Tensor
-    """uint8 [32 B]: the indices of two levels per byte."""
-    block_codes: Tensor
-    """uint8 [B]: (magnitude - ``offset``) / group scale as 8-bit floats."""
-    group_scales: Tensor
-    """fp32 [ceil(B / 256)]."""
-    offset: Tensor
-    """fp32 [1]: the mean of the magnitudes."""
-    levels: Tensor
-    """fp32 [272]: the 16 values of ``codes``, then the 256 of ``block_codes``."""
+    codes: Tensor  # uint8 [32 B]: the indices of two levels per byte
+    block_codes: Tensor  # uint8 [B]: (magnitude - offset) / group scale as 8-bit floats
+    group_scales: Tensor  # fp32 [ceil(B / 256)]
+    offset: Tensor  # fp32 [1]: the mean of the magnitudes
+    levels: Tensor  # fp32 [272]: the 16 values of codes, then the 256 of block_codes
 
 
 def make_levels(device: torch.device | str) -> Tensor:

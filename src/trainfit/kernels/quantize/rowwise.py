@@ -18,10 +18,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 class Rows(NamedTuple):
     """A quantised matrix."""
 
-    codes: Tensor
-    """int8 or float8_e4m3fn [rows, columns]."""
-    scales: Tensor
-    """fp32 [rows]."""
+    codes: Tensor  # int8 or float8_e4m3fn [rows, columns]
+    scales: Tensor  # fp32 [rows]
 
 
 def empty_rows(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device | str) -> Rows:

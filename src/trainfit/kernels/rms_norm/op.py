@@ -16,8 +16,7 @@ from torch import Tensor
 from trainfit.kernels.custom_op import declare, refuse_second_derivative, triton_kernels
 from trainfit.spec.errors import InputError
 
-MAX_SIZE = 16384
-"""Largest row of one program; at twice the size the backward spills kilobytes per thread."""
+MAX_SIZE = 16384  # Largest row of one program; at twice the size the backward spills kilobytes per thread
 MAX_PARTS = 528
 """Partial sums of the weight's gradient: four programs for each of an H200's 132 multiprocessors. The number
 does not depend on the GPU, and each program adds its rows in order, so the result is deterministic."""

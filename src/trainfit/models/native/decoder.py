@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainfit.models.deferred_init import is_deferred
 from trainfit.models.native import attention, positions
 from trainfit.models.native.config import NativeConfig
 from trainfit.spec.errors import InputError
@@ -166,8 +167,7 @@ class NativeDecoder(nn.Module):
     def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.config = config
-        self.num_prefix = 0
-        """Tokens of the prefixes; positions of the sequence start after them."""
+        self.num_prefix = 0  # Tokens of the prefixes; positions of the sequence start after them
         e, v = config.hidden_size, config.vocab_size
         self.embed = Embedding(v, e, padding_idx=config.pad_token_id, dtype=dtype, device=device)
         learned = config.position_embedding == "learned"
@@ -224,8 +224,8 @@ class NativeDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise weights from N(0, initializer_range), biases to 0, norms to 1; nothing on meta."""
-        if self.embed.weight.is_meta:
+        """Initialise weights from N(0, initializer_range), biases to 0, norms to 1; on meta if recorded."""
+        if self.embed.weight.is_meta and not is_deferred():
             return
         for module in self.modules():
             self.init_module(module)

@@ -26,8 +26,7 @@ from trainfit.spec.plain_data import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-RECOMPUTED = ".rotary_emb.inv_freq"
-"""Buffer in old Llama files that the config determines."""
+RECOMPUTED = ".rotary_emb.inv_freq"  # Buffer in old Llama files that the config determines
 OTHER_CONFIG = "use the config.json that belongs to these weights"
 
 

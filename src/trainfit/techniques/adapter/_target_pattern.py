@@ -15,8 +15,7 @@ from trainfit.spec.errors import InputError
 MAX_PATTERN_CHARS = 10_000
 MAX_GROUPS = 100
 """Deeper nesting than Python compiles, depending on the depth of the stack, is refused at any depth."""
-CPU_SECONDS = 1
-"""Matching a pattern such as ``.*_proj`` against a thousand names takes a millisecond."""
+CPU_SECONDS = 1  # Matching a pattern such as .*_proj against a thousand names takes a millisecond
 WALL_SECONDS = 60
 CAN_BACKTRACK = re.compile(r"[*+?{|]")
 MATCH = f"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 
@@ -34,11 +34,15 @@ def check(recipe: Recipe) -> None:
     """Refuse meshes other than replicas, and what replicas do not work with."""
     check_gpus(recipe)
     mesh = recipe.mesh
-    if mesh.replicate != recipe.hardware.count:
+    if mesh.replicate * mesh.pipeline != recipe.hardware.count:
         problem = f"{mesh.strategy} keeps whole weights on every rank, and the mesh has other ranks"
-        remedy = "use parallel.strategy: fsdp, or leave the other fields of parallel at 1"
+        remedy = "use parallel.strategy: fsdp, or only replicas and a pipeline"
         raise refusal(recipe, "parallel.strategy", problem, remedy)
     check_values(recipe, ALLOWED, mesh.strategy)
+    if not mesh.reshard_after_forward:
+        problem = f"{mesh.strategy} keeps whole weights on every rank, and gathers none"
+        remedy = "leave it out, or use parallel.strategy: fsdp"
+        raise refusal(recipe, "parallel.reshard_after_forward", problem, remedy)
     if mesh.strategy in OURS and mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         problem = f"{mesh.strategy} averages gradients once a step"
         remedy = "leave sync_each_batch out, or use parallel.strategy: ddp"
@@ -90,6 +94,12 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
     draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group)  # pyright: ignore
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    return tuple(
+        Offer({"parallel": {"strategy": name}}) for name in ("ddp", "zero1") if recipe.hardware.count > 1
+    )
+
+
 TECHNIQUE = Technique(
     name="data_parallel",
     order=320,
@@ -102,4 +112,5 @@ TECHNIQUE = Technique(
     describe=lambda recipe: f"{TITLES[recipe.mesh.strategy]}, {recipe.mesh.replicate} replicas",
     variants=tuple({"hardware": {"count": 2}, "parallel": {"strategy": name}} for name in TITLES),
     trace_whole=lambda recipe: True,
+    offers=_offers,
 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainfit.catalog.load import model_config
+from trainfit.catalog.load import gpu, model_config
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 
@@ -103,8 +103,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     plan = PLAN[recipe.model.implementation]
     modules = {name.rpartition(".")[2]: module for name, module in draft.model.named_modules()}
     for name, module in list(draft.model.named_modules()):
-        _shard(plan.get(name.rpartition(".")[2]), module, tokens, modules["lm_head"])
-    tensor_parallel.split_input(decoder_blocks(draft.model)[0], tokens)
+        if any(True for _ in module.parameters()):  # A pipeline's stage has stand-ins for what it lacks.
+            _shard(plan.get(name.rpartition(".")[2]), module, tokens, modules["lm_head"])
+    if draft.stage is None or draft.stage.is_first:
+        tensor_parallel.split_input(decoder_blocks(draft.model)[0], tokens)
+    tokens.batch_shape = recipe.batch.micro, recipe.batch.seq
     for name, parameter in draft.model.named_parameters():
         if not isinstance(parameter, DTensor):
             problem, remedy = f"no plan for the parameter {name}", "use parallel.tensor: 1"
@@ -123,7 +126,7 @@ def _shard(kind: str | None, module: Any, tokens: TokenShards, head: Any) -> Non
     elif kind == "rows":
         tensor_parallel.shard_rows(module, tokens)
     elif kind == "embedding":
-        is_tied = module.weight is head.weight
+        is_tied = module.weight is getattr(head, "weight", None)
         tensor_parallel.shard_embedding(module, tokens)
         if is_tied:
             head._parameters["weight"] = module._parameters["weight"]
@@ -147,6 +150,12 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss.to_local()
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    """Offer 2, 4 and 8 ranks within a host."""
+    in_host = min(recipe.hardware.count, gpu(recipe.hardware.gpu).gpus_per_host)
+    return tuple(Offer({"parallel": {"tensor": ranks}}) for ranks in (2, 4, 8) if in_host % ranks == 0)
+
+
 TECHNIQUE = Technique(
     name="tensor_parallel",
     order=65,
@@ -158,4 +167,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: f"tensor parallel over {recipe.mesh.tensor}",
     variants=({"hardware": {"count": 2}, "parallel": {"tensor": 2}},),
+    offers=_offers,
 )

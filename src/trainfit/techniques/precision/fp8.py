@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.virtual.trace.exclusive import exclusive
 
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-MULTIPLE = 16
-"""Sizes of ``torch._scaled_mm``'s operands, in elements."""
+MULTIPLE = 16  # Sizes of torch._scaled_mm's operands, in elements
 SMALL = (4096, 1024)
 """(inputs, outputs): a layer with at most this many of both gains nothing (torchao.float8's
 ``_auto_filter_for_tensorwise``)."""
-CAPABILITY = (8, 9)
-"""The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0."""
+CAPABILITY = (8, 9)  # The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0
 
 
 def check(recipe: Recipe) -> None:
@@ -48,7 +46,7 @@ def check(recipe: Recipe) -> None:
         remedy = "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on"
         raise refusal(recipe, "precision", problem, remedy)
     if recipe.adapter is not None:
-        problem = "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients"
+        problem = "the base is frozen under an adapter, and fp8 layers would compute its weights' gradients"
         remedy = "use precision: bf16, with quantize: fp8 to store the base in 8 bits"
         raise refusal(recipe, "precision", problem, remedy)
     if recipe.offload.weights:
@@ -127,4 +125,9 @@ TECHNIQUE = Technique(
     apply=apply,
     needs={"compile": "block"},
     draw=Draw(alone=_draw),
+    offers=lambda recipe: (
+        (Offer({"precision": "fp8", "compile": "block"}, numerics="products in fp8", is_slow=True),)
+        if recipe.precision == "bf16"
+        else ()
+    ),
 )

@@ -35,8 +35,7 @@ class Ranks:
         self.mesh, self.device = mesh, device
         self.rank = 0 if mesh is None else dist.get_rank()
         self.world_size = 1 if mesh is None else dist.get_world_size()
-        self.group: Any = None
-        """A gloo group, whose collectives need no device."""
+        self.group: Any = None  # A gloo group, whose collectives need no device
         if mesh is not None:
             self.group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
         self.watch: Watch | None = None

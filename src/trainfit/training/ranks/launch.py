@@ -21,8 +21,7 @@ from trainfit.spec.stop import StopSignal
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 LAUNCHER = "TRAINFIT_LAUNCHER"
 """Environment variable of a rank: the process id of the launcher, which reports a killed rank."""
-GRACE_S = 8.0
-"""Time in which ranks end after one has failed; they notice it within about a second (watch.py)."""
+GRACE_S = 8.0  # Time in which ranks end after one has failed; they notice it within about a second (watch.py)
 
 
 class RankKilledError(Exception):

@@ -24,14 +24,10 @@ from trainfit.spec.printable import say
 from trainfit.training.ranks.launch import LAUNCHER
 
 BEAT_S = 0.5
-STOPPED_S = 10.0
-"""A process that is stopped for so long (SIGSTOP) ends the run."""
-SILENT_S = 30.0
-"""A rank on another host without a heartbeat for so long ends the run."""
-ANSWER_S = 2.0
-"""Longest wait for the store, whose process may be the one that is stopped."""
-SAVING_TIMES = 6
-"""A checkpoint may take so many times the limit of a phase."""
+STOPPED_S = 10.0  # A process that is stopped for so long (SIGSTOP) ends the run
+SILENT_S = 30.0  # A rank on another host without a heartbeat for so long ends the run
+ANSWER_S = 2.0  # Longest wait for the store, whose process may be the one that is stopped
+SAVING_TIMES = 6  # A checkpoint may take so many times the limit of a phase
 LINGER_S = 5.0
 """A failed rank that has not ended after so long is ended: a communicator may wait for its peers."""
 VERDICT = "trainfit/verdict"
@@ -42,20 +38,17 @@ class Beat(NamedTuple):
     """Heartbeat of one rank."""
 
     pid: int
-    started: int
-    """Start time of the process, so that a process id used anew is not taken for it."""
+    started: int  # Start time of the process, so that a process id used anew is not taken for it
     host: str
-    events: int
-    """Phases entered so far; every rank enters the same ones, so the lowest count is behind."""
+    events: int  # Phases entered so far; every rank enters the same ones, so the lowest count is behind
     step: int
     phase: str
-    age_s: float
-    """Time since the last event."""
+    age_s: float  # Time since the last event
     number: int
     ended: bool
 
     def where(self, rank: int) -> str:
-        return f"rank {rank} (process {self.pid}, last heard at step {self.step}, {self.phase})"
+        return f"rank {rank} (process {self.pid}, last seen at step {self.step}, {self.phase})"
 
 
 class Watch:
@@ -78,15 +71,13 @@ class Watch:
         self._host, self._started = _host(), _process(os.getpid())[1]
         self._events, self._at, self._since_s = 0, (0, "start"), time.monotonic()
         self._number = 0
-        self._beats: dict[int, Beat] = {}
-        """Last heartbeats of the others."""
+        self._beats: dict[int, Beat] = {}  # Last heartbeats of the others
         self._heard_s = time.monotonic()
         """Time of the last exchange with the store, which rank 0 or torchrun's agent holds."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._stopped_since_s: dict[int, float] = {}
         self._done = threading.Event()
-        self._failed: tuple[int, float] | None = None
-        """Exit code and time."""
+        self._failed: tuple[int, float] | None = None  # Exit code and time
 
     def publish(self) -> None:
         """Publish the first heartbeat. Every rank must have done so before one starts to watch."""

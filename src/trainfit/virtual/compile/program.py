@@ -35,6 +35,7 @@ class Program:
 
     def __call__(self, inputs: list[Any]) -> Any:
         self._base = self._scopes.override = self._scopes.current()
+        self._tracer.entered_graph()
         if self._masks is not None:
             self._masks.enter(inputs)
         try:

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from trainfit.spec.hardware import Gpu
 
 PYTORCHS = ("cudnn", "flash", "efficient")
-MASKS = ("attn_bias", "bias", "attn_mask")
-"""Arguments of PyTorch's operations that are added to the scores."""
+MASKS = ("attn_bias", "bias", "attn_mask")  # Arguments of PyTorch's operations that are added to the scores
 HEADS_FIRST = ("aten::_scaled_dot_product_", "trainfit::")
 """Operations on tensors [batch, heads, seq, head_dim]; others have [batch, seq, heads, head_dim]."""
 

@@ -23,8 +23,7 @@ from trainfit.virtual.cuda.op_kinds import (
 )
 from trainfit.virtual.trace.tensors import tensors_of
 
-WHOLE = frozenset({"max", "min"})
-"""Their overload ``default`` reads a contiguous copy (ReduceAllOps.cpp)."""
+WHOLE = frozenset({"max", "min"})  # Their overload default reads a contiguous copy (ReduceAllOps.cpp)
 GRADIENTS = 1
 """Position of a fused optimizer's gradients, which are written only with a loss scale, unlike in its
 schema."""

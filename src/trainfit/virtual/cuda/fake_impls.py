@@ -37,8 +37,7 @@ PROFILING = frozenset({
     torch.ops.profiler._record_function_exit._RecordFunction,
 })  # fmt: skip
 """Profiler ranges of ``Optimizer.step``."""
-LARGEST_FALLBACK_BYTES = 64 << 20
-"""Inputs of an operation that may run for real."""
+LARGEST_FALLBACK_BYTES = 64 << 20  # Inputs of an operation that may run for real
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 

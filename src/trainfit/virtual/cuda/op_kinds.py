@@ -108,8 +108,7 @@ HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
 """Name in a ledger -> direction of the copy; each direction has its own bandwidth."""
 
-LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
-"""Our kernels whose first argument only gives a dtype."""
+LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})  # Our kernels whose first argument only gives a dtype
 
 OWN_VECTOR_WORK = frozenset(
     """

@@ -7,8 +7,7 @@ import torch
 
 from trainfit.virtual.trace.exclusive import is_tracing_thread
 
-Kernel = Callable[..., Any]
-"""Takes the dispatch key set, then the operation's arguments."""
+Kernel = Callable[..., Any]  # Takes the dispatch key set, then the operation's arguments
 
 
 def override(library: "torch.library.Library", name: str, kernel: Callable[..., Any], key: str) -> None:

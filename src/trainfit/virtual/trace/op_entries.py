@@ -6,6 +6,7 @@ from trainfit.ledger.ledger import Op
 from trainfit.virtual.cuda.attention_kernel import AttentionKernel
 from trainfit.virtual.cuda.bytes_moved import bytes_moved
 from trainfit.virtual.cuda.flops import OpFlops
+from trainfit.virtual.cuda.op_layout import layout, product_shape
 from trainfit.virtual.trace.scope import Scope
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -22,19 +23,35 @@ def op_entries(
     phase: str,
     segment: int,
     attention: AttentionKernel,
+    host: tuple[int, int, int],
 ) -> list[Op]:
     """Return one entry; for an operation on a list of several groups' parameters, one per group.
 
     Args:
         counted: the result of ``flops.count``.
         owners: scope of each parameter of an operation on a list; else one scope, or none.
+        host: views, module calls and compiled graphs before it.
     """
-    dtype = _dtype(args, out)
+    dtype = dtype_of(args, out)
     groups = {owner.group for owner in owners}
     if len(groups) > 1:
         shares = _shares(func, args, kwargs, out, owners)
         return [
-            Op(str(func), "", segment, group, 0, 0, 0, 0, num_bytes, dtype, int(number == 0), scope.updating)
+            Op(
+                str(func),
+                "",
+                segment,
+                group,
+                0,
+                0,
+                0,
+                0,
+                num_bytes,
+                dtype,
+                int(number == 0),
+                scope.updating,
+                host=host if number == 0 else (0, 0, 0),
+            )
             for number, (group, num_bytes) in enumerate(shares)
         ]
     num_bytes = bytes_moved(func, args, kwargs, out)
@@ -46,7 +63,7 @@ def op_entries(
     return [
         Op(
             str(func), scope.module, segment, scope.group, full, causal, model, model_full, num_bytes, dtype,
-            1, scope.updating, *attention,
+            1, scope.updating, *attention, product_shape(func, args), layout(func, args, out), host,
         )
     ]  # fmt: skip
 
@@ -72,7 +89,7 @@ def _of_group(value: Any, owners: list[Scope], group: int | None) -> Any:
     return value
 
 
-def _dtype(args: Any, out: Any) -> str:
+def dtype_of(args: Any, out: Any) -> str:
     """Return the dtype of the first floating-point input, else of the output."""
     for t in tensors_of((args, out)):
         if t.is_floating_point():

@@ -90,6 +90,8 @@ class ScopeTracker:
         self._numbers: list[int] = []
         self._marks: list[Scope] = []
         self._handles: list[Any] = []
+        self.num_entered = 0
+        """Module calls since the tracer last took their number."""
         self.on_recomputed = lambda: None
         self.on_outermost: Callable[[nn.Module], None] = lambda module: None
         """Called before an outermost module's forward."""
@@ -173,6 +175,7 @@ class ScopeTracker:
                 self._end(module, None, None)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
+        self.num_entered += 1
         if not self._stack:
             self.on_outermost(module)
         scope = self._of_module.get(id(module), self._stack[-1] if self._stack else NO_SCOPE)

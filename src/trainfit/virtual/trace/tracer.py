@@ -52,6 +52,7 @@ class Tracer(TorchDispatchMode):
         self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
         """Called with each operation of ``torch.distributed``."""
         self._unknown: set[str] = set()
+        self._views = self._graphs = 0
         self._host: dict[int, tuple[Any, int]] = {}
         """Pinned host memory by address: the storage (on ``meta``) and the group that first copied it."""
         sole_reference_counts()  # Cached here, outside any dispatch.
@@ -88,7 +89,20 @@ class Tracer(TorchDispatchMode):
         """Record a kernel of compiled code, which is no operation of PyTorch."""
         scope, segment = self.scopes.current(), self.live.segment
         self.live.current_group = scope.group
-        self.ledger.ops.append(Op(name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype))
+        op = Op(
+            name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, host=self._host_calls()
+        )
+        self.ledger.ops.append(op)
+
+    def entered_graph(self) -> None:
+        """Count a call of a compiled graph."""
+        self._graphs += 1
+
+    def _host_calls(self) -> tuple[int, int, int]:
+        """Return the views, module calls and compiled graphs since the entry before."""
+        found = self._views, self.scopes.num_entered, self._graphs
+        self._views = self.scopes.num_entered = self._graphs = 0
+        return found
 
     def tuned(self, scratch: Sequence[tuple[int, ...]]) -> None:
         """Record a kernel's autotuning, which belongs to no group: each tuple is freed together."""
@@ -137,6 +151,7 @@ class Tracer(TorchDispatchMode):
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:
+            self._views += 1
             return
         scope = self.scopes.current()
         owners = self.live.owners_of(args) if scope.owned else []
@@ -199,7 +214,7 @@ class Tracer(TorchDispatchMode):
             counted = counted if share is None else visible_only(counted, share)
         self.ledger.ops += op_entries(
             func, args, kwargs, out, counted=counted, scope=scope, owners=owners, phase=self.scopes.phase,
-            segment=self.live.segment, attention=attention,
+            segment=self.live.segment, attention=attention, host=self._host_calls(),
         )  # fmt: skip
         if self.ledger.ops[-1].name in COPY_DIRECTIONS:
             for t in args:

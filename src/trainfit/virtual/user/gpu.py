@@ -40,8 +40,7 @@ class UserGpu:
 
     def __init__(self, tracer: UserTracer, steps: StepFollower, memory_stats: MemoryStats):
         self.tracer, self.steps, self.memory_stats = tracer, steps, memory_stats
-        self.buckets: FirstBuckets | None = None
-        """DDP's, on several ranks."""
+        self.buckets: FirstBuckets | None = None  # DDP's, on several ranks
 
 
 @contextmanager

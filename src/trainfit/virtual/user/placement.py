@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 MARK = "_trainfit_on_host"
-LARGEST_REAL_BYTES = 1 << 28
-"""Larger tensors stay fake when copied from the device to the host."""
+LARGEST_REAL_BYTES = 1 << 28  # Larger tensors stay fake when copied from the device to the host
 
 
 def local_of(value: Any) -> Any:

@@ -30,15 +30,12 @@ from trainfit.virtual.user.process_groups import world_size_of
 from trainfit.virtual.user.steps import StepFollower
 from trainfit.virtual.user.tracer import UserTracer
 
-STATES = "_get_managed_states"
-"""Returns the parameters and buffers that ``fully_shard`` moves to the GPU."""
+STATES = "_get_managed_states"  # Returns the parameters and buffers that fully_shard moves to the GPU
 BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 """Operations of two ranks, of which only one is traced."""
-NCCL_VERSION = (2, 28, 9)
-"""Of torch 2.13 for CUDA; logged only."""
+NCCL_VERSION = (2, 28, 9)  # Of torch 2.13 for CUDA; logged only
 Objects = list[Any]
-Replacement = tuple[Any, str, Callable[..., Any]]
-"""Owner, name and the function in place of it."""
+Replacement = tuple[Any, str, Callable[..., Any]]  # Owner, name and the function in place of it
 
 
 @contextmanager

@@ -45,8 +45,7 @@ class StepFollower:
         self._ignores = False
         self._handles: list[Any] = []
         self.has_trained = False
-        self.has_optimizer = False
-        """Steps are updates rather than backwards."""
+        self.has_optimizer = False  # Steps are updates rather than backwards
         self.num_parameters = self.num_trained = 0
         """Elements of all and of trainable parameters on the device at the last call of a module."""
         scopes.on_outermost = self._forward_begins

@@ -44,10 +44,8 @@ class UserTracer(Tracer):
     def __init__(self, gpu: GpuTraits, scopes: ScopeTracker, placement: PlacementState, fake: FakeTensorMode):
         super().__init__(gpu, scopes, placement)
         self._fake = fake
-        self.is_inside = False
-        """True while PyTorch's own code runs, which must see fake tensors on the CPU."""
-        self.notes: set[str] = set()
-        """Deviations of the trace from a real run."""
+        self.is_inside = False  # True while PyTorch's own code runs, which must see fake tensors on the CPU
+        self.notes: set[str] = set()  # Deviations of the trace from a real run
         self.before_collective: Callable[[Any], None] = lambda func: None
         """Called with each operation of ``torch.distributed``, those on host tensors included."""
 

@@ -1,7 +1,7 @@
 // RMSNorm, then SwiGLU of its halves, in one pass: x [n, 2f], weight [2f], y [n, f], all bf16; f a multiple of 8.
 //
 // A block takes rows b, b + blocks, ...: whole rows are in its registers, so each byte is read once and written once, 16 at a time.
-// The next row is asked for before the present one is added up, so that memory is never idle; the weight stays in registers.
+// The load of the next row begins before the present one is added up, so that memory is never idle; the weight stays in registers.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>

@@ -36,8 +36,7 @@ from trainfit.kernels.flash_attention.hopper.pipeline import GROUP_THREADS, _arr
 
 GROUP_KEYS = gl.constexpr(64)
 GROUPS = gl.constexpr(2)
-HALF = gl.constexpr(64)
-"""Rows and columns of a group's half of dQ."""
+HALF = gl.constexpr(64)  # Rows and columns of a group's half of dQ
 DS_BUFFERS = gl.constexpr(2)
 EMPTY = gl.constexpr(4)  # Triton uses the named barriers 0 to 3 (CUDA has 16)
 TURN = gl.constexpr(6)

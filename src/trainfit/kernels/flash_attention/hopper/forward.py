@@ -110,7 +110,7 @@ def _compute_tiles(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    lanes = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
+    rows = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
     count = _count(n, all_heads, shift)
     first, batch, head = _position(_number(0, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
     tiles, _ = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
@@ -120,7 +120,7 @@ def _compute_tiles(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     _release(k_empty.index(0))
     p, row_max, row_sum, shrink = _first_step(
-        scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, v_tiles.dtype
+        scores, first + rows, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, v_tiles.dtype
     )
     done = 0
     for turn in range(count):
@@ -130,7 +130,7 @@ def _compute_tiles(
         tiles, whole = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
         acc, p, shrink, row_max, row_sum = _all_steps(
             p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            whole, tiles, done, buffer, first + lanes, n, m, scale_log2, s_layout, o_layout, p_layout,
+            whole, tiles, done, buffer, first + rows, n, m, scale_log2, s_layout, o_layout, p_layout,
             GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
         )  # fmt: skip
         _release(q_empty.index(buffer))
@@ -150,7 +150,7 @@ def _compute_tiles(
         scores = warpgroup_mma_wait(1, deps=(scores,))
         _release(k_empty.index(done % STAGES))
         p, next_max, next_sum, shrink = _first_step(
-            scores, next_first + lanes, next_tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, v_tiles.dtype
+            scores, next_first + rows, next_tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, v_tiles.dtype
         )
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
         _release(v_empty.index(last))
@@ -203,7 +203,7 @@ def _compute_tile(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    lanes = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
+    rows = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
     first, batch, head = _position(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
     tiles, whole = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
     mbarrier.wait(q_full.index(member), 0)
@@ -212,11 +212,11 @@ def _compute_tile(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     _free(None, NAMED, 0, GROUPS)
     p, row_max, row_sum, shrink = _first_step(
-        scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, v_tiles.dtype
+        scores, first + rows, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, v_tiles.dtype
     )
     acc, p, shrink, row_max, row_sum = _all_steps(
         p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, None, v_full, None,
-        whole, tiles, 0, member, first + lanes, n, m, scale_log2, s_layout, o_layout, p_layout,
+        whole, tiles, 0, member, first + rows, n, m, scale_log2, s_layout, o_layout, p_layout,
         GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
     )  # fmt: skip
     acc, probabilities = _added(acc, p, shrink, v_tiles, (tiles - 1) % STAGES, p_layout, BLOCK_N, BLOCK_D)

@@ -43,8 +43,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    past_16_bytes: int
-    """Address modulo 16."""
+    past_16_bytes: int  # Address modulo 16
 
 
 def layout(x: Tensor) -> Layout:

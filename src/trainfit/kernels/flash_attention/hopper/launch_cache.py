@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-MAX_CACHED = 4096
-"""The cache is cleared at this size, which bounds its memory when lengths keep changing."""
+MAX_CACHED = 4096  # The cache is cleared at this size, which bounds its memory when lengths keep changing
 
 
 Tile = tuple[Tensor, tuple[int, ...]]

@@ -23,10 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
-NAMED = gl.constexpr(5)
-"""First named barrier that Triton does not use with three groups (CUDA has 16)."""
-GROUP_ROWS = gl.constexpr(64)
-"""Query rows per group: the rows of one wgmma instruction."""
+NAMED = gl.constexpr(5)  # First named barrier that Triton does not use with three groups (CUDA has 16)
+GROUP_ROWS = gl.constexpr(64)  # Query rows per group: the rows of one wgmma instruction
 THREADS_OF_ROW = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]

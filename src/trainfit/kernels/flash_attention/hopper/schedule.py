@@ -8,8 +8,7 @@ from functools import cache, lru_cache
 
 import torch
 
-MANY_TURNS = 32
-"""From this number of turns on, the load is balanced without a shift."""
+MANY_TURNS = 32  # From this number of turns on, the load is balanced without a shift
 
 
 @cache

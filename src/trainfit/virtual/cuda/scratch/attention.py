@@ -17,8 +17,7 @@ from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 FLOAT = 4
 SEED = 8
 FLASH_ROWS = 128
-LSE_ROWS = 32
-"""The efficient kernel pads logsumexp to this (kAlignLSE)."""
+LSE_ROWS = 32  # The efficient kernel pads logsumexp to this (kAlignLSE)
 
 
 def head_dim_rounded(head_dim: int) -> int:

@@ -45,8 +45,7 @@ class Registry(dict[str, Rule[R]]):
         return add
 
 
-SCRATCH: Registry[tuple[int, ...]] = Registry()
-"""Rules that return the bytes of each scratch tensor."""
+SCRATCH: Registry[tuple[int, ...]] = Registry()  # Rules that return the bytes of each scratch tensor
 OUTPUTS: Registry[dict[int, int]] = Registry()
 """Rules that return the bytes of outputs whose size on CUDA differs, by position among the tensors."""
 

@@ -39,12 +39,10 @@ class GpuTraits:
     compute_capability: tuple[int, int] = (9, 0)
     num_sms: int = 132
     threads_per_sm: int = 2048
-    shared_memory_bytes: int = 227 * 1024
-    """The most shared memory that one block may opt in to."""
+    shared_memory_bytes: int = 227 * 1024  # The most shared memory that one block may opt in to
     l2_cache_bytes: int = 60 << 20
     torch_version: tuple[int, int] = field(default_factory=installed_torch)
-    gfx: str = ""
-    """AMD's name of the architecture; empty for CUDA."""
+    gfx: str = ""  # AMD's name of the architecture; empty for CUDA
 
     @classmethod
     def of(cls, gpu: Gpu, torch_version: tuple[int, int] | None = None) -> "GpuTraits":

@@ -18,8 +18,7 @@ from trainfit.virtual.cuda.scratch.call import (
     num_bytes,
 )
 
-CHUNK = 65536
-"""Elements per block (kChunkSize)."""
+CHUNK = 65536  # Elements per block (kChunkSize)
 SMALL_SORT = 4096
 HUGE_SLICE = 1_000_000
 FEW_SLICES = 128

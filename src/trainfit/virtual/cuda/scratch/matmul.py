@@ -25,8 +25,7 @@ def batched_product(call: Call) -> tuple[int, ...]:
     return tuple(num_bytes(t) for t in (second, first) if needs_batch_copy(t))
 
 
-TENSOR_MAP = 128
-"""Bytes of a TMA descriptor (``cute::TmaDescriptor``)."""
+TENSOR_MAP = 128  # Bytes of a TMA descriptor (cute::TmaDescriptor)
 
 
 @SCRATCH.rule("_grouped_mm")

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tiny_recipe import tiny_recipe
-from trainfit.spec.recipe import Hardware, Optimizer, Parallel, Recipe
+from tiny_recipe import tiny_recipe, wide_recipe
+from trainfit.spec.recipe import Batch, Hardware, Optimizer, Parallel, Recipe
 from trainfit.step import assemble
 
 STEPS = 3
@@ -58,3 +59,32 @@ def apart(implementation: str, config: dict[str, Any], fields: dict[str, Any], m
         *(abs(one - other) for one, other in zip(found, losses, strict=True)),
         *(abs(found_norms[name] / norm - 1) if norm else found_norms[name] for name, norm in norms.items()),
     )
+
+
+def recipe_losses(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return the losses of three steps of a tiny recipe on all ranks, and of one process on all batches."""
+    num_ranks, cpu = dist.get_world_size(), torch.device("cpu")
+    base = wide_recipe(2, batch=Batch(micro=1, seq=16)).content()
+    recipe = Recipe.model_validate(base | {"hardware": Hardware(gpu="h200", count=num_ranks)} | fields)
+    sizes = recipe.mesh.dimensions
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    step = assemble(recipe, cpu, mesh=mesh)
+    losses = []
+    for number in range(STEPS):
+        loss = step(step.random_batches(10 * number))
+        dist.all_reduce(loss)
+        losses.append(loss.item() / num_ranks)
+    alone = recipe.model_copy(
+        update={
+            "hardware": Hardware(gpu="h200"),
+            "parallel": Parallel(),
+            "batch": Batch(micro=1, seq=16, accumulate=num_ranks),
+        }
+    )
+    whole = assemble(alone, cpu)
+    own = assemble(alone.model_copy(update={"batch": Batch(micro=1, seq=16)}), cpu)
+    expected = []
+    for number in range(STEPS):
+        batches = [own.random_batches(10 * number + rank)[0] for rank in range(num_ranks)]
+        expected.append(whole(batches).item())
+    return losses, expected

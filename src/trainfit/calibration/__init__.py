@@ -1,0 +1,1 @@
+"""Measure a device and its host once: the rates that step times are predicted with."""

@@ -1,0 +1,54 @@
+"""``trainfit calibrate``: measure this device and its host once; predictions use the rates from then on."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from trainfit.cli.options import Device, Json, finite, only_json, print_json
+from trainfit.spec.printable import say
+
+if TYPE_CHECKING:
+    from trainfit.spec.calibration import Calibration
+
+OUT_HELP = "Where to write the result; default: where predict finds it."
+LIMIT_HELP = "Begin nothing further after this time (280; with --host 20)."
+
+
+def run(
+    host: Annotated[bool, Option("--host", help="Only the host: for another CPU with a known GPU.")] = False,
+    device: Device = "auto",
+    out: Annotated[Path | None, Option(metavar="FILE.json", help=OUT_HELP)] = None,
+    limit: Annotated[
+        float | None, Option("--limit-s", metavar="SECONDS", min=1, callback=finite, help=LIMIT_HELP)
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Measure this machine's rates, which predict then uses: under 5 minutes, the host alone 10 s.
+
+    What was measured is kept after every part; a part that fails does not stop the others.
+    """
+    from trainfit.bench.harness.runner import device_of
+    from trainfit.calibration.run import HOST_LIMIT_S, LIMIT_S, Run, folder
+
+    with only_json(json):
+        chosen = device_of(device)
+        limit_s = limit or (HOST_LIMIT_S if host else LIMIT_S)
+        draft = out or folder() / "calibration.json"
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        run = Run(chosen, host_only=host, limit_s=limit_s, say=lambda line: say(line, err=True), out=draft)
+        found = run.run()
+    if json:
+        print_json(found)
+    else:
+        show(found, draft)
+    return 0
+
+
+def show(found: "Calibration", path: Path) -> None:
+    """Print the file's name, what it holds, and what could not be measured."""
+    of = found.gpu or found.environment.device
+    say(f"{of}, {found.cpu}: {len(found.ops)} operations, {len(found.host)} costs of the host, "
+        f"{len(found.host_steps)} small steps in {found.elapsed_s:.0f} s: {path}")  # fmt: skip
+    for line in found.failures:
+        say(f"not measured: {line}")

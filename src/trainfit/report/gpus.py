@@ -1,0 +1,91 @@
+"""A recipe on several kinds of GPU, as a table: verdict, speed, and time and cost of a run."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from rich.console import Console
+
+from trainfit.report.console import console, rows
+from trainfit.report.prediction_text import amount
+from trainfit.report.table import Column, Table, or_dash
+from trainfit.report.words import describe
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import OnGpu
+from trainfit.spec.units import GIB, format_count, format_seconds
+
+VERDICTS = {"fits": "good", "does not fit": "bad", "refused": "warning"}
+CHEAPEST = "the cheapest that fits"
+
+
+def show(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None, *, out: Console | None = None) -> None:
+    """Print the comparison, cheapest first; GPUs that it does not fit on last.
+
+    Args:
+        recipe: on any of the GPUs.
+        tokens: of the run; None: costs are of a million tokens.
+    """
+    out = out or console()
+    count = recipe.hardware.count
+    on = f"on {count} GPU{'s' * (count > 1)}"
+    run = "" if tokens is None else f", {format_count(tokens)} tokens"
+    out.print(f"{describe(recipe).rpartition(', on ')[0]}, {on}{run}", style="bold")
+    ordered = sorted(found, key=_order)
+    best = ordered[0] if _dollars(ordered[0]) is not None and _fits(ordered[0]) else None
+    table = Table(_columns(found), ordered, lambda one: one is best).fitted(out.width)
+    out.print(table.rich(f"* {CHEAPEST}" if best else ""))
+    refused = [[one.gpu, one.refused] for one in ordered if one.refused]
+    if refused:
+        out.print()
+        rows(out, refused, "left", "wrap")
+
+
+def _columns(found: Sequence[OnGpu]) -> list[Column]:
+    every = [
+        Column("GPU", attrgetter("gpu"), False),
+        Column("verdict", _verdict, False, kind=lambda one: VERDICTS.get(_verdict(one), "")),
+        Column("device GiB", lambda one: _of(one, "peak_device_bytes", "{:.1f}", GIB), rank=3),
+        Column("of GiB", lambda one: _of(one, "device_bytes", "{:.1f}", GIB), rank=4),
+        Column("tokens/s predicted", lambda one: _of(one, "tokens_per_s", "{:,.0f}"), rank=2),
+        Column("MFU", lambda one: or_dash(one.estimate and one.estimate.mfu, "{:.1%}"), rank=1),
+        Column("time", lambda one: or_dash(one.run and one.run.run_s, format_seconds)),
+        Column("GPU-hours", lambda one: or_dash(one.run and one.run.gpu_hours, amount)),
+        Column("$/h a GPU", lambda one: or_dash(_price(one), "{:.2f}"), rank=1),
+        Column("cost $" if any(one.run for one in found) else "$ a million tokens", _cost_text),
+    ]
+    return list(Table(every, found).filled().columns)
+
+
+def _fits(one: OnGpu) -> bool:
+    return one.estimate is not None and one.estimate.fits
+
+
+def _order(one: OnGpu) -> tuple[bool, bool, float, float]:
+    dollars = _dollars(one)
+    speed = one.estimate.tokens_per_s if one.estimate else None
+    return not _fits(one), dollars is None, dollars or 0.0, -(speed or 0.0)
+
+
+def _verdict(one: OnGpu) -> str:
+    if one.estimate is None:
+        return "refused"
+    return "fits" if one.estimate.fits else "does not fit"
+
+
+def _price(one: OnGpu) -> float | None:
+    return one.estimate.cost.price_per_gpu_hour if one.estimate and one.estimate.cost else None
+
+
+def _dollars(one: OnGpu) -> float | None:
+    """Return the run's dollars; without tokens, those of a million."""
+    if one.run is not None:
+        return one.run.dollars
+    return one.estimate.cost.per_million_tokens if one.estimate and one.estimate.cost else None
+
+
+def _cost_text(one: OnGpu) -> str:
+    return or_dash(_dollars(one), amount if one.run else "{:.4g}")
+
+
+def _of(one: OnGpu, name: str, pattern: str, unit: float = 1) -> str:
+    value = getattr(one.estimate, name, None)
+    return or_dash(None if value is None else value / unit, pattern)

@@ -1,0 +1,88 @@
+"""Calibration: rows as the ledger describes operations, failures that stop nothing, a file always whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainfit.bench.harness.stopwatch import CpuStopwatch
+from trainfit.calibration import run as run_module
+from trainfit.calibration.op_timer import OpTimer
+from trainfit.calibration.run import Run
+from trainfit.calibration.workloads import one_step, recipes, tiny_recipe
+from trainfit.prediction.estimate import ledger_of
+from trainfit.spec.calibration import Calibration
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.techniques.registry import check
+from trainfit.virtual.cuda.op_layout import layout, product_shape
+
+aten = torch.ops.aten
+
+
+def test_the_rows_of_a_step_are_the_entries_of_its_ledger() -> None:
+    timer = OpTimer(CpuStopwatch(), None, lambda: False)
+    with timer:
+        one_step(tiny_recipe(), torch.device("cpu"))
+    timer.finish()
+    assert not timer.failures
+    ledger = ledger_of(tiny_recipe(), use_cache=False)
+    wanted = {(op.name, op.layout, op.shape, op.num_bytes) for op in ledger.steady_ops if op.causal_flops}
+    assert wanted <= {(row.op, row.layout, row.shape, row.num_bytes) for row in timer.rows}
+    assert all(row.seconds > 0 for row in timer.rows)
+
+
+def test_an_operation_in_place_is_timed_on_copies_and_equal_calls_once() -> None:
+    timer = OpTimer(CpuStopwatch(), None, lambda: False)
+    x = torch.ones(64)
+    with timer:
+        x.add_(1.0)
+        x.add_(1.0)
+        x.view(8, 8)
+    timer.finish()
+    assert x.tolist() == [3.0] * 64
+    assert [(row.op, row.num_bytes) for row in timer.rows] == [("aten.add_.Tensor", 512)]
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "expected"),
+    [
+        (aten.add.Tensor, (ones(4, 8), ones(4, 8)), ""),
+        (aten.add.Tensor, (ones(4, 8), ones(8)), "broadcast"),
+        (aten.add.Tensor, (ones(4, 8), ones(8, 4).t()), "strided"),
+        (aten.clone.default, (ones(4, 16)[:, :8],), "strided"),
+        (aten.mul.Tensor, (ones(4, 8), ones(4, 8, dtype=torch.bfloat16)), "mixed"),
+        (aten.sum.dim_IntList, (ones(4, 8), [0]), "outer"),
+        (aten.sum.dim_IntList, (ones(4, 8), [1]), ""),
+        (aten.mm.default, (ones(4, 8), ones(16, 8).t()), "nt"),
+    ],
+)
+def test_layouts(func: object, args: tuple[object, ...], expected: str) -> None:
+    assert layout(func, args, func(*args)) == expected  # pyright: ignore[reportCallIssue]
+
+
+def test_a_products_shape() -> None:
+    assert product_shape(aten.bmm.default, (ones(3, 4, 8), ones(3, 8, 5))) == (3, 4, 5, 8)
+    assert product_shape(aten.add.Tensor, (ones(4, 8), ones(4, 8))) == ()
+
+
+def test_every_part_has_a_result_or_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> float:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(run_module, "costs", lambda device: [("a call", broken), ("another", lambda: 1e-6)])
+    out = tmp_path / "calibration.json"
+    run = Run(torch.device("cpu"), host_only=True, limit_s=60, say=lambda line: None, out=out)
+    run.run()
+    kept = Calibration.model_validate_json(out.read_text())
+    assert kept.host == {"another": 1e-6}
+    assert kept.failures == ("host, a call: RuntimeError: no such kernel",)
+
+
+def test_every_recipe_of_the_calibration_is_allowed() -> None:
+    for _, data in recipes():
+        check(recipe_from(data))
