@@ -16,9 +16,7 @@ LIMIT_HELP = "Begin nothing further after this time (280; with --host 20)."
 
 
 def run(
-    host: Annotated[
-        bool, Option("--host", help="Only the host: for another CPU beside a known GPU.")
-    ] = False,
+    host: Annotated[bool, Option("--host", help="Only the host: for another CPU with a known GPU.")] = False,
     device: Device = "auto",
     out: Annotated[Path | None, Option(metavar="FILE.json", help=OUT_HELP)] = None,
     limit: Annotated[

@@ -4,6 +4,7 @@ Imports torch only where no ledger is kept.
 """
 
 import os
+from collections.abc import Callable, Sequence
 
 from trainfit.catalog.load import cluster
 from trainfit.catalog.load import gpu as find_gpu
@@ -15,8 +16,9 @@ from trainfit.prediction import attention_time, cache, communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Cost, Estimate, Interval
+from trainfit.spec.result import Cost, Estimate, Interval, OtherPeak
 from trainfit.spec.units import format_bytes
 
 CONVENTION = (
@@ -58,32 +60,53 @@ def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = Fal
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
     """
     gpu = find_gpu(recipe.hardware.gpu)
+    if recipe.mesh.pipeline > 1:
+        from trainfit.prediction.pipeline import estimate_pipeline
+
+        return estimate_pipeline(recipe, gpu, use_cache=use_cache, deterministic=deterministic)
     ledger = ledger_of(recipe, use_cache=use_cache, deterministic=deterministic)
     return estimate(recipe, gpu, ledger)
 
 
 def ledger_of(
-    recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False, shorten: bool = False
+    recipe: Recipe,
+    *,
+    use_cache: bool = True,
+    deterministic: bool = False,
+    shorten: bool = False,
+    stage: Stage | None = None,
 ) -> Ledger:
-    """The recipe's ledger, from the cache or traced; ``shorten``: as ``trace`` takes it."""
-    kept = cache.load(recipe, deterministic=deterministic) if use_cache else None
+    """The recipe's ledger, or that of one stage of its pipeline, from the cache or traced.
+
+    Of a whole pipeline it is that of the GPU with the highest peak (``stage_ledger.composed``).
+    ``shorten``: as ``trace`` takes it.
+    """
+    if stage is None and recipe.mesh.pipeline > 1:
+        from trainfit.prediction.pipeline import fullest_ledger
+
+        return fullest_ledger(recipe, use_cache=use_cache, deterministic=deterministic)
+    kept = cache.load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
     if kept is not None:
         return kept
     from trainfit.prediction.trace import trace, trace_whole
 
     shorten = shorten and trace_whole(recipe)
-    ledger = trace(recipe, deterministic=deterministic, shorten=shorten)
+    ledger = trace(recipe, deterministic=deterministic, shorten=shorten, stage=stage)
     if not shorten:  # A shortened one is no prediction.
-        cache.save(recipe, ledger, deterministic=deterministic)
+        cache.save(recipe, ledger, deterministic=deterministic, stage=stage)
     return ledger
 
 
 def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     """Return the Estimate of a recipe's ledger on a GPU."""
     gpu = communication.on_hosts(gpu, recipe.hardware)
-    replayed, fits = replay_on(gpu, ledger)
+    replays, fits = of_both_peaks(gpu, ledger, lambda one: replay_on(gpu, one))
     time = roofline(ledger, gpu)
-    found = summary(gpu, ledger, replayed, time, fits=fits)
+    return of_recipe(recipe, gpu, ledger, summary(gpu, ledger, replays, time, fits=fits), time)
+
+
+def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: Roofline | None) -> Estimate:
+    """Return the Estimate with what the recipe adds: tokens a second, cost, assumptions and bounds."""
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
     tokens_per_s = tokens / found.step_s if found.step_s else None
     return found.model_copy(
@@ -94,23 +117,45 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
             "cost": _cost(recipe, tokens_per_s),
             "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
             "bounds": _bounds(time, gpu, recipe),
-            "warnings": (*found.warnings, *(_emulated(recipe, gpu) if time else ())),
+            "warnings": (
+                *found.warnings,
+                *communication.large_hosts(gpu),
+                *(_emulated(recipe, gpu) if time else ()),
+            ),
         }
     )
 
 
-def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *, fits: bool) -> Estimate:
+def of_both_peaks(
+    gpu: Gpu, ledger: Ledger, replayed: Callable[[Ledger], tuple[Replay, bool]]
+) -> tuple[list[Replay], bool]:
+    """Return the replays of a ledger whose ``held`` storages are freed late and soon, and whether both fit.
+
+    The one that reserves more comes first. Where the two have equal peaks there is one.
+    """
+    ledgers = filter(None, (ledger, ledger.freed_sooner()))
+    found, fit = zip(*map(replayed, ledgers), strict=True)
+    replays = sorted(found, key=lambda one: -one.peak_reserved_bytes)
+    peaks = {(one.peak_allocated_bytes, one.peak_reserved_bytes) for one in replays}
+    return replays[: len(peaks)], all(fit)
+
+
+def summary(
+    gpu: Gpu, ledger: Ledger, replays: Sequence[Replay], time: Roofline | None, *, fits: bool
+) -> Estimate:
     """Return the part of an Estimate that the ledger alone decides: memory, FLOPs, time and utilisation.
 
     Args:
-        replayed: the ledger's replay through the caching allocator.
+        replays: the ledger's replay through the caching allocator, then one with another peak if there is.
         time: the steady step's roofline; None: the GPU's speed is not known.
         fits: whether the replay stays within the GPU's memory.
     """
     model_flops, hardware_flops = ledger.steady_sum("model_flops"), ledger.steady_sum("causal_flops")
     step_s = time.expected.total if time else None
     peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
-    peak_device_bytes = replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger)
+    replayed, *others = replays
+    outside = overhead_bytes(gpu, ledger)
+    peak_device_bytes = replayed.peak_reserved_bytes + outside
     return Estimate(
         recipe_id=None,
         phases=replayed.phases,
@@ -119,6 +164,7 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
         peak_allocated_bytes=replayed.peak_allocated_bytes,
         peak_reserved_bytes=replayed.peak_reserved_bytes,
         peak_device_bytes=peak_device_bytes,
+        other_peak=_other_peak(others[0], outside) if others else None,
         device_bytes=gpu.usable_bytes,
         host_bytes=ledger.host_bytes,
         fits=fits,
@@ -139,6 +185,11 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
         warnings=_little_headroom(gpu, peak_device_bytes, fits=fits),
         versions=ledger.versions,
     )
+
+
+def _other_peak(one: Replay, outside: int) -> OtherPeak:
+    allocated, reserved = one.peak_allocated_bytes, one.peak_reserved_bytes
+    return OtherPeak(allocated=allocated, reserved=reserved, device=reserved + outside)
 
 
 def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
@@ -218,9 +269,13 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
     )
 
 
+def least_headroom(gpu: Gpu) -> float:
+    """Return the share of the device below which a prediction that fits is warned of."""
+    return LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
+
+
 def _little_headroom(gpu: Gpu, peak_device_bytes: int, *, fits: bool) -> tuple[str, ...]:
-    headroom_bytes = gpu.usable_bytes - peak_device_bytes
-    least = LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
+    headroom_bytes, least = gpu.usable_bytes - peak_device_bytes, least_headroom(gpu)
     if not fits or headroom_bytes >= least * gpu.usable_bytes:
         return ()
     return (

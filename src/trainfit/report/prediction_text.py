@@ -15,6 +15,9 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
+LEAST_APART = 0.01
+"""Share by which two possible peaks differ if both are shown."""
+
 
 def show(
     recipe: Recipe | None,
@@ -41,6 +44,7 @@ def show(
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
+    _pipeline(out, estimate)
     if estimate.code is not None:
         heading(out, "Largest holders at the peak")
         holders = [
@@ -176,6 +180,20 @@ def _memory(out: Console, estimate: Estimate) -> None:
     cells = zip(lines, [*bars, ""], strict=False)
     shown = [[name, format_bytes(size), share, filled] for (name, size, share), filled in cells]
     rows(out, shown, "left", "right", "right", "left")
+    if (other := _other_peak(estimate)) is not None:
+        out.print(other, style="dim")
+
+
+def _other_peak(estimate: Estimate) -> str | None:
+    """Return a line about the lower of DDP's two peaks, where one of its sizes is lower by over 1 %."""
+    other = estimate.other_peak
+    names = ("allocated", "reserved", "device")
+    if other is None or all(
+        getattr(other, name) >= (1 - LEAST_APART) * getattr(estimate, f"peak_{name}_bytes") for name in names
+    ):
+        return None
+    sizes = " / ".join(format_bytes(getattr(other, name)) for name in names)
+    return f"or {sizes} (allocated / reserved / on the device), if NCCL lets go of DDP's first buckets soon"
 
 
 def _full_bar(estimate: Estimate) -> int:
@@ -206,6 +224,29 @@ def phase_lines(phases: Phases) -> list[list[str]]:
     return lines
 
 
+def _pipeline(out: Console, estimate: Estimate) -> None:
+    """Print a row for each position of a pipeline; equal neighbours are one row."""
+    if not estimate.pipeline:
+        return
+    heading(out, f"Pipeline{_bubble(estimate)}")
+    titles = ["GPU", "blocks", "in flight", "peak", "forward", "backward", "idle in a step"]
+    lines = [titles]
+    for number, one in enumerate(estimate.pipeline):
+        blocks = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in one.blocks)
+        times = [one.forward_s, one.backward_s, one.idle_s]
+        lines.append(
+            [str(number), blocks, str(one.in_flight), format_bytes(one.peak_device_bytes)]
+            + ["" if seconds is None else format_seconds(seconds) for seconds in times]
+        )
+    rows(out, lines, "left", "left", *(["right"] * 5))
+
+
+def _bubble(estimate: Estimate) -> str:
+    if estimate.bubble is None:
+        return ""
+    return f": GPUs wait for other stages {estimate.bubble:.1%} of the forwards' and backwards' time"
+
+
 def _step_lines(estimate: Estimate) -> list[list[str]]:
     lines = [
         ["model FLOPs", format_flops(estimate.model_flops), "forward and backward, nothing recomputed"],
@@ -234,6 +275,7 @@ def _parts(estimate: Estimate) -> str:
     parts = [
         (name, getattr(estimate.time, f"{name}_s")) for name in ("matmul", "memory", "communication", "host")
     ]
+    parts.append(("waiting for other stages", estimate.time.bubble_s))
     hidden_s = estimate.time.hidden_communication_s
     hidden = f"; behind them {format_seconds(hidden_s)} of communication" if hidden_s else ""
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds) + hidden

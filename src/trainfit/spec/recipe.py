@@ -27,6 +27,9 @@ Strategy = Literal["auto", "fsdp", "ddp", "naive", "flat", "overlapped", "bucket
 """auto: fsdp. ddp: torch's. naive, flat, overlapped, bucketed: those of ``trainfit.parallel.DataParallel``.
 zero1: torch's DDP with a sharded optimizer."""
 
+Schedule = Literal["1f1b", "interleaved", "gpipe"]
+"""Order of a pipeline's forwards and backwards (``spec.pipeline``)."""
+
 MAX_MICRO_BATCH_TOKENS = 2**32
 """Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
 
@@ -167,7 +170,8 @@ class Parallel(Value):
         expert: ranks over which a layer's experts are spread; they are taken from the shards.
         bucket_mb: size of a bucket of gradients in MiB; None: one bucket.
         sync_each_batch: reduce gradients after every micro-batch; False: after the last one of a step,
-            which keeps whole gradients until then. None: True for FSDP2, False for the others.
+            which keeps whole gradients until then. None: True for FSDP2 without a pipeline, else False.
+        virtual_stages: stages that each GPU of an interleaved pipeline holds; None: two.
     """
 
     replicate: PositiveInt = 1
@@ -180,6 +184,25 @@ class Parallel(Value):
     reshard_after_forward: bool = True
     bucket_mb: Annotated[float, Field(gt=0)] | None = 25.0
     sync_each_batch: bool | None = None
+    schedule: Schedule = "1f1b"
+    virtual_stages: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _stages_agree(self) -> "Parallel":
+        if self.pipeline == 1 and (self.schedule != "1f1b" or self.virtual_stages is not None):
+            name = "schedule" if self.schedule != "1f1b" else "virtual_stages"
+            problem, remedy = "there is no pipeline", f"set parallel.pipeline, or leave {name} out"
+            raise disagreement(problem, remedy, field=f"parallel.{name}")
+        if self.virtual_stages is not None and (self.virtual_stages > 1) != (self.schedule == "interleaved"):
+            problem = f"{self.schedule} with {self.virtual_stages} stages on a GPU"
+            remedy = "use schedule: interleaved with two or more, another schedule with one"
+            raise disagreement(problem, remedy, field="parallel.virtual_stages")
+        return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of the pipeline that each GPU holds."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
     @property
     def world_size(self) -> int:
@@ -198,7 +221,8 @@ class Parallel(Value):
     @property
     def syncs_each_batch(self) -> bool:
         """Whether gradients are reduced after every micro-batch."""
-        return self.shards_weights if self.sync_each_batch is None else self.sync_each_batch
+        default = self.shards_weights and self.pipeline == 1
+        return default if self.sync_each_batch is None else self.sync_each_batch
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -283,11 +307,16 @@ class Recipe(Value):
     @property
     def has_open_fields(self) -> bool:
         """True if a field states a goal, so that it is planned before a step is built."""
-        return isinstance(self.recompute, BudgetGib) or self.attention == "best"
+        return self.plans_recompute or self.attention == "best"
+
+    @property
+    def plans_recompute(self) -> bool:
+        """True if the recomputation of each block is planned, within a budget or the GPU's memory."""
+        return isinstance(self.recompute, BudgetGib) or self.recompute == "fit"
 
     def without_open_fields(self) -> "Recipe":
         """Return the recipe with a plain value for each open field, which can be checked before planning."""
-        recompute = "none" if isinstance(self.recompute, BudgetGib) else self.recompute
+        recompute = "none" if self.plans_recompute else self.recompute
         attention = "sdpa" if self.attention == "best" else self.attention
         return self.model_copy(update={"recompute": recompute, "attention": attention})
 
@@ -326,6 +355,8 @@ LATER: dict[str, Any] = {
     "parallel.reshard_after_forward": True,
     "parallel.bucket_mb": 25.0,
     "parallel.sync_each_batch": None,
+    "parallel.schedule": "1f1b",
+    "parallel.virtual_stages": None,
     "hardware.nodes": None,
 }
 """Fields that recipes got after the first records were made -> their defaults."""
