@@ -117,7 +117,11 @@ def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: R
             "cost": _cost(recipe, tokens_per_s),
             "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
             "bounds": _bounds(time, gpu, recipe),
-            "warnings": (*found.warnings, *(_emulated(recipe, gpu) if time else ())),
+            "warnings": (
+                *found.warnings,
+                *communication.large_hosts(gpu),
+                *(_emulated(recipe, gpu) if time else ()),
+            ),
         }
     )
 

@@ -72,7 +72,13 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
             f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free",
         ],
     ]
+    if estimate.host_bytes:
+        each = " for each GPU" * (estimate.num_gpus > 1)
+        lines.append(["host", f"{format_bytes(estimate.host_bytes)} of pinned memory{each}"])
     lines += [["cost", text]] if (text := _cost(plan, estimate.tokens_per_s, best)) else []
+    if plan.largest is not None:
+        most = plan.largest.as_recipe().batch.micro
+        lines.append(["batch", f"fastest: batch.micro {recipe.batch.micro}; largest that fits: {most}"])
     lines.append(["changes", ", ".join(best.changes) or "none: the given recipe"])
     numerics = ", ".join(best.numerics)
     lines.append(
@@ -111,18 +117,9 @@ def _differing(plan: Plan, one: Found) -> str:
     """Return the fields in which a recipe differs from the best one."""
     if not plan.found:
         return _words(one)
-    before, after = flat(plan.found[0].recipe), flat(one.recipe)
-    defaults = flat(Recipe(model=one.as_recipe().model).content())
-    fields = dict.fromkeys((*after, *before))
-    values = {field: after.get(field, defaults.get(field)) for field in fields}
-
-    def was(field: str) -> object:
-        return before.get(field, defaults.get(field))
-
-    return (
-        ", ".join(written(f, v) for f, v in values.items() if before.get(f, defaults.get(f)) != v)
-        or "the best"
-    )
+    before, after = (flat(each.as_recipe().model_dump(mode="json")) for each in (plan.found[0], one))
+    changes = [written(name, value) for name, value in after.items() if before.get(name) != value]
+    return ", ".join(changes) or "the best"
 
 
 def _frontier(out: Console, plan: Plan) -> list[list[str]]:
@@ -191,12 +188,14 @@ def plotted(plan: Plan) -> str:
     if plan.found:
         series.append(_series("chosen", plan.found[:1], "scatter", INK, marker="*"))
     given = recipe_from(plan.given)
-    usable = plan.usable_bytes / GIB
+    limit = plan.limit_bytes / GIB
+    most = max([limit, *(one.estimate.peak_device_bytes / GIB for one in plan.frontier)])
     panel = Panel(
         series,
         x_label="peak on the device, GiB (less is better)",
         y_label="tokens a second (more is better)",
-        events={plan.limit_bytes / GIB: "limit", usable: "less the margin"},
+        x_limits=(None, 1.12 * most),
+        events={plan.usable_bytes / GIB: "", limit: f"limit, margin {plan.margin:.0%}"},
     )
     hardware = f"{given.hardware.count} x {given.hardware.gpu}"
     title = f"{given.model.display_name}, {given.batch.seq} tokens, {hardware}"
@@ -211,8 +210,8 @@ def _series(label: str, some: Sequence[Found], kind: Kind, color: str, **looks: 
 def _short(one: Found) -> str:
     recipe = one.as_recipe()
     words = registry.describe(recipe).split(", ")
-    kept = [words[0], *(word for word in words[1:] if "recompute" in word or "host" in word)]
-    return f"{recipe.batch.micro} x: {', '.join(kept)}"
+    kept = [*one.numerics, *(word for word in words[1:] if "recompute" in word or "host" in word)]
+    return ", ".join([f"batch {recipe.batch.micro}", *kept])
 
 
 def html(plan: Plan) -> str:
