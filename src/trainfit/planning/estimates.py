@@ -143,9 +143,16 @@ class Estimates:
             finally:
                 idle.append(worker)
 
-        with ThreadPoolExecutor(self.processes) as threads:
+        threads = ThreadPoolExecutor(self.processes)
+        try:
             for request, result in zip(new, threads.map(run, new), strict=True):
                 self._take(request, result)
+        except BaseException:
+            for worker in self._workers:
+                worker.close()  # So that no thread waits for an answer.
+            raise
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 class _Worker:
