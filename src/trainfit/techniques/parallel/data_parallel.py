@@ -16,6 +16,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "optimizer.in_backward": (False,),
     "quantize": (None, "nf4", "int8"),
     "offload.weights": (False,),
+    "parallel.prefetch": (None,),
 }
 """Field -> values that work with replicated weights."""
 TITLES = {
