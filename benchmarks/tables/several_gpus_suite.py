@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.tables import joined as records_of
 from benchmarks.tables.errors import exact, share, worst
-from benchmarks.tables.joined import RESULTS, errors
+from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
@@ -24,7 +24,7 @@ PEAKS = {
     "device": "peak_device_bytes",
 }
 LOWER = re.compile(r"^DDP rebuilds its buckets .* or [^()]+ \((\d+) bytes\)$")
-"""Assumption of a prediction that names the lower of two peaks, of which a race decides."""
+"""Assumption of predictions that name the lower of two peaks in words, before they had ``other_peak``."""
 SPEED_FILES = ("speed-predicted.jsonl", "speed-measured.jsonl")
 WITHIN = (0.0002, 0.005)
 """Sizes of errors whose share of recipes is shown."""
@@ -61,20 +61,25 @@ def strategy_of(one: Comparison) -> str:
     return ("hsdp" if mesh.replicate > 1 else "fsdp") if mesh.shards_weights else mesh.strategy
 
 
-def allocated_error(one: Comparison) -> float | None:
-    """Return the error of the allocated peak; of two named peaks the nearer one counts."""
-    error = one.error(PEAKS["allocated"])
+def peak_error(one: Comparison, name: str) -> float | None:
+    """Return the error of a peak of PEAKS; of DDP's two peaks the nearer one counts."""
+    error = one.error(PEAKS[name])
     if error is None or one.predicted is None or one.measured is None:
         return None
-    measured = one.measured.peak_allocated_bytes or 0
-    lower = [int(found[1]) for line in one.predicted.assumptions if (found := LOWER.search(line))]
-    return min([error, *((peak - measured) / measured for peak in lower)], key=abs)
+    measured = getattr(one.measured, PEAKS[name])
+    others = [] if one.predicted.other_peak is None else [getattr(one.predicted.other_peak, name)]
+    if name == "allocated":
+        others += [int(found[1]) for line in one.predicted.assumptions if (found := LOWER.search(line))]
+    return min([error, *((peak - measured) / measured for peak in others)], key=abs)
+
+
+def allocated_error(one: Comparison) -> float | None:
+    """Return the error of the allocated peak."""
+    return peak_error(one, "allocated")
 
 
 def _sizes(pairs: Sequence[Comparison], name: str) -> list[float]:
-    if name != "allocated":
-        return errors(pairs, PEAKS[name])
-    return [error for one in pairs if (error := allocated_error(one)) is not None]
+    return [error for one in pairs if (error := peak_error(one, name)) is not None]
 
 
 def ratio(one: Comparison) -> float | None:
@@ -129,7 +134,7 @@ def _words(one: Comparison) -> str:
 
 
 def _errors(one: Comparison) -> list[str]:
-    found = [allocated_error(one), *(one.error(PEAKS[name]) for name in ("reserved", "device"))]
+    found = [peak_error(one, name) for name in PEAKS]
     return ["" if error is None else share(error, signed=True) for error in found]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from bench_rows import result_of
 from trainfit.cli.bench_text import BREAKS, broken, fitted, show, width_of
-from trainfit.report.bench_table import Grid, grids
+from trainfit.report.bench_table import Cells, Grid, grids
 from trainfit.spec.bench import BenchRow, Cell, Spread
 
 KERNEL = "vectorized_elementwise_kernel CUDAFunctor_add_of_a_template_60"
@@ -67,7 +67,9 @@ def test_how_a_line_ended_stands_in_the_first_table() -> None:
 
 def test_a_line_without_any_number_is_shown_once() -> None:
     lines = (("a", *("123456789",) * 4), ("b", "", "", "", ""))
-    grid = Grid(("key", "one", "two", "three", "four"), lines, (False, *(True,) * 4), "")
+    titles = ("key", "one", "two", "three", "four")
+    columns = zip(titles, (False, *(True,) * 4), zip(*lines, strict=True), strict=True)
+    grid = Grid([Cells(*column) for column in columns], "")
     tables = fitted(grid, 30)
     assert len(tables) == 2
     assert [len(table.lines) for table in tables] == [2, 1]

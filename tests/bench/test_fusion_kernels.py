@@ -130,8 +130,7 @@ def test_device_memory_is_read_once() -> None:
     assert how.num_bytes == x.float().nbytes
 
 
-L2_BLOCKS, PROGRAMS, MULTIPROCESSORS = 62_914_560 // (32 * 1024), 264, 132
-"""Of an H200."""
+L2_BLOCKS, PROGRAMS, MULTIPROCESSORS = 62_914_560 // (32 * 1024), 264, 132  # Of an H200
 
 
 @pytest.mark.parametrize("share", levels.L2_SHARES)

@@ -96,13 +96,9 @@ def test_a_single_number_may_be_off_by_its_last_place_and_many_may_not():
 def one_case() -> Case:
     ways = {"eager": torch.exp}
     return Case(
-        "one",
-        (torch.ones(2),),
-        torch.exp,
-        ways,
-        parts=("forward", "again"),
+        "one", (torch.ones(2),), torch.exp, ways, parts=("forward", "again"),
         bytes_moved={"forward": 8, "again": 8},
-    )
+    )  # fmt: skip
 
 
 def test_times_are_the_harness_and_say_how_many_samples() -> None:

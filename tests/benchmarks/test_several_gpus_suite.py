@@ -11,7 +11,7 @@ from trainfit.measurement.environment import host_environment
 from trainfit.report.compare import Comparison
 from trainfit.spec.recipe import Hardware, Parallel
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.result import Estimate, Measurement
+from trainfit.spec.result import Estimate, Measurement, OtherPeak
 
 
 def test_a_seed_draws_the_same_recipes_of_every_strategy_and_family() -> None:
@@ -38,6 +38,9 @@ def test_of_two_named_peaks_the_nearer_one_counts(measured: int, error: float) -
     predicted = Estimate.model_construct(
         peak_allocated_bytes=100, assumptions=(f"{line}1 B allocated (100 bytes), or 1 B (80 bytes)",)
     )
+    now = Estimate.model_construct(
+        peak_allocated_bytes=100, other_peak=OtherPeak(allocated=80, reserved=80, device=80)
+    )
     host = host_environment("cuda")
     result = Measurement(
         recipe_id=recipe.id,
@@ -45,4 +48,5 @@ def test_of_two_named_peaks_the_nearer_one_counts(measured: int, error: float) -
         peak_allocated_bytes=measured,
         environment=host,
     )
-    assert suite.allocated_error(Comparison(recipe, predicted, result)) == pytest.approx(error)
+    for each in (predicted, now):
+        assert suite.allocated_error(Comparison(recipe, each, result)) == pytest.approx(error)

@@ -109,14 +109,10 @@ def largest_phase_errors() -> Figures:
     others = [
         abs(error)
         for name in (
-            "first.backward",
-            "first.optimizer",
-            "steady.forward",
-            "steady.backward",
-            "steady.optimizer",
+            "first.backward", "first.optimizer", "steady.forward", "steady.backward", "steady.optimizer",
         )
         for error in errors(suite()[ANEW], f"phases.{name}")
-    ]
+    ]  # fmt: skip
     return forward[0] * 100, forward[1] * 100, max(*forward[2:], *others) * 100
 
 

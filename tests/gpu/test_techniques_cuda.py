@@ -37,15 +37,11 @@ class Case(NamedTuple):
     """Fields of a recipe over the control's, and what is true of it."""
 
     fields: dict[str, Any]
-    same_as: dict[str, Any] | None = None
-    """Fields of a recipe that gives the same losses to the bit."""
-    precision: str = "fp32"
-    """In which the losses are compared with a CPU's; what rounds at random needs bf16."""
+    same_as: dict[str, Any] | None = None  # Fields of a recipe that gives the same losses to the bit
+    precision: str = "fp32"  # In which the losses are compared with a CPU's; what rounds at random needs bf16
     rel: float = 1e-3
-    codes: tuple[str, ...] = ("native",)
-    """``BOTH`` where hf's way is another than native's."""
-    waits: bool = False
-    """Its optimizer or scaler asks the GPU for a number in each step."""
+    codes: tuple[str, ...] = ("native",)  # BOTH where hf's way is another than native's
+    waits: bool = False  # Its optimizer or scaler asks the GPU for a number in each step
 
 
 def rounded(name: str, **more: Any) -> Case:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MEMORY_BYTES = 10**9
-"""Address space that a command may take in addition to that of the imported libraries."""
+MEMORY_BYTES = 10**9  # Address space that a command may take in addition to that of the imported libraries
 
 
 IMPORTS = (

@@ -13,8 +13,7 @@ from trainfit.virtual.gpu import virtual_gpu
 
 CPU = torch.device("cpu")
 TOKENS, E, FF = 512, 256, 1024
-CUBLAS_WORKSPACE = 32 << 20
-"""Of one handle, on Hopper."""
+CUBLAS_WORKSPACE = 32 << 20  # Of one handle, on Hopper
 
 
 class SwiGlu(nn.Module):

@@ -34,8 +34,7 @@ def of(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
     return result, sum(row.callcount for row in profile.getstats())
 
 
-REFERENCE_S = 0.08
-"""CPU time of the workload on an idle core of the machine on which bounds were chosen."""
+REFERENCE_S = 0.08  # CPU time of the workload on an idle core of the machine on which bounds were chosen
 
 
 @functools.cache

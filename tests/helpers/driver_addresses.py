@@ -43,8 +43,7 @@ class Run(NamedTuple):
     """A measured run of a recipe."""
 
     measurement: Measurement
-    segments: list[tuple[int, int]]
-    """(address, bytes), in the order in which the allocator took them."""
+    segments: list[tuple[int, int]]  # (address, bytes), in the order in which the allocator took them
     held_bytes: int
     """What the process held before it built the model: imports may leave a tensor on the device."""
 

@@ -63,10 +63,8 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-LARGE = 2**31 + 1024
-"""Elements of a weight that 32 bits cannot number, such as a stack of experts."""
-Call = Callable[[int], Any]
-"""What a step does; it is given the step's number."""
+LARGE = 2**31 + 1024  # Elements of a weight that 32 bits cannot number, such as a stack of experts
+Call = Callable[[int], Any]  # What a step does; it is given the step's number
 
 
 def numbers(step: int) -> list[float]:

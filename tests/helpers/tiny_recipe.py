@@ -5,15 +5,9 @@ from typing import Any
 from trainfit.spec.recipe import Batch, ModelSpec, Recipe
 
 TINY_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def tiny_recipe(implementation: Any = "hf", layers: int = 2, **fields: Any) -> Recipe:

@@ -21,8 +21,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": BASE | {"model_type": "qwen3", "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2},
     "mixtral": BASE | {"model_type": "mixtral", "intermediate_size": 64, "num_key_value_heads": 2},
 }
-KINDS = ("nf4", "int8", "fp8")
-"""Kinds of quantised layers."""
+KINDS = ("nf4", "int8", "fp8")  # Kinds of quantised layers
 
 
 def step_of(**fields: Any) -> Step:

@@ -10,8 +10,7 @@ from trainfit.spec.result import Estimate
 
 MIB = 1 << 20
 N = 4096
-SQUARE = 4 * N * N
-"""Bytes of an N x N matrix in fp32: 64 MiB, so that no rounding of the allocator's shows."""
+SQUARE = 4 * N * N  # Bytes of an N x N matrix in fp32: 64 MiB, so that no rounding of the allocator's shows
 
 
 def mlp(width: int = 256) -> nn.Sequential:

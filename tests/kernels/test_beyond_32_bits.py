@@ -28,14 +28,11 @@ from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.optim import adafactor, adamw
 
-LAST = 2
-"""Rows, matrices or sequences that are compared."""
+LAST = 2  # Rows, matrices or sequences that are compared
 NUMBERS = list(adamw.Numbers.of({"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}, 3))
 Randn = Callable[..., Tensor]
-Results = tuple[list[Tensor], list[Tensor]]
-"""The last of the whole's, and those of the last alone."""
-Case = Callable[[int, int, Randn], Results]
-"""Of so many rows of so many elements."""
+Results = tuple[list[Tensor], list[Tensor]]  # The last of the whole's, and those of the last alone
+Case = Callable[[int, int, Randn], Results]  # Of so many rows of so many elements
 
 
 def last(*tensors: Tensor) -> list[Tensor]:
@@ -194,8 +191,7 @@ GLUON: dict[str, Case] = {
     for d in FORWARD
 }
 ROW = 8192
-ROWS = 2**18 + 8
-"""Of ROW elements: 2^16 more than 2^31."""
+ROWS = 2**18 + 8  # Of ROW elements: 2^16 more than 2^31
 
 
 def agree(case: Case, n: int, c: int, device: str, dtype: torch.dtype) -> None:

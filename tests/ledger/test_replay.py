@@ -63,15 +63,9 @@ def test_where_memory_is_short_a_later_step_may_find_no_room() -> None:
     did so in the third step or later."""
     sizes = {"kept": 320, "a": 42, "b": 16, "c": 48, "d": 58}
     order = [
-        (ALLOCATE, "a"),
-        (ALLOCATE, "b"),
-        (ALLOCATE, "c"),
-        (FREE, "a"),
-        (ALLOCATE, "d"),
-        (FREE, "b"),
-        (FREE, "c"),
-        (FREE, "d"),
-    ]
+        (ALLOCATE, "a"), (ALLOCATE, "b"), (ALLOCATE, "c"), (FREE, "a"), (ALLOCATE, "d"), (FREE, "b"),
+        (FREE, "c"), (FREE, "d"),
+    ]  # fmt: skip
     ledger = ledger_of(
         [INIT, STEADY], sizes, [(ALLOCATE, "kept", 0), *((kind, name, 1) for kind, name in order)]
     )

@@ -165,8 +165,7 @@ def small(**fields) -> Recipe:
     return Recipe.model_validate(base | fields)
 
 
-BLOCK_BYTES = 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256)
-"""Of the weights of a block in bf16."""
+BLOCK_BYTES = 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256)  # Of the weights of a block in bf16
 
 
 def test_predicted_memory() -> None:

@@ -111,15 +111,9 @@ def damages(whole: bytes) -> list[bytes]:
     ]  # fmt: skip
     packed = [gzip.compress(json.dumps(other).encode()) for other in remade]
     return [
-        b"",
-        whole[:100],
-        whole[:-1],
-        whole[: len(whole) // 2],
-        b"not gzip",
-        gzip.compress(b"{"),
-        *packed,
+        b"", whole[:100], whole[:-1], whole[: len(whole) // 2], b"not gzip", gzip.compress(b"{"), *packed,
         *flipped,
-    ]
+    ]  # fmt: skip
 
 
 def test_damaged_files_are_traced_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

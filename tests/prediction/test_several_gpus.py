@@ -26,8 +26,7 @@ from trainfit.techniques.parallel import fsdp
 from trainfit.virtual.cluster.shards import Chunks
 
 LAYERS = 4
-INVERSE_FREQUENCIES = 16
-"""Bytes of the rotary embedding's buffer, which every rank holds whole."""
+INVERSE_FREQUENCIES = 16  # Bytes of the rotary embedding's buffer, which every rank holds whole
 
 
 def recipe(count: int, **fields: Any) -> Recipe:

@@ -24,8 +24,7 @@ RECIPE = (
 COLD_S, WARM_S = 25.0, 2.0
 """Of processor time. Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5
 (docs/guide/predict.md)."""
-WAITED_S = 20.0
-"""Wall time beyond the processor time: other tests run too, but no network is waited for."""
+WAITED_S = 20.0  # Wall time beyond the processor time: other tests run too, but no network is waited for
 
 PROGRAM = """
 import os, socket

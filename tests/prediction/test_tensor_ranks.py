@@ -27,8 +27,7 @@ TOKENS = 32
 MATRICES = LAYERS * ((HEADS + 2 * GROUPS) * HEAD * HIDDEN + HEADS * HEAD * HIDDEN + 3 * FEATURES * HIDDEN)
 NORMS = (2 * LAYERS + 1) * HIDDEN
 INVERSE_FREQUENCIES = 16
-HIDDEN_STATES = 4 * TOKENS * HIDDEN
-"""Bytes of all tokens' hidden states in fp32."""
+HIDDEN_STATES = 4 * TOKENS * HIDDEN  # Bytes of all tokens' hidden states in fp32
 
 
 def recipe(tensor: int, shard: int = 1, implementation: str = "native", **fields: Any) -> Recipe:
@@ -91,13 +90,9 @@ def test_a_group_of_ranks_reads_one_batch() -> None:
     found = estimate(one, gpu("h200"), ledger(2, 2, whole=True))
     measured = Measurement(recipe_id="", status="done", step_s=0.5, environment=WHERE)
     row = Row(
-        variant="one",
-        recipe=one.content(),
-        recipe_id="",
-        status="done",
-        estimate=found,
+        variant="one", recipe=one.content(), recipe_id="", status="done", estimate=found,
         measurement=measured,
-    )
+    )  # fmt: skip
     assert (row.samples_per_s, row.tokens_per_s) == (2 * 2 / 0.5, 2 * TOKENS / 0.5)
     assert found.step_s is not None
     assert found.tokens_per_s == pytest.approx(2 * TOKENS / found.step_s)

@@ -35,19 +35,14 @@ def test_a_table_has_shared_keys_in_its_heading_and_declared_columns() -> None:
 
 def test_a_number_is_formatted_by_its_unit_and_printed_with_its_deviation() -> None:
     numbers: dict[str, Cell] = {
-        "a_bytes": 2**20,
-        "b_s": 0.5,
-        "c_share": 0.25,
-        "d_mean_s": 1.0,
-        "d_std_s": 0.1,
-        "e": True,
-    }
+        "a_bytes": 2**20, "b_s": 0.5, "c_share": 0.25, "d_mean_s": 1.0, "d_std_s": 0.1, "e": True,
+    }  # fmt: skip
     (grid,) = grids(
         [BenchRow(point={"n": 1}, status="done", numbers=numbers)],
         [Column("d_mean_s", "d", deviation="d_std_s")],
     )
     assert grid.titles == ("n", "d", "a", "b", "c", "e")
-    assert grid.lines == (("1", "1 s ± 100 ms", "1.00 MiB", "500 ms", "25.0%", "yes"),)
+    assert grid.lines == [("1", "1 s ± 100 ms", "1.00 MiB", "500 ms", "25.0%", "yes")]
 
 
 def test_an_impossible_time_is_not_drawn() -> None:

@@ -45,12 +45,8 @@ def test_yaml_1_2_scalars(tmp_path: Path) -> None:
 def test_defaults_are_the_documented_ones() -> None:
     recipe = recipe_from({"model": {"config": "gpt2"}})
     stated = {
-        "precision": "bf16",
-        "attention": "sdpa",
-        "loss": "standard",
-        "recompute": "none",
-        "compile": False,
-    }
+        "precision": "bf16", "attention": "sdpa", "loss": "standard", "recompute": "none", "compile": False,
+    }  # fmt: skip
     assert stated.items() <= dict(recipe).items()
     assert recipe.optimizer.implementation == "fused"
     assert recipe.batch.tokens == 1024

@@ -136,13 +136,9 @@ def test_of_a_shared_device_no_times_and_no_device_memory_are_kept(monkeypatch: 
 
     monkeypatch.setattr(parts, "run_in", trial)
     request = PartRequest(
-        part="measure",
-        variant="one",
-        recipe=recipe(),
-        device="cpu",
-        timeout_s=60,
+        part="measure", variant="one", recipe=recipe(), device="cpu", timeout_s=60,
         measure=MeasurePart(steps=4),
-    )
+    )  # fmt: skip
     shared = request.model_copy(update={"shared": True})
     assert shared.id != request.id
     found = [parts.run_part(one, lambda *_: 0).measurement for one in (request, shared)]

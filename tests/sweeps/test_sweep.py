@@ -19,6 +19,7 @@ from tiny_sweep import BASE, sweep_of
 from trainfit.cli.main import main
 from trainfit.measurement import process
 from trainfit.measurement.fork_server import ready_to_fork
+from trainfit.report import sweep as report
 from trainfit.report.html import sweep_page as page
 from trainfit.report.sweep import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
@@ -342,6 +343,11 @@ def test_only_what_fits_is_on_the_predicted_frontier_and_it_is_marked():
     assert text.count('<tr class="best">') == 2
     assert "Memory against speed, predicted" in text
     assert text.count("<svg") == 2  # memory, the predicted frontier
+
+
+def test_the_predicted_plot_has_a_line_at_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "draw", lambda panels, *_, **__: panels[0].events)
+    assert report.predicted_scatter(PREDICTED) == {79.0: PREDICTED[0].recipe["hardware"]["gpu"]}
 
 
 def printed(rows: Sequence[Row], width: int) -> list[str]:

@@ -17,7 +17,7 @@ from tiny_recipe import TINY_LLAMA
 from tiny_sweep import sweep_of
 from trainfit.cli.main import main
 from trainfit.prediction import cache
-from trainfit.spec.outside import outside_techniques
+from trainfit.spec.optional import outside_techniques
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import trainfit
 from tiny_step import gradients, same_bits
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.checkpointing.rematerialize import SavedTensorMode
 from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
@@ -21,6 +22,7 @@ from trainfit.planning.assignments import Option, evaluate, gone_bytes, table
 from trainfit.planning.candidates import assignments, options
 from trainfit.planning.probe import Probe, probe
 from trainfit.planning.recompute import LEVELS, candidates, plan, resolve
+from trainfit.prediction import estimate as estimating
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -284,3 +286,26 @@ def test_the_chosen_plan_of_80_blocks_is_pinned() -> None:
     found = plan(budget(recipe_of("llama-3.1-70b", "native", batch=Batch(seq=4096), **fields), 402 * GIB))
     assert found.recipe.recompute == layers(("full", 1.0, 54), ("elementwise", 0.9, 25), ("none", 0.0, 1))
     assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.804, abs=0.001)
+
+
+@pytest.mark.parametrize("level", [0.2, 0.7])
+def test_fit_fills_the_device_and_no_more(level: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of device bytes: context and unused cache, a tenth of this card here, count too."""
+    large = DEEP.model_copy(update={"batch": Batch(micro=4096, seq=64)})
+    none, full = (
+        predict(large.model_copy(update={"recompute": one})).peak_device_bytes for one in ("none", "full")
+    )
+    usable = int(full + level * (none - full))
+    row = find_gpu("h200").model_copy(update={"usable_bytes": usable})
+    for module in (planning, estimating):
+        monkeypatch.setattr(module, "find_gpu", lambda name: row)
+    fitted = plan(large.model_copy(update={"recompute": "fit"}))
+    assert fitted.estimate.fits
+    assert 0.97 < fitted.estimate.peak_device_bytes / usable <= 0.99
+    assert predict(fitted.recipe) == fitted.estimate
+    assert fitted.recipe.recompute != "full"
+    row = row.model_copy(update={"usable_bytes": 2 * none})
+    assert resolve(large.model_copy(update={"recompute": "fit"})).recompute == "none"
+    row = row.model_copy(update={"usable_bytes": full // 4})
+    with pytest.raises(InputError, match="the least that any plan reaches on h200 is"):
+        resolve(large.model_copy(update={"recompute": "fit"}))

@@ -118,8 +118,9 @@ def test_lora_without_peft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_order_of_application() -> None:
     assert [technique.name for technique in registry.in_order()] == [
         "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8",
-        "tensor_parallel", "context_parallel", "recompute_full", "recompute_every", "recompute_selective",
-        "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss", "loss_terms", "compile_block",
+        "tensor_parallel", "context_parallel", "expert_parallel", "recompute_full", "recompute_every",
+        "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss",
+        "loss_terms", "compile_block",
         "compile_model", "offload_weights", "offload_activations", "precision", "attention", "accumulation",
         "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon",
         "stochastic_rounding", "optimizer_in_backward", "gradient_clipping", "data_parallel",

@@ -14,8 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.training import durable
 from trainfit.training.loop import train
 
-Run = tuple[Path, dict[str, bytes]]
-"""A run's folder, and its checkpoint's files as they were written."""
+Run = tuple[Path, dict[str, bytes]]  # A run's folder, and its checkpoint's files as they were written
 
 
 def sealed(folder: Path) -> None:

@@ -27,13 +27,10 @@ from user_training import MIB
 from virtual_runs import with_layers
 
 N = 1024
-MATRIX = 4 * MIB
-"""Bytes of one of the model's four matrices in fp32."""
+MATRIX = 4 * MIB  # Bytes of one of the model's four matrices in fp32
 ROWS = 8
-WORKSPACES = 2 * 32 * MIB
-"""Of the cuBLAS handles of the forward and the backward on an H200."""
-LOSS = 512
-"""The allocator's smallest block."""
+WORKSPACES = 2 * 32 * MIB  # Of the cuBLAS handles of the forward and the backward on an H200
+LOSS = 512  # The allocator's smallest block
 BATCH = 4 * ROWS * N
 
 

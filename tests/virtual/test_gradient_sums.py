@@ -10,8 +10,7 @@ from torch import Tensor, nn
 import trainfit
 
 N = 2048
-SQUARE = 4 * N * N
-"""Bytes of an N x N matrix in fp32: 16 MiB."""
+SQUARE = 4 * N * N  # Bytes of an N x N matrix in fp32: 16 MiB
 
 
 class Scaled(torch.autograd.Function):

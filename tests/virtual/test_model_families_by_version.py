@@ -20,8 +20,7 @@ BEFORE_LT_IS_SHARED = (2, 12)
 """torch below it keeps a second cuBLASLt workspace of 1 MiB once a linear layer with a bias has run."""
 LT_WORKSPACE_BYTES = 1 << 20
 
-Peak = int | tuple[int, int]
-"""Bytes; of a family that differs, by transformers 5.17 and by 5.23."""
+Peak = int | tuple[int, int]  # Bytes; of a family that differs, by transformers 5.17 and by 5.23
 
 
 class Family(NamedTuple):
@@ -31,8 +30,7 @@ class Family(NamedTuple):
     layers: int
     sdpa: Peak
     eager: Peak
-    biased: bool = False
-    """Whether it has linear layers with a bias that run through cuBLASLt."""
+    biased: bool = False  # Whether it has linear layers with a bias that run through cuBLASLt
 
 
 FAMILIES = [

@@ -16,11 +16,9 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import virtual_gpu
 
 N = 1024
-MATRIX = 4 * N * N
-"""Bytes of one of four matrices: 4 MiB."""
+MATRIX = 4 * N * N  # Bytes of one of four matrices: 4 MiB
 BUCKET_MB = 8
-WORKSPACES = 2 * (32 << 20)
-"""Of the cuBLAS handles of the forward and the backward on an H200."""
+WORKSPACES = 2 * (32 << 20)  # Of the cuBLAS handles of the forward and the backward on an H200
 
 
 def trained(**options: Any) -> tuple[Ledger, Replay, tuple[str, ...]]:

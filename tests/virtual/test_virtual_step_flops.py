@@ -14,8 +14,7 @@ from trainfit.step import assemble
 from virtual_runs import recipe_of, steady_sum, with_layers
 
 CPU = torch.device("cpu")
-L, HIDDEN, FEED, HEADS, KV_HEADS, HEAD, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128256
-"""Llama-3.1-8B."""
+L, HIDDEN, FEED, HEADS, KV_HEADS, HEAD, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128256  # Llama-3.1-8B
 QKV = HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD
 LAYER = {"qkv": QKV, "o": HIDDEN * HIDDEN, "gate-up": 2 * HIDDEN * FEED, "down": HIDDEN * FEED}
 BLOCKS = L * sum(LAYER.values())

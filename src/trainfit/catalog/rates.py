@@ -1,4 +1,4 @@
-"""Rates of a step, from rates.toml: the host's seconds, and how steps relate to operations timed one by one."""
+"""Rates of a step, from rates.toml: the host's seconds, and operations in a step over those timed alone."""
 
 import functools
 import tomllib
@@ -37,7 +37,7 @@ class Band(Value):
 
 
 class Rates(Value):
-    """Times of products, attention and other operations within a step over those alone; the host's seconds."""
+    """Times of products, attention and other operations in a step over those alone; the host's seconds."""
 
     products: PositiveFloat
     attention: PositiveFloat

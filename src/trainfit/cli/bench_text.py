@@ -6,12 +6,12 @@ The shortest result is chosen.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from trainfit.bench.harness.discovery import experiment
 from trainfit.report import bench_table
-from trainfit.report.bench_table import STATUS, Grid
+from trainfit.report.bench_table import STATUS, Cells, Grid
 from trainfit.report.console import broken, console, notes, rows
 from trainfit.report.table import GAP
 from trainfit.spec.bench import BenchResult
@@ -33,7 +33,7 @@ def show(result: BenchResult) -> None:
     for grid in bench_table.grids(result.rows, columns):
         for table in fitted(grid, out.width - GAP):
             out.print(f"\n{table.same}" if table.same else "")
-            justify = ["right" if number else "left" for number in table.is_number]
+            justify = ["right" if column.is_number else "left" for column in table.columns]
             rows(out, (table.titles, *table.lines), *justify, min_width=GAP + width_of(table))
     notes(out, "Rows without a result", bench_table.reasons(result.rows))
     notes(out, "Columns", bench_table.notes(result.rows, columns))
@@ -66,58 +66,49 @@ def _length(tables: list[Grid]) -> int:
 
 def width_of(grid: Grid) -> int:
     """Return the width in characters."""
-    return sum(_widths(grid)) + GAP * (len(grid.titles) - 1)
+    return sum(map(_width, grid.columns)) + GAP * (len(grid.columns) - 1)
 
 
-def _widths(grid: Grid) -> list[int]:
-    columns = zip(grid.titles, *grid.lines, strict=True)
-    return [max(len(text) for cell in cells for text in cell.split("\n")) for cells in columns]
+def _width(column: Cells) -> int:
+    return max(len(text) for cell in (column.title, *column.cells) for text in cell.split("\n"))
+
+
+def _lines(columns: Iterable[Cells], numbers: Sequence[int]) -> list[Cells]:
+    return [column._replace(cells=[column.cells[number] for number in numbers]) for column in columns]
 
 
 def _in_headings(grid: Grid) -> Iterator[list[Grid]]:
     """Yield the table with none, one, two ... of its keys in headings, while each keeps enough lines."""
-    grid = _with_heading(grid, grid.lines)
+    grid = _with_heading(grid, range(len(grid.lines)))
     yield [grid]
     for count in range(1, grid.num_keys):
-        groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-        for line in grid.lines:
-            groups.setdefault(line[:count], []).append(line)
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for number, line in enumerate(grid.lines):
+            groups.setdefault(line[:count], []).append(number)
         if len(grid.lines) / len(groups) < FEWEST_LINES:
             return
-        yield [_with_heading(grid, lines) for lines in groups.values()]
+        yield [_with_heading(grid, numbers) for numbers in groups.values()]
 
 
-def _with_heading(grid: Grid, lines: Sequence[tuple[str, ...]]) -> Grid:
+def _with_heading(grid: Grid, numbers: Sequence[int]) -> Grid:
     """Return some lines of a table: equal cells go into the heading, empty columns are left out."""
-    same, stays = [grid.same] if grid.same else [], []
-    for index, title in enumerate(grid.titles):
-        cells = {line[index] for line in lines}
-        if len(cells) > 1 or len(lines) == 1:
-            stays.append(index)
-        elif cells != {""}:
-            same.append(f"{title} {lines[0][index]}")
-    return replace(_columns(grid, stays, lines), same=", ".join(same))
-
-
-def _columns(grid: Grid, indices: Sequence[int], lines: Sequence[tuple[str, ...]]) -> Grid:
-    return Grid(
-        tuple(grid.titles[index] for index in indices),
-        tuple(tuple(line[index] for index in indices) for line in lines),
-        tuple(grid.is_number[index] for index in indices),
-        grid.same,
-        sum(index < grid.num_keys for index in indices),
-    )
+    same, stays, num_keys = [grid.same] if grid.same else [], [], 0
+    for index, column in enumerate(_lines(grid.columns, numbers)):
+        if len(set(column.cells)) > 1 or len(numbers) == 1:
+            stays.append(column)
+            num_keys += index < grid.num_keys
+        elif column.cells[0]:
+            same.append(f"{column.title} {column.cells[0]}")
+    return Grid(stays, ", ".join(same), num_keys)
 
 
 def _with_broken_names(grid: Grid, width: int) -> Grid:
     """Return the table with its widest text column broken over lines."""
-    widths = _widths(grid)
-    words = [index for index, number in enumerate(grid.is_number) if not number]
-    widest = max(words, key=lambda index: widths[index], default=-1)
-    if widest < 0 or (room := widths[widest] - (width_of(grid) - width)) < NARROWEST:
+    widest = max((one for one in grid.columns if not one.is_number), key=_width, default=None)
+    if widest is None or (room := _width(widest) - (width_of(grid) - width)) < NARROWEST:
         return grid
-    lines = [(*line[:widest], broken(line[widest], room, BREAKS), *line[widest + 1 :]) for line in grid.lines]
-    return replace(grid, lines=tuple(lines))
+    narrow = widest._replace(cells=[broken(cell, room, BREAKS) for cell in widest.cells])
+    return replace(grid, columns=[narrow if one is widest else one for one in grid.columns])
 
 
 def _split(grid: Grid, width: int) -> list[Grid]:
@@ -125,21 +116,22 @@ def _split(grid: Grid, width: int) -> list[Grid]:
 
     The status (the last column, where not all are done) is in the first table.
     """
-    keys, rest = list(range(grid.num_keys)), list(range(grid.num_keys, len(grid.titles)))
-    if rest and grid.titles[rest[-1]] == STATUS:
+    keys, rest = list(grid.columns[: grid.num_keys]), list(grid.columns[grid.num_keys :])
+    if rest and rest[-1].title == STATUS:
         rest.insert(0, rest.pop())
-    groups: list[list[int]] = [[]]
-    for index in rest:
-        if groups[-1] and width_of(_columns(grid, [*keys, *groups[-1], index], grid.lines)) > width:
+    groups: list[list[Cells]] = [[]]
+    for column in rest:
+        if groups[-1] and width_of(replace(grid, columns=[*keys, *groups[-1], column])) > width:
             groups.append([])
-        groups[-1].append(index)
+        groups[-1].append(column)
     tables: list[Grid] = []
     for group in groups:
-        lines = [
-            line
-            for line in grid.lines
-            if any(line[index] for index in group) or (not tables and not any(line[grid.num_keys :]))
+        numbers = [
+            number
+            for number in range(len(grid.lines))
+            if any(column.cells[number] for column in group)
+            or (not tables and not any(column.cells[number] for column in rest))
         ]
-        table = _columns(grid, [*keys, *group], lines)
-        tables.append(replace(table, same=f"{grid.same} (continued)".strip()) if tables else table)
+        same = f"{grid.same} (continued)".strip() if tables else grid.same
+        tables.append(Grid(_lines([*keys, *group], numbers), same, grid.num_keys))
     return tables

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Storage
 
-FORMAT = 11
+FORMAT = 12
 """Version of the file format; other versions are not read."""
 OP_NAMES, STORAGE_NAMES = (
     frozenset(at for at, kind in enumerate(row.__annotations__.values()) if kind is str)
@@ -59,7 +59,7 @@ def load(path: Path) -> Ledger:
         data["collectives"] = [Collective(*row) for row in data["collectives"]]
         data["ops"] = [Op._make(_named(row, OP_NAMES, names)) for row in data["ops"]]
         data["storages"] = [Storage._make(_named(row, STORAGE_NAMES, names)) for row in data["storages"]]
-        data["pinned"] = [tuple(row) for row in data["pinned"]]
+        data |= {key: [tuple(row) for row in data[key]] for key in ("pinned", "held")}
         data |= {key: tuple(data[key]) for key in ("ops_without_flops", "assumptions", "repeats", "pinned")}
         return Ledger(**data)
     except (OSError, EOFError, zlib.error, LookupError, TypeError, AttributeError, ValueError) as error:

@@ -7,7 +7,7 @@ models have one run. A model whose layers recompute differently has several; run
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
@@ -97,14 +97,14 @@ class Collective(NamedTuple):
     """One collective operation of this rank."""
 
     name: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``."""
     segment: int
     group: int
     """Group of layers, as of an operation."""
     op: int
     """Index of the operation before it."""
     num_bytes: int
-    """Bytes of the whole tensor: what an all-gather makes, or a reduction takes."""
+    """Bytes of the whole tensor: what an all-gather makes, or a reduction or an all-to-all takes."""
     num_ranks: int
     span: int
     """Distance from the group's first to its last rank, plus one: above the GPUs of a host it leaves it."""
@@ -160,6 +160,23 @@ class Ledger:
     """Versions of the libraries that the step uses, by name."""
     empty_cache_every: int | None = None
     """Steps between two calls of ``torch.cuda.empty_cache``."""
+    held: list[tuple[int, int]] = field(default_factory=list)
+    """Storages another thread may free sooner than these events say: index, and after how many events."""
+
+    def freed_sooner(self) -> "Ledger | None":
+        """Return the ledger with the frees of ``held`` at their earliest; None: no storage is held."""
+        if not self.held:
+            return None
+        sooner: dict[int, list[int]] = {}
+        for storage, number in self.held:
+            sooner.setdefault(number, []).append(storage)
+        held, events = {storage for storage, _ in self.held}, list[Event]()
+        for number, event in enumerate(self.events):
+            freed = sooner.get(number, ())
+            events += [Event(FREE, storage, event.group, event.segment) for storage in freed]
+            if event.kind != FREE or event.storage not in held:
+                events.append(event)
+        return replace(self, events=events, held=[])
 
     @property
     def repeat(self) -> int:

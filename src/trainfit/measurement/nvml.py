@@ -8,12 +8,9 @@ from typing import Any
 
 # nvml.h, nvmlClocksEventReasons: those that hold clocks below the requested ones.
 CLOCK_EVENTS = {
-    0x4: "software power cap",
-    0x8: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-}
+    0x4: "software power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown", 0x80: "hardware power brake",
+}  # fmt: skip
 
 
 class Nvml:

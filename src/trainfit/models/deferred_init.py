@@ -73,7 +73,7 @@ def place(tensor: Tensor) -> Any:
 
 
 class Call(NamedTuple):
-    """A recorded operation; in arguments and results, meta tensors are replaced by their places."""
+    """A recorded operation; in arguments and results, meta tensors are replaced by their ``Place``."""
 
     func: Any
     args: Any
@@ -155,8 +155,8 @@ class DeferredInit(TorchDispatchMode):
     @torch.no_grad()
     def materialise(self, module: nn.Module, device: torch.device) -> None:
         """Allocate the module's tensors on the device, and compute their values by the recorded calls."""
-        places = map(place, map(_local, (*module.parameters(), *module.buffers())))
-        kept = {one.address: one for one in places if isinstance(one, Place)}
+        found = map(place, map(_local, (*module.parameters(), *module.buffers())))
+        kept = {one.address: one for one in found if isinstance(one, Place)}
         memory = {number: one.allocated(device) for number, one in kept.items()}
         _Replay(self._calls, memory, device).run()
         self._calls.clear()

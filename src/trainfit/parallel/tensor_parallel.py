@@ -60,36 +60,36 @@ class TokenShards:
 def shard_columns(module: nn.Linear, tokens: TokenShards, parts: Sequence[int] = ()) -> None:
     """Shard the output features; of fused projections, sizes ``parts``, each rank gets a share of each."""
     for name in _names(module):
-        _replace(module, name, tokens.mesh, Shard(0), parts)
-    _adopt(module, tokens)
+        replace_parameter(module, name, tokens.mesh, Shard(0), parts)
+    adopt(module, tokens)
 
 
 def shard_rows(module: nn.Linear, tokens: TokenShards) -> None:
     """Shard the input features; the result is summed over ranks and scattered over the tokens."""
-    _replace(module, "weight", tokens.mesh, Shard(1))
+    replace_parameter(module, "weight", tokens.mesh, Shard(1))
     if module.bias is not None:
-        _replace(module, "bias", tokens.mesh, Replicate())
-    _adopt(module, tokens, ("bias",), _rows_forward)
+        replace_parameter(module, "bias", tokens.mesh, Replicate())
+    adopt(module, tokens, ("bias",), _rows_forward)
 
 
 def shard_embedding(module: nn.Embedding, tokens: TokenShards) -> None:
     """Shard the vocabulary; every rank gets the hidden states of all tokens."""
-    _replace(module, "weight", tokens.mesh, Shard(0))
-    _adopt(module, tokens, forward=_embedding_forward)
+    replace_parameter(module, "weight", tokens.mesh, Shard(0))
+    adopt(module, tokens, forward=_embedding_forward)
 
 
 def shard_head(module: nn.Linear, tokens: TokenShards) -> None:
     """Shard the vocabulary; logits are DTensors [b, s, v] of all tokens, sharded alike."""
-    _replace(module, "weight", tokens.mesh, Shard(0))
-    _adopt(module, tokens, forward=_head_forward)
+    replace_parameter(module, "weight", tokens.mesh, Shard(0))
+    adopt(module, tokens, forward=_head_forward)
 
 
 def replicate(module: nn.Module, tokens: TokenShards, *, is_shared: bool) -> None:
     """Keep the parameters whole; with ``is_shared`` each rank's gradient is its part of a sum."""
     names = _names(module)
     for name in names:
-        _replace(module, name, tokens.mesh, Replicate())
-    _adopt(module, tokens, names if is_shared else ())
+        replace_parameter(module, name, tokens.mesh, Replicate())
+    adopt(module, tokens, names if is_shared else ())
 
 
 def gather_input(module: nn.Module, tokens: TokenShards) -> None:
@@ -137,7 +137,7 @@ def _names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, parameter in module._parameters.items() if parameter is not None)
 
 
-def _replace(
+def replace_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, parts: Sequence[int] = ()
 ) -> None:
     """Replace a parameter by a DTensor of this rank's share. Weights are equal on all ranks before."""
@@ -156,10 +156,14 @@ def _replace(
     module._parameters[name] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
 
 
-def _adopt(
-    module: nn.Module, tokens: TokenShards, summed: tuple[str, ...] = (), forward: Forward | None = None
+def adopt(
+    module: nn.Module, tokens: object, summed: tuple[str, ...] = (), forward: Forward | None = None
 ) -> None:
-    """Let the module's code see local tensors; gradients of ``summed`` are summed over the ranks."""
+    """Let the module's code see local tensors; gradients of ``summed`` are summed over the ranks.
+
+    Args:
+        tokens: the ranks, as the module's ``tokens`` for ``forward``.
+    """
     module.__class__ = _local_class(type(module), summed, forward or type(module).forward)
     module.tokens = tokens  # pyright: ignore[reportArgumentType]
 

@@ -72,6 +72,17 @@ def choose(
     return _with(recipe, kernel, "; ".join([_speedup_text(found, kernel, recipe.batch.seq), *why, *reasons]))
 
 
+def fastest_kernels(recipe: Recipe) -> list[AttentionKernel]:
+    """Return the kernels measured for the recipe's heads on its GPU, the fastest first; none: no entry.
+
+    Whether they support the recipe is not checked.
+    """
+    found = _measured(recipe, recipe.hardware.gpu, None, attention_runs())
+    if isinstance(found, str):
+        return []
+    return sorted(found.shape.seconds, key=lambda kernel: found.shape.seconds[kernel])
+
+
 def _smallest(right: dict[AttentionKernel, Ledger], gpu: str) -> tuple[AttentionKernel, list[str]]:
     """Return the tied kernel with the lowest peak (PyTorch's before trainfit's), and a line on ties."""
     if len(right) == 1:

@@ -36,6 +36,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.step import assemble
+from trainfit.techniques.recompute.layers import planned_field
 from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG, signature
 
 WATCHED = 1e-9
@@ -99,7 +100,7 @@ class _Traced:
     def __init__(self, recipe: Recipe, levels: Sequence[str], first: int):
         self.levels, self.first = levels, first
         self.gpu = find_gpu(recipe.hardware.gpu)
-        self.requested = recipe.recompute
+        self.requested = recipe
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
         with gpu_of(self.recipe) as virtual:
             self.virtual = virtual
@@ -117,12 +118,13 @@ class _Traced:
 
     def _choose(self, model: nn.Module) -> None:
         lists = layer_lists(model)
+        goal = self.requested.recompute
         if len(lists) != 1:
             raise InputError(
                 "this model has no single list of decoder blocks to plan",
                 "use recompute: none or full",
-                field="recompute.budget_gib",
-                value=self.requested.budget_gib if isinstance(self.requested, BudgetGib) else None,
+                field=planned_field(self.requested),
+                value=goal.budget_gib if isinstance(goal, BudgetGib) else goal,
             )
         self.name, blocks = lists[0]
         known: dict[Any, int] = {}

@@ -1,10 +1,11 @@
 """Plan a memory budget: what each decoder block recomputes and offloads, as fast as the budget allows.
 
 ``recompute: {budget_gib: x}`` -> ``recompute: {layers: [...]}``. The budget bounds the highest allocated
-bytes (``torch.cuda.max_memory_allocated``) at every point of the step. One short trace measures a block's
-cost in each way (``probe``), many assignments are evaluated from it (``candidates``, ``assignments``), and
-the fastest that fits is traced whole, as ``predict`` does. Only a plan whose own prediction is within the
-budget is returned.
+bytes (``torch.cuda.max_memory_allocated``) at every point of the step; ``recompute: fit`` bounds the bytes on
+the device, which hold the CUDA context, NCCL and the allocator's unused memory too. One short trace measures
+a block's cost in each way (``probe``), many assignments are evaluated from it (``candidates``,
+``assignments``), and the fastest that fits is traced whole, as ``predict`` does. Only a plan whose own
+prediction is within the bound is returned.
 
 A larger budget is never predicted slower: the candidates and their order do not depend on the budget.
 """
@@ -18,7 +19,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.estimate import least_headroom, predict
 from trainfit.prediction.roofline import copy_bytes_per_s
 from trainfit.prediction.trace import trace_whole
 from trainfit.spec.errors import InputError
@@ -26,6 +27,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB
+from trainfit.techniques.recompute.layers import planned_field
 from trainfit.virtual.trace.process_state import frozen_gc
 
 LEVELS = ("none", "elementwise", "full")
@@ -38,6 +40,10 @@ BATCH = 4096
 """Assignments evaluated at once."""
 MAX_TRIALS = 12
 """Plans traced whole. The excess of one that is over the budget corrects the estimate of the others."""
+
+
+FILLED = 0.99
+"""Share of the available device bytes from which a plan that fits is not improved further."""
 
 
 class Plan(NamedTuple):
@@ -63,23 +69,24 @@ class Candidates(NamedTuple):
 
 
 def resolve(recipe: Recipe) -> Recipe:
-    """Return the recipe with its GiB budget planned; any other recipe unchanged.
+    """Return the recipe with its budget or fit planned; any other recipe unchanged.
 
     Raises:
         InputError: as ``plan``.
     """
-    return plan(recipe).recipe if isinstance(recipe.recompute, BudgetGib) else recipe
+    return plan(recipe).recipe if recipe.plans_recompute else recipe
 
 
 @frozen_gc()
 def plan(recipe: Recipe) -> Plan:
-    """Return the fastest plan found within the recipe's GiB budget.
+    """Return the fastest plan found within the recipe's GiB budget, or within its GPU's memory.
 
     Raises:
         InputError: no plan is within it (the least reachable is named), or the blocks are not repeated.
     """
-    assert isinstance(recipe.recompute, BudgetGib)
     found = candidates(recipe)
+    if not isinstance(recipe.recompute, BudgetGib):
+        return _fitting(recipe, found)
     budget_bytes = recipe.recompute.budget_gib * GIB
     off = 0.0
     """Excess of a traced peak over its evaluation."""
@@ -95,14 +102,52 @@ def plan(recipe: Recipe) -> Plan:
     if least.estimate.peak_allocated_bytes <= budget_bytes:
         return least
     reachable_gib = math.ceil(least.estimate.peak_allocated_bytes / GIB * 1000) / 1000
-    smaller = "batch.micro or batch.seq smaller"
-    others = f"{smaller}, or loss: chunked" if recipe.hardware.count == 1 else f"or {smaller}"
     raise InputError(
         f"the least that any plan reaches is {reachable_gib} GiB",
-        f"set recompute.budget_gib to {reachable_gib} or more, {others}",
+        f"set recompute.budget_gib to {reachable_gib} or more, {_others(recipe)}",
         field="recompute.budget_gib",
         value=recipe.recompute.budget_gib,
     )
+
+
+def _fitting(recipe: Recipe, found: Candidates) -> Plan:
+    """Return the fastest plan found that fits on the GPU with ``least_headroom`` free.
+
+    What the device holds next to a plan's evaluated bytes differs from plan to plan. That of the last traced
+    one selects the next: a smaller plan after one that is too large, a faster one where room is left.
+    """
+    gpu = find_gpu(recipe.hardware.gpu)
+    most_bytes = gpu.usable_bytes * (1 - least_headroom(gpu))
+    best: Plan | None = None
+    first_slower, others, other_bytes = len(found.peak_bytes), np.ones(len(found.peak_bytes), bool), 0.0
+    for _ in range(MAX_TRIALS):
+        within = np.flatnonzero(others & (found.peak_bytes + other_bytes <= most_bytes))
+        if not len(within) or within[0] > first_slower:
+            break
+        index = int(within[0])
+        tried, others[index] = _traced(recipe, found, index), False
+        device_bytes = tried.estimate.peak_device_bytes
+        other_bytes = device_bytes - float(found.peak_bytes[index])
+        if tried.estimate.fits and device_bytes <= most_bytes:
+            best, first_slower = tried, index
+            if device_bytes >= FILLED * most_bytes:
+                break
+    best = best or _traced(recipe, found, int(np.argmin(found.peak_bytes)))
+    if best.estimate.fits:
+        return best
+    least = f"{best.estimate.peak_device_bytes / GIB:.2f} GiB of {gpu.usable_bytes / GIB:.2f}"
+    raise InputError(
+        f"the least that any plan reaches on {gpu.name} is {least}",
+        f"set {_others(recipe).removeprefix('or ')}",
+        field="recompute",
+        value=recipe.recompute,
+    )
+
+
+def _others(recipe: Recipe) -> str:
+    """Return what else makes a step smaller."""
+    smaller = "batch.micro or batch.seq smaller"
+    return f"{smaller}, or loss: chunked" if recipe.hardware.count == 1 else f"or {smaller}"
 
 
 def _traced(recipe: Recipe, found: Candidates, index: int) -> Plan:
@@ -141,8 +186,9 @@ def _offload_levels(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _check(recipe: Recipe) -> None:
-    field = "recompute.budget_gib"
-    value = recipe.recompute.budget_gib if isinstance(recipe.recompute, BudgetGib) else None
+    goal = recipe.recompute
+    field = planned_field(recipe)
+    value = goal.budget_gib if isinstance(goal, BudgetGib) else goal
     if recipe.compile == "model":
         raise InputError(
             "the compiler decides what a whole compiled model recomputes",

@@ -11,7 +11,7 @@ from trainfit.catalog.names import own_files
 from trainfit.ledger import file as ledger_file
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.versions import LIBRARIES
-from trainfit.spec.outside import outside_techniques
+from trainfit.spec.optional import outside_techniques
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json

@@ -1,7 +1,8 @@
 """Traffic and time of a step's collectives. No torch here.
 
 A ring over n ranks sends (n - 1) / n of an all-gather's or a reduce-scatter's whole tensor through each GPU's
-link, and twice that for an all-reduce.
+link, and twice that for an all-reduce. An all-to-all sends 1 / n of a rank's tensor to each other rank: with
+g ranks in each host, (g - 1) / n through the link inside it and (n - g) / n through the GPU's own port.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from trainfit.spec.result import Traffic
 
 SUSTAINED = 0.75
 """Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
-BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
+BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 """Multiples of (n - 1) / n of the tensor that pass through each GPU's link."""
 
 
@@ -37,8 +38,7 @@ def ring(num_ranks: int, span: int, gpu: Gpu) -> Ring:
     inside = link(gpu.link)
     if span <= gpu.gpus_per_host or inside.kind == "ici":
         return Ring(inside.bytes_per_s / inside.axes, inside.latency_s, between_hosts=False)
-    stride = (span - 1) // (num_ranks - 1)
-    in_host, network = max(1, gpu.gpus_per_host // stride), link(gpu.network)
+    in_host, network = _in_host(num_ranks, span, gpu), link(gpu.network)
     return Ring(min(in_host * network.bytes_per_s, inside.bytes_per_s), network.latency_s, between_hosts=True)
 
 
@@ -51,24 +51,41 @@ def on_hosts(gpu: Gpu, hardware: Hardware) -> Gpu:
 
 def traffic(ledger: Ledger, gpu: Gpu) -> tuple[Traffic, ...]:
     """Return what one rank sends in a steady step, by kind of collective and size of the group."""
-    found: dict[tuple[str, int, bool], list[Collective]] = {}
+    found: dict[tuple[str, int, bool], list[tuple[int, int]]] = {}
     for one in _steady(ledger):
-        found.setdefault((one.name, one.num_ranks, _ring(one, gpu).between_hosts), []).append(one)
+        for used, num_bytes in sent(one, gpu):
+            key = one.name, one.num_ranks, used.between_hosts
+            found.setdefault(key, []).append((ledger.times(one), num_bytes))
     return tuple(
         Traffic(
             kind=name,
             num_ranks=num_ranks,
             between_hosts=between_hosts,
-            calls=sum(ledger.times(one) for one in some),
-            bytes_sent=sum(ledger.times(one) * sent_bytes(one) for one in some),
+            calls=sum(times for times, _ in some),
+            bytes_sent=sum(times * num_bytes for times, num_bytes in some),
         )
         for (name, num_ranks, between_hosts), some in found.items()
     )
 
 
-def sent_bytes(one: Collective) -> int:
-    """Return the bytes that a ring sends through each GPU's link."""
-    return round(BUS_SHARE[one.name] * one.num_bytes * (one.num_ranks - 1) / one.num_ranks)
+def sent(one: Collective, gpu: Gpu) -> list[tuple[Ring, int]]:
+    """Return the links that a collective uses at the same time, and the bytes through each GPU's."""
+    used = ring(one.num_ranks, one.span, gpu)
+    if one.name != "all_to_all" or not used.between_hosts:
+        return [(used, round(BUS_SHARE[one.name] * one.num_bytes * (one.num_ranks - 1) / one.num_ranks))]
+    in_host, port, to_each = (
+        _in_host(one.num_ranks, one.span, gpu),
+        link(gpu.network),
+        one.num_bytes / one.num_ranks,
+    )
+    outside = Ring(port.bytes_per_s, port.latency_s, between_hosts=True), one.num_ranks - in_host
+    ways = [outside] if in_host == 1 else [(ring(in_host, in_host, gpu), in_host - 1), outside]
+    return [(way, round(peers * to_each)) for way, peers in ways]
+
+
+def _in_host(num_ranks: int, span: int, gpu: Gpu) -> int:
+    """Return the ranks of a group in one host, of a group that leaves it."""
+    return max(1, gpu.gpus_per_host // ((span - 1) // (num_ranks - 1)))
 
 
 def collectives_s(
@@ -92,8 +109,12 @@ def collectives_s(
 
 def collective_s(one: Collective, gpu: Gpu) -> float:
     """Return the seconds of a collective alone."""
-    used = _ring(one, gpu)
-    return sent_bytes(one) / (used.bytes_per_s * SUSTAINED) + (one.num_ranks - 1) * used.latency_s
+    # A ring's bytes pass from rank to rank, an all-to-all's all at once.
+    turns = 1 if one.name == "all_to_all" else one.num_ranks - 1
+    return max(
+        num_bytes / (used.bytes_per_s * SUSTAINED) + turns * used.latency_s
+        for used, num_bytes in sent(one, gpu)
+    )
 
 
 def all_s(ledger: Ledger, gpu: Gpu) -> float:
@@ -109,9 +130,9 @@ def lowest_s(ledger: Ledger, gpu: Gpu) -> float:
     """
     found = {False: 0.0, True: 0.0}
     for one in _steady(ledger):
-        used = _ring(one, gpu)
-        least = min(sent_bytes(one), one.num_bytes)
-        found[used.between_hosts] += ledger.times(one) * least / used.bytes_per_s
+        for used, num_bytes in sent(one, gpu):
+            least = min(num_bytes, one.num_bytes)
+            found[used.between_hosts] += ledger.times(one) * least / used.bytes_per_s
     return max(found.values())
 
 
@@ -119,10 +140,11 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     """Return what the time of the collectives rests on; empty for one GPU."""
     if not ledger.collectives:
         return ()
-    hosts = any(_ring(one, gpu).between_hosts for one in ledger.collectives)
+    hosts = any(ring(one.num_ranks, one.span, gpu).between_hosts for one in ledger.collectives)
     between = (
         f", {gpu.gpus_per_host} GPUs a host and {gpu.network} for each GPU between hosts" if hosts else ""
     )
+    exchanges = any(one.name == "all_to_all" for one in ledger.collectives)
     repeated = (
         ("FSDP2 with layers traced once: within 0.03 % (allocated) of all traced, for llama-3.1-70b over 64",)
         if ledger.repeat > 1 and not all(one.is_synchronous for one in ledger.collectives)
@@ -130,14 +152,11 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     )
     return (
         *repeated,
-        f"collectives: rings at {SUSTAINED:.0%} of the rate of {gpu.link}{between}; "
+        f"collectives: rings{', all-to-alls' * exchanges} at {SUSTAINED:.0%} of the rate of "
+        f"{gpu.link}{between}; "
         "each begins as soon as its data is there, and the computation waits where the code does",
         "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group",
     )
-
-
-def _ring(one: Collective, gpu: Gpu) -> Ring:
-    return ring(one.num_ranks, one.span, gpu)
 
 
 def _steady(ledger: Ledger) -> list[Collective]:

@@ -1,6 +1,6 @@
 """Seconds of one operation on the GPU: as calibrated, else by its share of the data sheet. No torch here.
 
-The calibrated operation that is nearest in size gives the rate (catalog/op_times.py); attention of which none
+The calibrated operation that is nearest in size gives the rate (op_times.py); attention of which none
 is near takes attention_time.py's. A factor for products, attention and other operations leads from
 operations timed one by one to those of a step. Another GPU takes the calibrated one's time, by what both data
 sheets allow.
@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import Literal
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.op_times import CALIBRATED, op_times
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.attention_time import compute_share
+from trainfit.prediction.op_times import CALIBRATED, op_times
 from trainfit.spec.hardware import Gpu
 
 PEAK_DTYPE = {
@@ -25,7 +25,7 @@ PEAK_DTYPE = {
     "float8_e5m2": "fp8",
 }
 FP8 = 0.645
-"""Share of the fp8 peak that products sustain (`bench gpu --only sustained=bf16,fp8`, one H200, torch 2.11)."""
+"""Share of the fp8 peak that products sustain (`bench gpu --only sustained=fp8`, one H200, torch 2.11)."""
 UNKNOWN = 0.59
 """Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
 Part = Literal["products", "attention", "memory"]

@@ -4,10 +4,10 @@ Imports torch only where no ledger is kept.
 """
 
 import os
+from collections.abc import Callable, Sequence
 
 from trainfit.catalog.load import cluster
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.op_times import CALIBRATED
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
@@ -15,10 +15,11 @@ from trainfit.ledger.replay import Replay, UncachedAllocator, replay
 from trainfit.prediction import attention_time, cache, communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
+from trainfit.prediction.op_times import CALIBRATED
 from trainfit.prediction.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Cost, Estimate, Interval
+from trainfit.spec.result import Cost, Estimate, Interval, OtherPeak
 from trainfit.spec.units import format_bytes
 
 CONVENTION = (
@@ -64,24 +65,28 @@ def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = Fal
     return estimate(recipe, gpu, ledger)
 
 
-def ledger_of(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
-    """The recipe's ledger, from the cache or traced."""
+def ledger_of(
+    recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False, shorten: bool = False
+) -> Ledger:
+    """The recipe's ledger, from the cache or traced; ``shorten``: as ``trace`` takes it."""
     kept = cache.load(recipe, deterministic=deterministic) if use_cache else None
     if kept is not None:
         return kept
-    from trainfit.prediction.trace import trace
+    from trainfit.prediction.trace import trace, trace_whole
 
-    ledger = trace(recipe, deterministic=deterministic)
-    cache.save(recipe, ledger, deterministic=deterministic)
+    shorten = shorten and trace_whole(recipe)
+    ledger = trace(recipe, deterministic=deterministic, shorten=shorten)
+    if not shorten:  # A shortened one is no prediction.
+        cache.save(recipe, ledger, deterministic=deterministic)
     return ledger
 
 
 def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     """Return the Estimate of a recipe's ledger on a GPU."""
     gpu = communication.on_hosts(gpu, recipe.hardware)
-    replayed, fits = replay_on(gpu, ledger)
+    replays, fits = of_both_peaks(gpu, ledger, lambda one: replay_on(gpu, one))
     time = roofline(ledger, gpu)
-    found = summary(gpu, ledger, replayed, time, fits=fits)
+    found = summary(gpu, ledger, replays, time, fits=fits)
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
     tokens_per_s = tokens / found.step_s if found.step_s else None
     return found.model_copy(
@@ -97,18 +102,36 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     )
 
 
-def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *, fits: bool) -> Estimate:
+def of_both_peaks(
+    gpu: Gpu, ledger: Ledger, replayed: Callable[[Ledger], tuple[Replay, bool]]
+) -> tuple[list[Replay], bool]:
+    """Return the replays of a ledger whose ``held`` storages are freed late and soon, and whether both fit.
+
+    The one that reserves more comes first. Where the two have equal peaks there is one.
+    """
+    ledgers = filter(None, (ledger, ledger.freed_sooner()))
+    found, fit = zip(*map(replayed, ledgers), strict=True)
+    replays = sorted(found, key=lambda one: -one.peak_reserved_bytes)
+    peaks = {(one.peak_allocated_bytes, one.peak_reserved_bytes) for one in replays}
+    return replays[: len(peaks)], all(fit)
+
+
+def summary(
+    gpu: Gpu, ledger: Ledger, replays: Sequence[Replay], time: Roofline | None, *, fits: bool
+) -> Estimate:
     """Return the part of an Estimate that the ledger alone decides: memory, FLOPs, time and utilisation.
 
     Args:
-        replayed: the ledger's replay through the caching allocator.
+        replays: the ledger's replay through the caching allocator, then one with another peak if there is.
         time: the steady step's roofline; None: the GPU's speed is not known.
         fits: whether the replay stays within the GPU's memory.
     """
     model_flops, hardware_flops = ledger.steady_sum("model_flops"), ledger.steady_sum("causal_flops")
     step_s = time.expected.total if time else None
     peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
-    peak_device_bytes = replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger)
+    replayed, *others = replays
+    outside = overhead_bytes(gpu, ledger)
+    peak_device_bytes = replayed.peak_reserved_bytes + outside
     return Estimate(
         recipe_id=None,
         phases=replayed.phases,
@@ -117,6 +140,7 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
         peak_allocated_bytes=replayed.peak_allocated_bytes,
         peak_reserved_bytes=replayed.peak_reserved_bytes,
         peak_device_bytes=peak_device_bytes,
+        other_peak=_other_peak(others[0], outside) if others else None,
         device_bytes=gpu.usable_bytes,
         host_bytes=ledger.host_bytes,
         fits=fits,
@@ -137,6 +161,11 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
         warnings=_little_headroom(gpu, peak_device_bytes, fits=fits),
         versions=ledger.versions,
     )
+
+
+def _other_peak(one: Replay, outside: int) -> OtherPeak:
+    allocated, reserved = one.peak_allocated_bytes, one.peak_reserved_bytes
+    return OtherPeak(allocated=allocated, reserved=reserved, device=reserved + outside)
 
 
 def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
@@ -224,9 +253,13 @@ def timed_by(gpu: Gpu) -> str:
     return f"step time: {known}, by the ratio of the data sheets; not calibrated on {gpu.name}"
 
 
+def least_headroom(gpu: Gpu) -> float:
+    """Return the share of the device below which a prediction that fits is warned of."""
+    return LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
+
+
 def _little_headroom(gpu: Gpu, peak_device_bytes: int, *, fits: bool) -> tuple[str, ...]:
-    headroom_bytes = gpu.usable_bytes - peak_device_bytes
-    least = LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
+    headroom_bytes, least = gpu.usable_bytes - peak_device_bytes, least_headroom(gpu)
     if not fits or headroom_bytes >= least * gpu.usable_bytes:
         return ()
     return (
@@ -262,8 +295,8 @@ def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interv
         band = time.band
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         basis = (
-            f"{band.low:g} to {band.high:g} times the expected time, as 95 % of the measured H200 steps that the "
-            "rates were learned from; a slower host or other clocks can exceed it"
+            f"{band.low:g} to {band.high:g} times the expected time, as 95 % of the measured H200 steps that "
+            "the rates were learned from; a slower host or other clocks can exceed it"
         )
     else:
         # The host's rates are those of eager code; compiled code needs less, by an unknown amount.

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from trainfit.ledger.ledger import Ledger
-from trainfit.parallel import collectives
+from trainfit.ledger.ledger import ALLOCATE, Ledger
+from trainfit.parallel import collectives, expert_parallel
 from trainfit.parallel.data_parallel import Bucket
 from trainfit.parallel.sharded_optimizer import ShardedOptimizer
 from trainfit.spec.recipe import Recipe
@@ -18,7 +18,7 @@ from trainfit.spec.units import format_bytes
 from trainfit.techniques.parallel.fsdp import not_compared
 from trainfit.virtual.cluster.ddp import ddp_on_fakes
 from trainfit.virtual.cluster.rank import fake_group, one_rank
-from trainfit.virtual.cluster.streams import ordered_collectives
+from trainfit.virtual.cluster.streams import Order, ordered_collectives
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import replaced
@@ -37,7 +37,7 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
         virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn))
         virtual.mesh = mesh
         stack.enter_context(one_rank(virtual.tracer))
-        stack.enter_context(ordered_collectives(virtual.tracer))
+        order = stack.enter_context(ordered_collectives(virtual.tracer))
         stack.enter_context(replaced(collectives, "can_average", lambda tensor, group: True))
         stack.enter_context(replaced(collectives, "all_reduce", _all_reduce))
         strategy = recipe.mesh.strategy
@@ -47,14 +47,16 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
             stack.enter_context(own_chunks())
             virtual.about_ranks = lambda _: (LARGEST_SHARDS,)
         elif strategy in ("ddp", "zero1"):
-            first_buckets = stack.enter_context(ddp_on_fakes(virtual.tracer))
+            stack.enter_context(ddp_on_fakes(virtual.tracer))
             about = stack.enter_context(fullest_rank()) if strategy == "zero1" else lambda _: (EQUAL_RANKS,)
-            virtual.about_ranks = lambda ledger: (*first_buckets.assumptions(ledger), *about(ledger))
+            virtual.about_ranks = about
         else:
             stack.enter_context(_gradients_in_buckets(virtual))
             virtual.about_ranks = lambda _: (EQUAL_RANKS,)
-        about_ranks = virtual.about_ranks
-        virtual.about_ranks = lambda ledger: (*about_ranks(ledger), *not_compared(recipe))
+        lines: list[About] = [virtual.about_ranks, lambda _: not_compared(recipe)]
+        if recipe.mesh.expert > 1:
+            lines.insert(1, stack.enter_context(balanced_experts(order)))
+        virtual.about_ranks = lambda ledger: tuple(line for each in lines for line in each(ledger))
         yield virtual
 
 
@@ -64,6 +66,51 @@ def _all_reduce(tensors: list[Tensor], op: Any, group: collectives.Group) -> dis
     options.reduceOp, options.asyncOp = op, True
     assert group is not None
     return group.allreduce(tensors, options)
+
+
+@contextmanager
+def balanced_experts(order: Order) -> Iterator[About]:
+    """Let every rank route its tokens to all experts alike: fake tensors have no routes."""
+    pairs: set[int] = set()
+
+    def balanced(sizes_2n: Tensor, num_pairs: int) -> list[list[int]]:
+        order.host_waits()
+        ranks = sizes_2n.shape[1]
+        sent = [(num_pairs + ranks - 1 - rank) // ranks for rank in range(ranks)]
+        received = ranks * sent[:1]  # All ranks send as many to this one.
+        pairs.add(sum(received))
+        return [sent, received]
+
+    def about(ledger: Ledger) -> tuple[str, ...]:
+        each = kept_by_a_pair(ledger, max(pairs))
+        return (
+            f"tokens are routed evenly: a rank computes {max(pairs):,} pairs of a token and an expert in "
+            f"each layer; one that receives more needs {each:,} bytes for each more in all layers",
+        )
+
+    with replaced(expert_parallel, "read_sizes", balanced):
+        yield about
+
+
+def kept_by_a_pair(ledger: Ledger, num_pairs: int) -> int:
+    """Return the bytes of one received pair of each layer, at the moment when they are most.
+
+    They are what is allocated from the exchange that brings a layer's pairs to that which sends results back.
+    """
+    exchanges = [one for one in ledger.collectives if one.name == "all_to_all"]
+    forward = [
+        (one.op, after.op)
+        for sizes, one, after in zip(exchanges, exchanges[1:], exchanges[2:], strict=False)
+        if sizes.num_bytes < min(one.num_bytes, after.num_bytes)
+    ]
+    ops = {op for begin, end in forward for op in range(begin, end)}
+    ofs = {index for index, storage in enumerate(ledger.storages) if storage.op in ops}
+    live = most = 0
+    for event in ledger.expand():
+        if event.storage in ofs:
+            live += event.num_bytes if event.kind == ALLOCATE else -event.num_bytes
+            most = max(most, live)
+    return round(most / num_pairs)
 
 
 @contextmanager

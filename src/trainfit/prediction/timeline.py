@@ -1,4 +1,4 @@
-"""One steady step on three timelines: the host, the GPU's computation, and its collectives and copies. No torch here.
+"""One steady step on three timelines: the host, the GPU's computation, its communication. No torch here.
 
 The host issues operations one after another, at most ``QUEUE`` launches ahead of the GPU; the GPU waits for
 the host, and the host for the GPU where it reads a value. Collectives of a group follow one another, each

@@ -43,26 +43,30 @@ LOSS_SET = (
 )
 
 
-def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -> Ledger:
+def trace(
+    recipe: Recipe, *, whole: bool = False, shorten: bool = False, deterministic: bool = False
+) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
     Args:
         whole: trace every layer even where layers repeat.
+        shorten: trace repeated layers a few times even where a technique makes them differ slightly, which is
+            enough to compare recipes; not where the whole model is compiled as one.
         deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     with exclusive():
-        return _traced(recipe, whole=whole, deterministic=deterministic)
+        return _traced(recipe, whole=whole, shorten=shorten, deterministic=deterministic)
 
 
-def _traced(recipe: Recipe, *, whole: bool, deterministic: bool) -> Ledger:
+def _traced(recipe: Recipe, *, whole: bool, shorten: bool, deterministic: bool) -> Ledger:
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
-            ledger = _shortened(recipe) if not whole else _trace(recipe, whole=True)
+            ledger = _shortened(recipe, shorten=shorten) if not whole else _trace(recipe, whole=True)
         except InputError:
             raise
         except Exception as error:
@@ -86,9 +90,9 @@ def _unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-def _shortened(recipe: Recipe) -> Ledger:
+def _shortened(recipe: Recipe, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
-    if not trace_whole(recipe):
+    if not trace_whole(recipe) or (shorten and recipe.compile != "model"):
         try:
             ledger = _trace(recipe, whole=False)
             deque(ledger.expand(), maxlen=0)

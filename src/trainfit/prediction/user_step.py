@@ -18,7 +18,7 @@ from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import attention_time, communication
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.device_time import is_measured
-from trainfit.prediction.estimate import summary, timed_by
+from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
 from trainfit.prediction.roofline import roofline
 from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
@@ -92,13 +92,15 @@ def _name_of(step: Callable[..., Any]) -> str:
 
 
 def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: int) -> Estimate:
-    replayed, fits = _replay_on(gpu, ledger, virtual.memory_stats.emptied_at)
+    emptied_at = virtual.memory_stats.emptied_at
+    replays, fits = of_both_peaks(gpu, ledger, lambda one: _replay_on(gpu, one, emptied_at))
+    replayed = replays[0]
     phases = replayed.phases
     if num_steps <= 1:
         phases = phases.model_copy(update={"steady": phases.first})
         ledger.segments = [s._replace(step="steady") if s.step == "first" else s for s in ledger.segments]
     time = roofline(ledger, gpu)
-    found = summary(gpu, ledger, replayed, time, fits=fits)
+    found = summary(gpu, ledger, replays, time, fits=fits)
     rates = attention_time.assumptions(ledger, gpu, is_measured) if time else ()
     rates += communication.assumptions(ledger, gpu)
     code = TracedCode(name=name, gpu=gpu.name, num_steps=num_steps, holders=_holders(ledger, replayed))
@@ -157,7 +159,6 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
     elif whole == 1:
         notes.append("one optimizer step ran: the steady step is taken to be like the first")
     if virtual.buckets is not None:
-        notes += virtual.buckets.assumptions(ledger)
         notes.append(
             "memory, FLOPs and time are those of rank 0; what other ranks would send is not known"
             if ledger.collectives

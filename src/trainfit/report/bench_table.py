@@ -7,6 +7,7 @@ heading.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainfit.bench.harness.experiment import Column
 from trainfit.report.words import quantity
@@ -21,15 +22,29 @@ DEVIATION_NOTE = "a ± b: mean and standard deviation of the samples"
 ADVICE = " Including non-PyTorch memory"  # An out-of-memory message is cut here: what follows is advice
 
 
+class Cells(NamedTuple):
+    """One column."""
+
+    title: str
+    is_number: bool
+    cells: Sequence[str]
+
+
 @dataclass(frozen=True)
 class Grid:
     """Cells of one table."""
 
-    titles: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-    is_number: tuple[bool, ...]
+    columns: Sequence[Cells]
     same: str  # Heading, with the keys that have one value throughout
     num_keys: int = 1  # Leading columns that identify a line
+
+    @property
+    def lines(self) -> list[tuple[str, ...]]:
+        return list(zip(*(column.cells for column in self.columns), strict=True))
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return tuple(column.title for column in self.columns)
 
 
 def grids(rows: Sequence[BenchRow], columns: Sequence[Column] = ()) -> list[Grid]:
@@ -47,25 +62,23 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow], declared: dict[str, Colum
 
     varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
     same = [f"{title(column_of(key))} {cell_text(rows[0].point[key])}" for key in keys if key not in varied]
-    table: list[tuple[str, bool, Sequence[str]]] = [
-        (title(column_of(key)), not isinstance(rows[0].point[key], str | bool),
-         [cell_text(row.point[key]) for row in rows])
+    table = [
+        Cells(title(column_of(key)), not isinstance(rows[0].point[key], str | bool),
+              [cell_text(row.point[key]) for row in rows])
         for key in varied
     ]  # fmt: skip
     if any(row.times for row in rows):
-        cells = zip(*(_times(row.times) for row in rows), strict=True)
-        table += [(name, True, column) for name, column in zip(TIMES, cells, strict=True)]
+        table += map(Cells, TIMES, (True,) * 3, zip(*(_times(row.times) for row in rows), strict=True))
     names = dict.fromkeys(name for row in rows for name in row.numbers)
     deviations = {column.deviation for column in declared.values()}
     for name in dict.fromkeys([*(name for name in declared if name in names), *names]):
         if name not in deviations:
             is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
             texts = [_number_text(row, column_of(name)) for row in rows]
-            table.append((title(column_of(name)), not is_text, texts))
+            table.append(Cells(title(column_of(name)), not is_text, texts))
     if any(row.status != "done" for row in rows):
-        table.append((STATUS, False, ["" if row.status == "done" else row.status for row in rows]))
-    titles, is_number, cells = zip(*table, strict=True)
-    return Grid(titles, tuple(zip(*cells, strict=True)), is_number, ", ".join(same), len(varied))
+        table.append(Cells(STATUS, False, ["" if row.status == "done" else row.status for row in rows]))
+    return Grid(table, ", ".join(same), len(varied))
 
 
 def title(column: Column) -> str:

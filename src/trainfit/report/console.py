@@ -1,7 +1,7 @@
 """Console, aligned rows, bars and bullets. Widths follow the terminal, or are 80 columns without one."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -16,18 +16,22 @@ console = Terminal  # On standard output; it reads no styles out of text.
 
 
 @contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Show ``text`` and the seconds passed on a line of standard error, on a terminal only."""
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` and the seconds passed on a line of standard error, on a terminal only.
+
+    Yields:
+        a function that replaces the text.
+    """
     errors = Terminal(stderr=True)
     if not errors.is_terminal:
-        yield
+        yield lambda text: None
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, redirect_stdout=False) as shown:
-        shown.add_task(text, total=None)
-        yield
+        task = shown.add_task(text, total=None)
+        yield lambda text: shown.update(task, description=text)
 
 
 def bar(share: float, width: int, *, blocks: bool = True) -> str:

@@ -15,6 +15,9 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
+LEAST_APART = 0.01
+"""Share by which two possible peaks differ if both are shown."""
+
 
 def show(
     recipe: Recipe | None,
@@ -176,6 +179,20 @@ def _memory(out: Console, estimate: Estimate) -> None:
     cells = zip(lines, [*bars, ""], strict=False)
     shown = [[name, format_bytes(size), share, filled] for (name, size, share), filled in cells]
     rows(out, shown, "left", "right", "right", "left")
+    if (other := _other_peak(estimate)) is not None:
+        out.print(other, style="dim")
+
+
+def _other_peak(estimate: Estimate) -> str | None:
+    """Return a line about the lower of DDP's two peaks, where one of its sizes is lower by over 1 %."""
+    other = estimate.other_peak
+    names = ("allocated", "reserved", "device")
+    if other is None or all(
+        getattr(other, name) >= (1 - LEAST_APART) * getattr(estimate, f"peak_{name}_bytes") for name in names
+    ):
+        return None
+    sizes = " / ".join(format_bytes(getattr(other, name)) for name in names)
+    return f"or {sizes} (allocated / reserved / on the device), if NCCL lets go of DDP's first buckets soon"
 
 
 def _full_bar(estimate: Estimate) -> int:

@@ -221,13 +221,19 @@ def predicted_scatter(rows: Sequence[Row]) -> str | None:
         and (size := row.predicted_device_bytes)
         and (speed := row.predicted_tokens_per_s)
     }
-    return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted")
+    cards = {row.device_bytes: row.recipe["hardware"]["gpu"] for row in rows if row.variant in points}
+    return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted", cards)
 
 
 def _scatter(
-    rows: Sequence[Row], points: dict[str, tuple[int, float]], best: Sequence[str], x_label: str, side: str
+    rows: Sequence[Row],
+    points: dict[str, tuple[int, float]],
+    best: Sequence[str],
+    x_label: str,
+    side: str,
+    cards: Mapping[int, str] | None = None,
 ) -> str | None:
-    """Draw points of (bytes, tokens a second), those of ``best`` joined."""
+    """Draw points of (bytes, tokens a second), those of ``best`` joined, and a line at each card's bytes."""
     if not points:
         return None
     shown = [row for row in rows if row.variant in points]
@@ -247,9 +253,11 @@ def _scatter(
         for label, kind, ink, group in groups
         if group
     ]
-    wide = [max(values) > SPREAD * min(values) for values in zip(*at.values(), strict=True)]
+    lines = {num_bytes / size: card for num_bytes, card in (cards or {}).items()}
+    sizes, speeds = zip(*at.values(), strict=True)
+    wide = [max(values) > SPREAD * min(values) for values in ((*sizes, *lines), speeds)]
     panel = Panel(
-        series, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
+        series, events=lines, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
         y_label=f"{by} a second, {side} (more is better)",
     )  # fmt: skip
     return draw([panel], "front", title=f"Memory against speed, {side}", is_themed=True)

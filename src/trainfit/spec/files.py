@@ -17,12 +17,9 @@ from typing import BinaryIO
 from trainfit.spec.errors import InputError
 
 KINDS = (
-    (stat.S_ISDIR, "is a folder"),
-    (stat.S_ISFIFO, "is a named pipe"),
-    (stat.S_ISSOCK, "is a socket"),
-    (stat.S_ISCHR, "is a device"),
-    (stat.S_ISBLK, "is a device"),
-)
+    (stat.S_ISDIR, "is a folder"), (stat.S_ISFIFO, "is a named pipe"), (stat.S_ISSOCK, "is a socket"),
+    (stat.S_ISCHR, "is a device"), (stat.S_ISBLK, "is a device"),
+)  # fmt: skip
 
 
 def open_regular(path: Path, limit_bytes: int | None = None) -> BinaryIO:

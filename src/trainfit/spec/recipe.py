@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from trainfit.spec import DEFAULT_GPU
-from trainfit.spec.outside import Extensible
+from trainfit.spec.optional import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import FromPercent, PositiveInt, Value, canonical_json, disagreement
 
@@ -283,11 +283,16 @@ class Recipe(Value):
     @property
     def has_open_fields(self) -> bool:
         """True if a field states a goal, so that it is planned before a step is built."""
-        return isinstance(self.recompute, BudgetGib) or self.attention == "best"
+        return self.plans_recompute or self.attention == "best"
+
+    @property
+    def plans_recompute(self) -> bool:
+        """True if the recomputation of each block is planned, within a budget or the GPU's memory."""
+        return isinstance(self.recompute, BudgetGib) or self.recompute == "fit"
 
     def without_open_fields(self) -> "Recipe":
         """Return the recipe with a plain value for each open field, which can be checked before planning."""
-        recompute = "none" if isinstance(self.recompute, BudgetGib) else self.recompute
+        recompute = "none" if self.plans_recompute else self.recompute
         attention = "sdpa" if self.attention == "best" else self.attention
         return self.model_copy(update={"recompute": recompute, "attention": attention})
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from trainfit.spec.outside import Extensible
+from trainfit.spec.optional import Extensible
 from trainfit.spec.value import FromPercent, PositiveInt, Value
 
 
@@ -115,7 +115,8 @@ def _tag(value: Any) -> str:
     return next((TAGS[key] for key in value if key in TAGS), "Every") if isinstance(value, dict) else "name"
 
 
-Policy = Annotated[Literal["none", "full", "selective"], Extensible("recompute")]
+Policy = Annotated[Literal["none", "full", "selective", "fit"], Extensible("recompute")]
+"""fit: the fastest plan found whose device bytes fit on the GPU, planned as a budget is."""
 Recompute = Annotated[
     Annotated[Policy, Tag("name")]
     | Annotated[Every, Tag("Every")]

@@ -88,12 +88,12 @@ class Traffic(Value):
     """Collectives of one kind in a step of one rank."""
 
     kind: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``."""
     num_ranks: Count
     between_hosts: bool
     calls: Count
     bytes_sent: Bytes
-    """Through the GPU's link, by a ring."""
+    """Through the GPU's link, by a ring; an all-to-all's that leaves the host is counted apart."""
 
 
 class Cost(Value):
@@ -131,6 +131,14 @@ class TracedCode(Value):
     holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
 
 
+class OtherPeak(Value):
+    """The lower of two possible peaks, in bytes. Which one a run has is a race of two of its threads."""
+
+    allocated: Bytes
+    reserved: Bytes
+    device: Bytes
+
+
 class Estimate(Value):
     """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""
 
@@ -142,6 +150,7 @@ class Estimate(Value):
     peak_reserved_bytes: Bytes
     peak_device_bytes: Bytes
     """As nvidia-smi shows it: reserved, the CUDA context and the libraries' own memory."""
+    other_peak: OtherPeak | None = None  # Of DDP, where NCCL may hold the first step's buckets or not
     device_bytes: Bytes  # Usable by a process
     host_bytes: Bytes = 0  # Pinned host memory of what offload keeps there
     fits: bool

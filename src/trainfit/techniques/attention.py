@@ -8,7 +8,7 @@ kernels/flash_attention. ``best``: the fastest by the catalog's measurements on 
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import _triton_gpus
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 BACKENDS = {
@@ -80,4 +80,5 @@ TECHNIQUE = Technique(
     draw=Draw(
         weights={"attention": {"sdpa": 8, "eager": 1, "math": 1, "flash": 1, "efficient": 1, "cudnn": 1}}
     ),
+    offers=lambda recipe: (Offer({"attention": "best"}, is_start=True),),
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainfit.spec.errors import InputError
 
@@ -31,6 +31,21 @@ class Draw:
     """Probability that the fields of ``weights`` leave their default; None: they are always drawn."""
     options: Callable[[random.Random], Data] | None = None
     """Further keys next to a drawn value, such as an optimizer's implementation."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Fields that the planner may set together, to make a recipe smaller or faster."""
+
+    fields: Data
+    numerics: str = ""
+    """What they change in the mathematics, in a few words; empty: nothing beyond rounding."""
+    is_start: bool = False
+    """The search starts with it: it usually costs neither memory nor time."""
+    is_slow: bool = False
+    """Its trace takes seconds, so it is only added to the best recipe found without it."""
+    speeds_up: Literal["all", "rest"] = "all"
+    """``rest``: no matrix products, so it is not traced where the rest of a step is short."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,8 @@ class Technique:
     variants: tuple[Data, ...] = ()  # Further fields that turn it on, which no record of results measures
     needs: Data = field(default_factory=dict)  # Fields that the examples, and their control, require
     draw: Draw = Draw()
+    offers: Callable[[Recipe], Iterable[Offer]] = lambda recipe: ()
+    """Returns what the planner may try in place of the recipe's own values."""
     build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
     """(recipe, on_model, **options of ``build_model``) -> model, blocks whose weights are on the host."""
     label_blocks: Callable[[Recipe, nn.Module], None] = lambda recipe, model: None

@@ -10,7 +10,7 @@ from functools import partial
 from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
 
 
@@ -40,4 +40,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "block kernels",
     draw=Draw(alone=_draw),
+    offers=lambda recipe: (Offer({"block_kernels": "triton"}, is_start=True),),
 )

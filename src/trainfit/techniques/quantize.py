@@ -7,7 +7,7 @@ are those of the weights that the seed gives unquantised.
 import random
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 
 
 def check(recipe: Recipe) -> None:
@@ -20,6 +20,13 @@ def check(recipe: Recipe) -> None:
 def _draw(chance: random.Random, _: Data) -> Data:
     adapter = {"kind": "lora", "rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
     return {"quantize": chance.choice(("nf4", "nf4", "int8", "fp8")), "adapter": adapter, "precision": "bf16"}
+
+
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    if recipe.adapter is None:
+        return ()
+    bits = {"nf4": "4-bit", "int8": "8-bit", "fp8": "8-bit"}
+    return tuple(Offer({"quantize": name}, numerics=f"{bits[name]} base") for name in bits)
 
 
 TECHNIQUE = Technique(
@@ -36,4 +43,5 @@ TECHNIQUE = Technique(
     ),
     needs={"adapter": {"kind": "lora"}},
     draw=Draw(alone=_draw),
+    offers=_offers,
 )

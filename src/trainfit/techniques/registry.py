@@ -17,11 +17,11 @@ import trainfit.techniques
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import LEAST_FOR_TRITON
-from trainfit.spec.outside import outside_techniques
+from trainfit.spec.optional import outside_techniques
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Technique, refusal, value_at
 
-NOT_COVERED = ("parallel.expert", "parallel.pipeline")
+NOT_COVERED = ("parallel.pipeline",)
 """Fields that no technique implements yet: only their defaults are accepted."""
 
 DESCRIBED = (

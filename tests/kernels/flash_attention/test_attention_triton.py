@@ -179,8 +179,7 @@ def test_a_machine_without_triton_is_refused(monkeypatch: Any) -> None:
 
 HEADS_128 = TINY_LLAMA | {"hidden_size": 512, "head_dim": 128, "num_hidden_layers": 5}
 B, S, H, K, D = 2, 200, 4, 2, 128
-ROWS = 256
-"""200 rounded up to whole tiles of 128."""
+ROWS = 256  # 200 rounded up to whole tiles of 128
 
 
 def attention_trace(code: Any = "hf", deterministic: bool = False, **fields: Any) -> Ledger:
@@ -247,12 +246,9 @@ def test_predicting_needs_no_triton(monkeypatch: Any, ledger: Ledger) -> None:
 
 
 KEPT = [
-    ("hf", False, "full", True),
-    ("hf", False, "selective", False),
-    ("native", False, SAVE_ATTENTION, False),
-    ("hf", "block", SAVE_ATTENTION, False),
-    ("native", "model", "none", False),
-]
+    ("hf", False, "full", True), ("hf", False, "selective", False), ("native", False, SAVE_ATTENTION, False),
+    ("hf", "block", SAVE_ATTENTION, False), ("native", "model", "none", False),
+]  # fmt: skip
 """Implementation, compile, recompute, and whether attention runs again in the backward."""
 
 

@@ -197,8 +197,7 @@ def test_constants_in_another_order_are_refused(kernel: Kernel) -> None:
 
 # -- the persistent schedule
 
-H200 = 132
-"""Multiprocessors."""
+H200 = 132  # Multiprocessors
 
 
 def first_free(costs: list[int], programs: int) -> int:

@@ -13,8 +13,7 @@ HEAD = 64
 LONG = 131_072
 ROWS = (200, 4_095, 65_535, 65_536, 100_003, LONG - 1)
 """Ends and beginnings of tiles; gradients of the first rows are differences of nearly equal numbers."""
-WORST = 1e-2
-"""Of |difference| / |row|: bf16 rounds each exponential by 2^-9, and the result once more."""
+WORST = 1e-2  # Of |difference| / |row|: bf16 rounds each exponential by 2^-9, and the result once more
 
 
 class Rows(NamedTuple):

@@ -107,12 +107,9 @@ def measure(
     for point in points:
         with fp32_products(PRECISIONS[str(point["precision"])].products):
             yield _measured(
-                rank,
-                point,
-                batch or BATCH[str(point["precision"])],
-                num_samples,
+                rank, point, batch or BATCH[str(point["precision"])], num_samples,
                 has_traces and "strategy" in point,
-            )
+            )  # fmt: skip
         tidy(rank)
 
 

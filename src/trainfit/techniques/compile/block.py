@@ -5,7 +5,7 @@ needs no gradient.
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
 
 
@@ -25,4 +25,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "compile block",
     draw=Draw(weights={"compile": {"block": 1}}),
+    offers=lambda recipe: (Offer({"compile": "block"}, is_slow=True, speeds_up="rest"),),
 )

@@ -8,7 +8,7 @@ from functools import partial
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
@@ -34,4 +34,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "chunked loss",
     draw=Draw(alone=lambda chance, _: {"loss": "chunked"}),
+    offers=lambda recipe: (Offer({"loss": "chunked"}),),
 )

@@ -10,7 +10,7 @@ from functools import partial
 from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
@@ -48,4 +48,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "fused loss",
     draw=Draw(alone=_draw),
+    offers=lambda recipe: (Offer({"loss": "fused"}, is_start=True),),
 )

@@ -5,7 +5,7 @@ https://pytorch.org/blog/activation-checkpointing-techniques/
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 FIELD = "offload.activations"
@@ -47,4 +47,5 @@ TECHNIQUE = Technique(
     needs={"recompute": "full"},
     draw=Draw(alone=lambda chance, _: {"recompute": "full", "offload": {"activations": True}}),
     trace_whole=lambda recipe: bool(recipe.compile),
+    offers=lambda recipe: (Offer({"offload": {"activations": True}, "recompute": "full"}),),
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.offload.activations import require_recomputed_blocks
 
@@ -67,6 +67,12 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
     return drawn
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    trained = {} if recipe.adapter else {"optimizer": {"in_backward": "block"}}
+    offloads = ({"weights": True}, {"weights": True, "activations": True})
+    return tuple(Offer({"offload": offload, "recompute": "full", **trained}) for offload in offloads)
+
+
 TECHNIQUE = Technique(
     name="offload_weights",
     order=170,
@@ -85,4 +91,5 @@ TECHNIQUE = Technique(
     min_repeated=_num_buffers,
     # Which weights are still on the device depends on timing between compiled layers.
     trace_whole=lambda recipe: bool(recipe.compile),
+    offers=_offers,
 )

@@ -8,7 +8,7 @@ and ``scale_parameter=True``, so that its learning rate means what torch's means
 from functools import partial
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
@@ -64,5 +64,11 @@ TECHNIQUE = Technique(
         alone=lambda chance, _: {"optimizer": {"name": "adafactor", "implementation": "fused"}},
         weights={"optimizer.name": {"adafactor": 2}},
         options=lambda chance: {"momentum": chance.choice((0.0, 0.0, 0.9))},
+    ),
+    offers=lambda recipe: (
+        Offer(
+            {"optimizer": {"name": "adafactor", "implementation": "fused"}},
+            numerics="factored second moments",
+        ),
     ),
 )

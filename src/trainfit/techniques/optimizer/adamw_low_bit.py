@@ -5,7 +5,7 @@ AdamW4bit (optim/adamw.py).
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer, refuse_momentum
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
@@ -49,4 +49,8 @@ TECHNIQUE = Technique(
     variants=({"optimizer": {"name": "adamw4bit", "implementation": "forloop"}},),
     examples=({"optimizer": {"name": "adamw8bit"}}, {"optimizer": {"name": "adamw4bit"}}),
     draw=Draw(alone=lambda chance, _: {"optimizer": {"name": chance.choice(tuple(BITS))}}),
+    offers=lambda recipe: (
+        Offer({"optimizer": {"name": "adamw8bit"}}, numerics="moments in 8 bits"),
+        Offer({"optimizer": {"name": "adamw4bit"}}, numerics="moments in 4 bits"),
+    ),
 )

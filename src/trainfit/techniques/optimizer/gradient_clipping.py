@@ -32,11 +32,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     largest = recipe.optimizer.clip_norm
     assert largest is not None
     blocks, others = draft.trainable_by_block()
-    # CUDA's foreach kernels require one dtype.
+    # CUDA's foreach kernels require one dtype, DTensor's sum of norms one mesh.
     parts = [
-        [parameter for parameter in group if parameter.dtype == dtype]
+        [parameter for parameter in group if _kind(parameter) == kind]
         for group in (*blocks, others)
-        for dtype in dict.fromkeys(parameter.dtype for parameter in group)
+        for kind in dict.fromkeys(_kind(parameter) for parameter in group)
     ]
 
     def clip() -> None:
@@ -45,11 +45,15 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.before_update.append(clip)
 
 
+def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, object]:
+    return parameter.dtype, getattr(parameter, "device_mesh", None)
+
+
 def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Tensor:
     """Scale the gradients of all parts in place.
 
     Returns:
-        Their norm before, [] fp32. The gradients of one part have one dtype.
+        Their norm before, [] fp32. The gradients of one part have one dtype and mesh.
     """
     import torch
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
@@ -98,4 +98,5 @@ TECHNIQUE = Technique(
         weights={"optimizer.in_backward": {True: 1}},
         share=0.2,
     ),
+    offers=lambda recipe: (Offer({"optimizer": {"in_backward": "block"}}),),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 from trainfit.techniques.parallel.tensor import FAMILIES
@@ -62,6 +62,15 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.around_forward.append(no_packed_sequences)
 
 
+LONG = 32768
+"""Tokens of the shortest sequence for which the planner tries it."""
+
+
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    ranks = [n for n in (2, 4, 8) if recipe.hardware.count % n == 0 and recipe.batch.seq >= LONG]
+    return tuple(Offer({"parallel": {"context": n}, "attention": "triton"}) for n in ranks)
+
+
 TECHNIQUE = Technique(
     name="context_parallel",
     order=66,
@@ -73,4 +82,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: f"context parallel over {recipe.mesh.context}",
     variants=({"hardware": {"count": 2}, "attention": "triton", "parallel": {"context": 2}},),
+    offers=_offers,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 
@@ -90,6 +90,12 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
     draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group)  # pyright: ignore
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    return tuple(
+        Offer({"parallel": {"strategy": name}}) for name in ("ddp", "zero1") if recipe.hardware.count > 1
+    )
+
+
 TECHNIQUE = Technique(
     name="data_parallel",
     order=320,
@@ -102,4 +108,5 @@ TECHNIQUE = Technique(
     describe=lambda recipe: f"{TITLES[recipe.mesh.strategy]}, {recipe.mesh.replicate} replicas",
     variants=tuple({"hardware": {"count": 2}, "parallel": {"strategy": name}} for name in TITLES),
     trace_whole=lambda recipe: True,
+    offers=_offers,
 )

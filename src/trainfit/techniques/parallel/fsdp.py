@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainfit.catalog.load import model_config
+from trainfit.catalog.load import gpu, model_config
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal, value_at
+from trainfit.techniques.base import Data, Offer, Technique, refusal, value_at
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 
@@ -63,18 +63,26 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     from trainfit.models.layers import decoder_blocks
+    from trainfit.parallel.expert_parallel import fully_shard_experts, prefetch
 
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
     mesh = recipe.mesh
     options: dict[str, Any] = {
         "mesh": _mesh(recipe, draft.mesh),
         "mp_policy": _policy(recipe),
+        "ignored_params": set(),
     }
-    for block in decoder_blocks(draft.model):
-        fully_shard(block, reshard_after_forward=mesh.reshard_after_forward, **options)
+    blocks = decoder_blocks(draft.model)
+    for block in blocks:
+        of_block: dict[str, Any] = options | {"reshard_after_forward": mesh.reshard_after_forward}
+        if mesh.expert > 1:
+            options["ignored_params"] |= fully_shard_experts(block, of_block)
+        fully_shard(block, **of_block)
     draft.outermost = draft.model if draft.body is None else _with_loss(draft)
     model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
+    if mesh.expert > 1:
+        prefetch(blocks)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
 
@@ -131,6 +139,17 @@ def _trace_whole(recipe: Recipe) -> bool:
     return int(config.get("num_hidden_layers", 0)) <= MAX_TRACED_LAYERS  # pyright: ignore[reportArgumentType]
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    """Offer parameters that stay gathered between forward and backward, and shards within each host."""
+    count, in_host = recipe.hardware.count, gpu(recipe.hardware.gpu).gpus_per_host
+    if count == 1:
+        return ()
+    meshes: list[Data] = [{"reshard_after_forward": False}]
+    if count > in_host and count % in_host == 0:
+        meshes.append({"replicate": count // in_host, "shard": in_host})
+    return tuple(Offer({"parallel": mesh}) for mesh in meshes)
+
+
 TECHNIQUE = Technique(
     name="fsdp",
     order=235,
@@ -147,4 +166,5 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}, "parallel": {"reshard_after_forward": False}},
     ),
     trace_whole=_trace_whole,
+    offers=_offers,
 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainfit.catalog.load import model_config
+from trainfit.catalog.load import gpu, model_config
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 
@@ -147,6 +147,12 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss.to_local()
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    """Offer 2, 4 and 8 ranks within a host."""
+    in_host = min(recipe.hardware.count, gpu(recipe.hardware.gpu).gpus_per_host)
+    return tuple(Offer({"parallel": {"tensor": ranks}}) for ranks in (2, 4, 8) if in_host % ranks == 0)
+
+
 TECHNIQUE = Technique(
     name="tensor_parallel",
     order=65,
@@ -158,4 +164,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: f"tensor parallel over {recipe.mesh.tensor}",
     variants=({"hardware": {"count": 2}, "parallel": {"tensor": 2}},),
+    offers=_offers,
 )

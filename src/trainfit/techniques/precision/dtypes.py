@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
@@ -33,6 +33,16 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.scaler = torch.amp.GradScaler(draft.device.type)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    """Offer lower precisions than the recipe's."""
+    amp = Offer({"precision": "amp-bf16"}, numerics="products in bf16")
+    whole = Offer({"precision": "bf16"}, numerics="bf16 weights without fp32 master weights")
+    mixed = Offer({"precision": "mixed-bf16"}, numerics="products in bf16")
+    if recipe.precision == "fp32":
+        return (amp, whole, mixed) if recipe.hardware.count > 1 else (amp, whole)
+    return (whole,) if recipe.precision in ("amp-bf16", "amp-fp16", "mixed-bf16") else ()
+
+
 TECHNIQUE = Technique(
     name="precision",
     order=190,
@@ -44,4 +54,5 @@ TECHNIQUE = Technique(
     variants=({"precision": "amp-fp16"},),
     examples=({"precision": "fp32"}, {"precision": "amp-bf16"}),
     draw=Draw(weights={"precision": {"bf16": 5, "fp32": 2, "amp-bf16": 2, "amp-fp16": 2}}),
+    offers=_offers,
 )

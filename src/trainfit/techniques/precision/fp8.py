@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.virtual.trace.exclusive import exclusive
 
@@ -125,4 +125,9 @@ TECHNIQUE = Technique(
     apply=apply,
     needs={"compile": "block"},
     draw=Draw(alone=_draw),
+    offers=lambda recipe: (
+        (Offer({"precision": "fp8", "compile": "block"}, numerics="products in fp8", is_slow=True),)
+        if recipe.precision == "bf16"
+        else ()
+    ),
 )

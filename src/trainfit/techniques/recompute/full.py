@@ -8,7 +8,7 @@ block`` the checkpoint is inside the graph). Both make the embedding's output re
 from typing import Any
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
@@ -45,4 +45,5 @@ TECHNIQUE = Technique(
     when=_applies,
     describe=lambda recipe: "recompute full",
     draw=Draw(weights={"recompute": {"none": 2, "full": 1}}),
+    offers=lambda recipe: (Offer({"recompute": "full"}),),
 )

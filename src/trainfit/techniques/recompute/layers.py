@@ -13,7 +13,7 @@ from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.recompute.every import checkpoint_labelled, labelled_blocks
 
@@ -23,17 +23,22 @@ if TYPE_CHECKING:
 
 def check(recipe: Recipe) -> None:
     """Refuse an unplanned budget, and plans by operation in compiled code."""
-    if isinstance(recipe.recompute, BudgetGib):
-        problem = "a budget is planned before a step is built"
+    if recipe.plans_recompute:
+        problem = "it is planned before a step is built"
         remedy = (
             "plan it with trainfit.planning.recompute.resolve, as the commands do, "
             "or write out recompute: {layers: [...]}"
         )
-        raise refusal(recipe, "recompute.budget_gib", problem, remedy)
+        raise refusal(recipe, planned_field(recipe), problem, remedy)
     if recipe.compile and any(run.recompute == "elementwise" or run.offload for run in _runs(recipe)):
         problem = "compiled code has no single operations to keep, recompute or offload"
         remedy = "use full and none in the layers, recompute: {budget: share}, or compile: false"
         raise refusal(recipe, "recompute.layers", problem, remedy)
+
+
+def planned_field(recipe: Recipe) -> str:
+    """Return the field that states what is to be planned."""
+    return "recompute.budget_gib" if isinstance(recipe.recompute, BudgetGib) else "recompute"
 
 
 def _runs(recipe: Recipe) -> tuple[LayerRun, ...]:
@@ -82,8 +87,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _describe(recipe: Recipe) -> str:
-    if isinstance(recipe.recompute, BudgetGib):
-        return f"recompute budget_gib {recipe.recompute.budget_gib}"
+    if recipe.plans_recompute:
+        goal = recipe.recompute
+        return f"recompute budget_gib {goal.budget_gib}" if isinstance(goal, BudgetGib) else "recompute fit"
     return "recompute " + " + ".join(
         f"{run.count} {run.recompute}{' (partly offloaded)' if run.offload else ''}" for run in _runs(recipe)
     )
@@ -112,16 +118,18 @@ TECHNIQUE = Technique(
     name="recompute_layers",
     order=110,
     title="Plan by block",
-    covers={"recompute": ("layers", "budget_gib")},
+    covers={"recompute": ("layers", "budget_gib", "fit")},
     check=check,
     apply=apply,
     describe=_describe,
     variants=(
         {"recompute": {"layers": [{"recompute": "none", "offload": 0.5, "count": 16}]}},
         {"recompute": {"budget_gib": 20}},
+        {"recompute": "fit"},
     ),
     examples=({"recompute": {"layers": [{"recompute": "elementwise", "count": 16}]}},),
     draw=Draw(alone=_draw),
     label_blocks=_label_blocks,
     min_repeated=_min_repeated,
+    offers=lambda recipe: (Offer({"recompute": {"budget_gib": 1.0}}),),
 )

@@ -6,7 +6,7 @@
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Selective
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
 
 SAVED = tuple({"selective": {"save": [name]}} for name in ("attention", "mm"))
@@ -37,4 +37,5 @@ TECHNIQUE = Technique(
     describe=_describe,
     variants=({"recompute": SAVED[0]},),
     draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(("selective", "selective", *SAVED))}),
+    offers=lambda recipe: (Offer({"recompute": "selective"}),),
 )

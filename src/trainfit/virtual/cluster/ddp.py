@@ -2,7 +2,7 @@
 
 The second forward rebuilds the buckets. NCCL's process group keeps those of the first backward until a later
 collective finds their reductions done, which depends on the watchdog's thread. So the second step has one of
-two peaks; the ledger has the higher one.
+two peaks: the ledger frees them late, and names them in ``held``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainfit.ledger.allocator import CachingAllocator
-from trainfit.ledger.ledger import FREE, Event, Ledger
-from trainfit.ledger.replay import replay
 from trainfit.spec.errors import InputError
-from trainfit.spec.units import format_bytes
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import on_host
 from trainfit.virtual.trace.tracer import Tracer
@@ -36,8 +32,6 @@ class FirstBuckets:
         self._live = tracer.live
         self._held: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         """DDP module -> its buckets of the last backward."""
-        self._released_at: dict[int, int] = {}
-        """Index of a held storage -> number of events when the reducer released it."""
         self._first_collective = 0
         """Index of the present backward's first reduction."""
 
@@ -65,30 +59,8 @@ class FirstBuckets:
 
     def rebuilt(self, module: Any, num_events: int) -> None:
         """Record that the reducer released its buckets after so many events."""
-        for buffer in self._held.get(module, ()):
-            self._released_at[self._live.index_of(buffer)] = num_events
-
-    def assumptions(self, ledger: Ledger) -> tuple[str, ...]:
-        """Return a line about the lower of the two peaks; empty where buckets change no peak."""
-        higher = replay(ledger, CachingAllocator()).peak_allocated_bytes
-        lower = replay(self._released_at_once(ledger), CachingAllocator()).peak_allocated_bytes
-        if lower == higher:
-            return ()
-        return (
-            f"DDP rebuilds its buckets in the second step, while NCCL may hold the first ones: the peak is "
-            f"{format_bytes(higher)} allocated ({higher} bytes), or {format_bytes(lower)} ({lower} bytes)",
-        )
-
-    def _released_at_once(self, ledger: Ledger) -> Ledger:
-        early: dict[int, list[int]] = {}
-        for storage, number in self._released_at.items():
-            early.setdefault(number, []).append(storage)
-        events: list[Event] = []
-        for number, event in enumerate(ledger.events):
-            events += [Event(FREE, storage, event.group, event.segment) for storage in early.get(number, ())]
-            if event.kind != FREE or event.storage not in self._released_at:
-                events.append(event)
-        return Ledger(ledger.segments, ledger.ops, ledger.storages, events, repeats=ledger.repeats)
+        released = [(self._live.index_of(buffer), num_events) for buffer in self._held.get(module, ())]
+        self._live.ledger.held += released
 
 
 @contextmanager

@@ -34,6 +34,7 @@ COLLECTIVES = {
     "c10d::allreduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
     "c10d::broadcast_": "broadcast",
+    "c10d::alltoall_base_": "all_to_all",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_reduce": "all_reduce",

@@ -31,6 +31,12 @@ class Order:
         self._ledger = tracer.ledger
         self._computes = torch.cpu.current_stream()
         self._points: dict[Any, Point] = {}
+        self._host_waited_for = -1
+        """Index of the last operation that the host waited for before it went on issuing."""
+
+    def host_waits(self) -> None:
+        """Let the host wait for the computation: no later collective begins before."""
+        self._host_waited_for = len(self._ledger.ops) - 1
 
     def point(self, stream: Any) -> Point:
         """Return the present point of a stream."""
@@ -58,14 +64,14 @@ class Order:
         """Record that the current stream issued a collective."""
         stream = torch.cpu.current_stream()
         if stream is not self._computes:
-            after = self.point(stream).op
+            after = max(self.point(stream).op, self._host_waited_for)
             self._points[stream] = Point(after, collective)
             one = self._ledger.collectives[collective]
             self._ledger.collectives[collective] = one._replace(begins_after=after)
 
 
 @contextmanager
-def ordered_collectives(tracer: Tracer) -> Iterator[None]:
+def ordered_collectives(tracer: Tracer) -> Iterator[Order]:
     """Record with each collective on a stream of its own when it may begin and is waited for."""
     order, collective = Order(tracer), tracer.on_collective
 
@@ -96,4 +102,4 @@ def ordered_collectives(tracer: Tracer) -> Iterator[None]:
             (tracer, "on_collective", recorded),
         ):
             stack.enter_context(replaced(owner, name, function))
-        yield
+        yield order

@@ -1,4 +1,4 @@
-"""What an operation's speed depends on besides its bytes and FLOPs: a product's shape, and layouts in memory.
+"""What an operation's speed depends on, other than bytes and FLOPs: a product's shape, layouts in memory.
 
 The same functions describe a fake tensor's operation in the ledger and a real one that ``calibrate`` times.
 """

@@ -114,7 +114,10 @@ class OpTimes:
         for key in known:
             if op.shape or op.kernel or size[0] <= max(at[0] for at, _ in self._points[key]) + FAR:
                 return work_of(op) / math.exp(self._rate(key, size))
-        return None if not known else work_of(op) / math.exp(self._rate(known[-1], size))
+        if not known:
+            return None
+        largest = max(known, key=lambda key: max(at[0] for at, _ in self._points[key]))
+        return work_of(op) / math.exp(self._rate(largest, size))
 
     def _nearest(self, key: Key, size: tuple[float, ...]) -> float:
         """Return the logarithm of the rate at a size, from the nearest points of a key."""

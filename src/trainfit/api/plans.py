@@ -1,0 +1,150 @@
+"""``trainfit.plan``: the fastest recipe within a memory limit. No torch in this process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
+
+from rich.console import Console
+
+from trainfit.api.recipes import RecipeFields, Source, errors_name, fields_of, wanted
+from trainfit.api.results import Printed
+from trainfit.spec import plan as values
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.units import GIB
+
+Tune = Literal["full", "lora", "qlora"]
+ALWAYS_FIXED = ("hardware", "seed", "model.config", "batch.seq")
+"""Fields that a plan is for: they need not be written to stay as they are."""
+
+
+class Plan(values.Plan, Printed):
+    """A decision, printed as ``trainfit plan`` prints it.
+
+    ``best`` is its recipe, ``frontier`` the recipes of which none is both smaller and faster, ``rejected``
+    the other choices with their reasons.
+    """
+
+    def _print(self, out: Console) -> None:
+        from trainfit.report.plan_text import show
+
+        show(self, out=out)
+
+    def _repr_html_(self) -> str:
+        from trainfit.report.plan_text import html
+
+        return html(self)
+
+
+def plan(
+    recipe: Source,
+    *,
+    tokens_per_step: int | None = None,
+    tune: Tune | None = None,
+    memory_gib: float | None = None,
+    keep_quality: bool = False,
+    vary: Sequence[str] = (),
+    margin: float | None = None,
+    tokens: float | None = None,
+    use_cache: bool = True,
+    processes: int | None = None,
+    **fields: Unpack[RecipeFields],
+) -> Plan:
+    """Return the fastest recipes that fit, the frontier of memory against speed, and why others lost.
+
+    Fields that are given stay as they are; every other field may vary.
+
+    Args:
+        recipe: what to plan from, as ``predict`` takes it.
+        tokens_per_step: of all GPUs, reached by micro-batches and accumulation; None: the recipe's own where
+            it has a batch, else any.
+        tune: train all weights, or a LoRA adapter on bf16 or 4-bit weights; None: as the recipe says.
+        memory_gib: memory of each GPU that may be used; None: all of it.
+        keep_quality: exclude what changes the numerics.
+        vary: fields that may vary, such as ``["batch.micro"]``; empty: every field.
+        margin: share of the memory that stays free; None: 2 %.
+        tokens: of the whole training run, for its time and cost.
+        use_cache: False traces anew.
+        processes: that trace at once; 0: this one; None: one a CPU core, at most 4.
+        fields: as ``predict`` takes them.
+
+    Raises:
+        InputError: as ``predict``, or the goal contradicts itself.
+    """
+    chosen = wanted(recipe, fields, stacklevel=3)
+    over, settings = fields_of(fields)
+    given = [*_leaves(over), *(setting.partition("=")[0].strip() for setting in settings)]
+    with errors_name(recipe, fields):
+        return plan_recipe(
+            chosen, given, tokens_per_step=tokens_per_step, tune=tune, memory_gib=memory_gib, margin=margin,
+            keep_quality=keep_quality, vary=vary, tokens=tokens, use_cache=use_cache, processes=processes,
+        )  # fmt: skip
+
+
+def plan_recipe(
+    recipe: Recipe,
+    given: Sequence[str],
+    *,
+    tokens_per_step: int | None = None,
+    tune: Tune | None = None,
+    memory_gib: float | None = None,
+    margin: float | None = None,
+    keep_quality: bool = False,
+    vary: Sequence[str] = (),
+    tokens: float | None = None,
+    use_cache: bool = True,
+    processes: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Return the plan of a recipe; ``given``: fields that stay as they are, unless ``vary`` names them."""
+    from trainfit.planning.estimates import Estimates
+    from trainfit.planning.search import MARGIN, Goal
+    from trainfit.planning.search import plan as search
+
+    _check(memory_gib, margin)
+    recipe = _tuned(recipe, tune)
+    is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
+    if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
+        tokens_per_step = recipe.batch.tokens * recipe.mesh.data_ranks
+    goal = Goal(
+        memory_bytes=None if memory_gib is None else int(memory_gib * GIB),
+        margin=MARGIN if margin is None else margin,
+        tokens_per_step=tokens_per_step,
+        keep_quality=keep_quality,
+        vary=tuple(vary),
+        fixed=tuple(name for name in (*ALWAYS_FIXED, *given) if name not in vary),
+    )
+    with Estimates(processes, use_cache=use_cache) as estimates:
+        found = search(recipe, goal, estimates, say)
+    return Plan.model_construct(**{**dict(found), "run_tokens": tokens})
+
+
+def _check(memory_gib: float | None, margin: float | None) -> None:
+    if memory_gib is not None and memory_gib <= 0:
+        raise InputError("no memory at all", "write a number above 0", field="memory_gib", value=memory_gib)
+    if margin is not None and not 0 <= margin < 1:
+        raise InputError("no share of the memory", "write 0 to 0.99", field="margin", value=margin)
+
+
+def _tuned(recipe: Recipe, tune: Tune | None) -> Recipe:
+    from trainfit.planning.space import changed
+
+    adapter = recipe.adapter
+    values: dict[str, Any] = {}
+    if tune == "full":
+        values = {"adapter": None, "quantize": None}
+    elif tune is not None:
+        values = {} if adapter is not None else {"adapter": {"kind": "lora"}}
+        values["quantize"] = None if tune == "lora" else recipe.quantize or "nf4"
+    if not values:
+        return recipe
+    batch = recipe.batch
+    tuned = changed(recipe, values)
+    return tuned.model_copy(update={"batch": batch})  # With the fields that were written.
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in data.items():
+        inner = _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else []
+        found += inner or [f"{prefix}{name}"]
+    return found

@@ -1,0 +1,115 @@
+"""Estimate a recipe's memory and time from a few traced ones: what ranks candidates before they are traced.
+
+One structure (the start) is traced at several batches and levels of recomputation; each option is traced
+once, added to it. An option's effect is taken as a sum, a batch's and a level's as a ratio. Only the ranking
+rests on this: what is reported is traced.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from trainfit.spec.result import Estimate
+
+
+class Sizes(NamedTuple):
+    """Parts of one recipe's memory (bytes) and time (seconds); those of different options add up."""
+
+    fixed_bytes: float
+    """Weights and optimizer state, and whole gradients where micro-batches accumulate."""
+    batch_bytes: float
+    """The rest of the forward's and backward's peak."""
+    update_bytes: float
+    """Peak of the update and of initialization."""
+    other_bytes: float
+    """Device memory beyond the allocated."""
+    update_s: float
+    micro_s: float
+    """Forward and backward of one micro-batch."""
+
+    @property
+    def device_bytes(self) -> float:
+        """Peak of the device's memory."""
+        return max(self.fixed_bytes + self.batch_bytes, self.update_bytes) + self.other_bytes
+
+    def step_s(self, accumulate: int) -> float:
+        """Return the seconds of a step."""
+        return self.update_s + accumulate * self.micro_s
+
+    def plus(self, other: "Sizes", minus: "Sizes") -> "Sizes":
+        """Return these sizes with the difference of two others added; none becomes negative."""
+        return Sizes(*(max(0.0, a + b - c) for a, b, c in zip(self, other, minus, strict=True)))
+
+    def scaled(self, bytes_ratio: float, s_ratio: float) -> "Sizes":
+        """Return the sizes with the parts of a micro-batch multiplied."""
+        return self._replace(batch_bytes=self.batch_bytes * bytes_ratio, micro_s=self.micro_s * s_ratio)
+
+    def mixed(self, other: "Sizes", share: float) -> "Sizes":
+        """Return the sizes of a model of which ``share`` of the blocks are as in ``other``."""
+        return Sizes(*(a + share * (b - a) for a, b in zip(self, other, strict=True)))
+
+
+def sizes_of(estimate: Estimate, update_s: float, accumulate: int) -> Sizes:
+    """Return the parts of a traced recipe; ``update_s``: seconds of its optimizer's phase."""
+    first, steady = estimate.phases.first, estimate.phases.steady
+    at_peak = estimate.breakdown
+    fixed = at_peak.weights + at_peak.optimizer + (at_peak.gradients if accumulate > 1 else 0)
+    peak = max(first.forward, first.backward, steady.forward, steady.backward)
+    step_s = estimate.step_s or 0.0
+    update_s = min(update_s, step_s)
+    return Sizes(
+        fixed_bytes=min(fixed, peak),
+        batch_bytes=max(0, peak - fixed),
+        update_bytes=max(first.optimizer, steady.optimizer, estimate.phases.after_init),
+        other_bytes=estimate.peak_device_bytes - estimate.peak_allocated_bytes,
+        update_s=update_s,
+        micro_s=(step_s - update_s) / accumulate,
+    )
+
+
+def at_batch(points: Mapping[int, float], batch: int) -> float:
+    """Return the value at a micro-batch, linear between and beyond the traced ones."""
+    known = sorted(points)
+    if len(known) == 1:
+        return points[known[0]] * batch / known[0]
+    right = min(max(bisect_left(known, batch), 1), len(known) - 1)
+    a, b = known[right - 1], known[right]
+    value = points[a] + (points[b] - points[a]) * (batch - a) / (b - a)
+    return max(value, 0.0)
+
+
+class Batches(NamedTuple):
+    """How memory and time of a micro-batch grow with it, from the start's traces."""
+
+    batch_bytes: dict[int, float]
+    micro_s: dict[int, float]
+
+    @classmethod
+    def of(cls, traced: Mapping[int, Sizes]) -> "Batches":
+        return cls(
+            {b: one.batch_bytes for b, one in traced.items()}, {b: one.micro_s for b, one in traced.items()}
+        )
+
+    def moved(self, sizes: Sizes, before: int, after: int) -> Sizes:
+        """Return the sizes of a recipe traced at one micro-batch, at another."""
+        ratios = [
+            at_batch(points, after) / max(at_batch(points, before), 1e-12)
+            for points in (self.batch_bytes, self.micro_s)
+        ]
+        return sizes.scaled(*ratios)
+
+
+def within(levels: Sequence[Sizes], limit_bytes: float) -> Sizes | None:
+    """Return the fastest mix of two levels of recomputation within a limit; None: no mix is."""
+    fitting = [one for one in levels if one.device_bytes <= limit_bytes]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda one: one.micro_s)
+    for over in levels:
+        if over.device_bytes <= limit_bytes or over.micro_s >= best.micro_s:
+            continue
+        for small in fitting:
+            share = (over.device_bytes - limit_bytes) / max(over.device_bytes - small.device_bytes, 1.0)
+            mix = over.mixed(small, share)
+            best = mix if mix.micro_s < best.micro_s else best
+    return best

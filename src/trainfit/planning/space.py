@@ -1,0 +1,162 @@
+"""The space of plans: values that techniques offer in place of a recipe's own, and which of them may vary."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainfit.planning.attention import fastest_kernels
+from trainfit.spec.errors import InputError
+from trainfit.spec.plan import written
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from, set_field
+from trainfit.techniques import registry
+from trainfit.techniques.base import Offer
+
+BATCH = ("batch.micro", "batch.accumulate")
+RECOMPUTE = "recompute"
+OWN_FAMILY = "model"
+OWN = (Offer({"model": {"implementation": "native"}}, is_start=True),)
+"""Choices that no technique implements."""
+KERNELS = 2
+"""Measured attention kernels that are tried, the fastest first."""
+
+
+class Option(NamedTuple):
+    """Fields of one offer."""
+
+    family: str
+    """Name of the technique that offers it; of each family at most one option is chosen."""
+    values: tuple[tuple[str, Any], ...]
+    """Dotted fields and their values."""
+    numerics: str
+    is_start: bool
+    is_slow: bool
+    speeds_up: str
+
+    @property
+    def label(self) -> str:
+        """The fields as a recipe writes them: ``loss: fused``."""
+        return ", ".join(written(field, value) for field, value in self.values)
+
+
+Options = tuple[Option, ...]
+"""Chosen together, in the space's order."""
+
+
+class Space(NamedTuple):
+    """What may be chosen, and what may not."""
+
+    options: Options
+    levels: tuple[str, ...]
+    """Values of ``recompute`` that may be tried, as JSON, the recipe's own first."""
+    solves_recompute: bool
+    """A budget may decide what each block recomputes."""
+    varies_batch: bool
+    excluded: tuple[tuple[Option, str], ...]
+    """Options with the reason why they are not tried."""
+
+
+def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each dotted field of nested ``fields`` with its value; ``recompute`` is one value."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and f"{prefix}{name}" != RECOMPUTE:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def value_in(recipe: Recipe, field: str) -> Any:
+    """Return a recipe's value of a dotted field as plain data."""
+    value: Any = recipe.model_dump(mode="json")
+    for part in field.split("."):
+        value = value[part] if value is not None else None
+    return value
+
+
+def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with dotted fields set; fields that derive from them are derived anew.
+
+    Raises:
+        InputError: the values contradict each other, or no technique implements them together.
+    """
+    optimizer = recipe.optimizer.model_dump(mode="json", exclude_unset=True)
+    if "optimizer.name" in values and "optimizer.implementation" not in values:
+        optimizer.pop("implementation", None)
+    data = {**recipe.content(), "optimizer": optimizer}
+    for field, value in values.items():
+        data = set_field(data, field, value)
+    found = recipe_from(data)
+    registry.check(found)
+    return found
+
+
+def space(
+    recipe: Recipe, *, vary: Sequence[str] = (), fixed: Sequence[str] = (), keep_quality: bool
+) -> Space:
+    """Return the choices for a recipe.
+
+    Args:
+        vary: fields that may vary (``batch.micro``, or ``batch`` for all in it); empty: every field.
+        fixed: fields that may not.
+        keep_quality: exclude what changes the mathematics.
+
+    Raises:
+        InputError: ``vary`` names a field of which nothing is offered.
+    """
+    offers = [(OWN_FAMILY, offer) for offer in OWN if recipe.model.implementation == "hf"]
+    offers += [(one.name, offer) for one in registry.in_order() for offer in one.offers(recipe)]
+    every = [option for family, offer in offers for option in _options(recipe, family, offer)]
+    _check_names(vary, {field for option in every for field, _ in option.values})
+
+    def may_vary(field: str) -> bool:
+        is_open = not vary or any(f"{field}.".startswith(f"{name}.") for name in vary)
+        return is_open and not any(f"{field}.".startswith(f"{name}.") for name in fixed)
+
+    options: list[Option] = []
+    excluded: list[tuple[Option, str]] = []
+    levels = [json.dumps(value_in(recipe, RECOMPUTE))]
+    solves = False
+    for option in every:
+        values = dict(option.values)
+        if not all(may_vary(field) or value_in(recipe, field) == value for field, value in values.items()):
+            continue
+        if list(values) == [RECOMPUTE]:
+            solves = solves or isinstance(values[RECOMPUTE], dict)
+            levels += [] if isinstance(values[RECOMPUTE], dict) else [json.dumps(values[RECOMPUTE])]
+        elif keep_quality and option.numerics:
+            excluded.append((option, f"changes the numerics ({option.numerics})"))
+        elif all(value_in(recipe, field) == value for field, value in values.items()):
+            pass  # It is the recipe's own.
+        else:
+            options.append(option)
+    if may_vary(RECOMPUTE):
+        levels.append(json.dumps("none"))
+    varies_batch = all(may_vary(field) for field in BATCH[:1])
+    return Space(tuple(options), tuple(dict.fromkeys(levels)), solves, varies_batch, tuple(excluded))
+
+
+def _options(recipe: Recipe, family: str, offer: Offer) -> Iterator[Option]:
+    values = tuple(leaves(offer.fields))
+    several = [values]
+    if dict(values).get("attention") == "best":
+        several = [(("attention", kernel),) for kernel in fastest_kernels(recipe)[:KERNELS]]
+    for one in several:
+        yield Option(family, one, offer.numerics, offer.is_start, offer.is_slow, offer.speeds_up)
+
+
+def _check_names(vary: Sequence[str], offered: set[str]) -> None:
+    for name in vary:
+        if not any(f"{field}.".startswith(f"{name}.") for field in (*offered, *BATCH)):
+            known = sorted({field.partition(".")[0] for field in (*offered, *BATCH)})
+            remedy = f"name one of {', '.join(known)}"
+            raise InputError("the planner has no choice for it here", remedy, field="vary", value=name)
+
+
+def agree(options: Sequence[Option]) -> dict[str, Any] | None:
+    """Return the fields that options set together; None where two of them differ."""
+    values: dict[str, Any] = {}
+    for option in options:
+        for field, value in option.values:
+            if values.setdefault(field, value) != value:
+                return None
+    return values

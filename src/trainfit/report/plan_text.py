@@ -1,0 +1,231 @@
+"""A plan as text, as the table of a notebook, and its frontier as a plot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trainfit.report.console import bar, can_draw, console, heading, rows
+from trainfit.report.html import render
+from trainfit.report.plot import COLORS, INK, MUTED, Kind, Panel, Series, draw
+from trainfit.report.words import batch_text, describe
+from trainfit.spec.plan import Found, Plan, Rejection, flat, written
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds
+from trainfit.techniques import registry
+
+LONGEST_REASON = 160
+
+
+def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) -> None:
+    """Print a plan: the best recipe, the others, the frontier, what was rejected.
+
+    Args:
+        file: where the best recipe was written; None: nowhere.
+        out: the console; None: standard output.
+    """
+    out = out or console()
+    given = recipe_from(plan.given)
+    if not plan.found:
+        _nothing(out, plan, given)
+    else:
+        best = plan.found[0]
+        out.print(describe(best.as_recipe()), style="bold green")
+        rows(out, _answer(plan, best), "left", "wrap")
+        if file is not None:
+            out.print(f"  written to {file}: trainfit train {file}", soft_wrap=True)
+        if len(plan.found) > 1:
+            heading(out, "Next best")
+            rows(out, [_line(plan, one) for one in plan.found[1:]], "right", "right", "right", "wrap")
+    heading(out, f"Memory against speed, of {plan.num_traced} traced recipes")
+    rows(out, _frontier(out, plan), "right", "right", "left", "wrap")
+    if plan.rejected:
+        heading(out, "Not chosen")
+        rows(out, [["-", f"{one.choice}: {_reason(one)}"] for one in plan.rejected], "left", "wrap")
+    out.print(f"\n{_basis(plan)}", style="dim")
+
+
+def _limit(plan: Plan) -> str:
+    return (
+        f"{format_bytes(plan.limit_bytes)} less a margin of {plan.margin:.1%}, "
+        f"{format_bytes(plan.limit_bytes - plan.usable_bytes)}"
+    )
+
+
+def _answer(plan: Plan, best: Found) -> list[list[str]]:
+    estimate, recipe = best.estimate, best.as_recipe()
+    mfu = f", {estimate.mfu:.1%} MFU" if estimate.mfu else ""
+    step_tokens = recipe.batch.tokens * recipe.mesh.data_ranks
+    every = " in all" * (estimate.num_gpus > 1)
+    free = plan.limit_bytes - estimate.peak_device_bytes
+    lines = [
+        [
+            "speed",
+            f"{estimate.tokens_per_s:,.0f} tokens/s{every}{mfu}, {step_tokens:,} tokens in a step of "
+            f"{format_seconds(estimate.step_s or 0)}",
+        ],
+        [
+            "memory",
+            f"{format_bytes(estimate.peak_device_bytes)} of {_limit(plan)}; "
+            f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free",
+        ],
+    ]
+    lines += [["cost", text]] if (text := _cost(plan, estimate.tokens_per_s, best)) else []
+    lines.append(["changes", ", ".join(best.changes) or "none: the given recipe"])
+    numerics = ", ".join(best.numerics)
+    lines.append(
+        ["numerics", f"changed: {numerics} (--keep-quality excludes this)" if numerics else "unchanged"]
+    )
+    return lines
+
+
+def _cost(plan: Plan, tokens_per_s: float | None, one: Found) -> str:
+    money = one.estimate.cost
+    text = f"{money.per_million_tokens:.4g} $ a million tokens" if money else ""
+    if plan.run_tokens and tokens_per_s:
+        run_s = plan.run_tokens / tokens_per_s
+        dollars = f", {money.per_hour * run_s / 3600:,.0f} $" if money else ""
+        text += f"{'; ' * bool(text)}{format_count(plan.run_tokens)} tokens: {format_seconds(run_s)}{dollars}"
+    return text
+
+
+def _line(plan: Plan, one: Found) -> list[str]:
+    estimate = one.estimate
+    mark = " *" if one.numerics else ""
+    return [
+        f"{estimate.tokens_per_s:,.0f} tokens/s",
+        f"{estimate.mfu:.1%} MFU" if estimate.mfu else "",
+        format_bytes(estimate.peak_device_bytes),
+        f"{_differing(plan, one)}{mark}",
+    ]
+
+
+def _words(one: Found) -> str:
+    recipe = one.as_recipe()
+    return f"batch {batch_text(recipe)}, {registry.describe(recipe)}"
+
+
+def _differing(plan: Plan, one: Found) -> str:
+    """Return the fields in which a recipe differs from the best one."""
+    if not plan.found:
+        return _words(one)
+    before, after = flat(plan.found[0].recipe), flat(one.recipe)
+    defaults = flat(Recipe(model=one.as_recipe().model).content())
+    fields = dict.fromkeys((*after, *before))
+    values = {field: after.get(field, defaults.get(field)) for field in fields}
+
+    def was(field: str) -> object:
+        return before.get(field, defaults.get(field))
+
+    return (
+        ", ".join(written(f, v) for f, v in values.items() if before.get(f, defaults.get(f)) != v)
+        or "the best"
+    )
+
+
+def _frontier(out: Console, plan: Plan) -> list[list[str]]:
+    """Return a line a recipe: its speed, memory, and a bar of both against the limit."""
+    width = max(10, min(30, out.width - 60))
+    whole = max(plan.limit_bytes, *(one.estimate.peak_device_bytes for one in plan.frontier))
+    limit = round(plan.usable_bytes / whole * width)
+    lines: list[list[str]] = []
+    for one in plan.frontier:
+        size = one.estimate.peak_device_bytes
+        drawn = bar(size / whole, width, blocks=can_draw(out)).ljust(width + 1)
+        mark = "│" if can_draw(out) else "|"
+        drawn = (
+            drawn[:limit]
+            + (mark if len(drawn[:limit].rstrip()) < limit or size > plan.usable_bytes else "")
+            + drawn[limit + 1 :]
+        )
+        lines.append(
+            [
+                f"{one.estimate.tokens_per_s:,.0f} tokens/s",
+                format_bytes(size),
+                drawn,
+                f"{_differing(plan, one)}{' *' * bool(one.numerics)}",
+            ]
+        )
+    return lines
+
+
+def _reason(one: Rejection) -> str:
+    text = " ".join(one.reason.split())
+    return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 3]}..."
+
+
+def _basis(plan: Plan) -> str:
+    kept = " without a change of numerics" if plan.keep_quality else ""
+    return (
+        f"{plan.num_ranked:,} combinations{kept} ranked by a composed estimate, {plan.num_traced} traced; "
+        "* changes the numerics"
+    )
+
+
+def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
+    out.print(f"NOTHING FITS: {describe(given)}", style="bold red")
+    least = plan.least
+    lines = [["limit", _limit(plan)]]
+    if least is not None:
+        lines.append(["least", f"{format_bytes(least.estimate.peak_device_bytes)}: {_words(least)}"])
+    if given.adapter is None:
+        lines.append(["try", "--tune lora or --tune qlora, more GPUs (--count), or a shorter --seq"])
+    else:
+        lines.append(["try", "more GPUs (--count), or a shorter --seq"])
+    rows(out, lines, "left", "wrap")
+
+
+def plotted(plan: Plan) -> str:
+    """Return the frontier of memory against speed, with the limit, as SVG."""
+    groups: dict[str, list[Found]] = {"numerics unchanged": [], "numerics changed": []}
+    for one in plan.frontier:
+        groups["numerics changed" if one.numerics else "numerics unchanged"].append(one)
+    series = [_series("frontier", plan.frontier, "step", MUTED)]
+    series += [
+        _series(label, some, "scatter", color, text=[_short(one) for one in some])
+        for (label, some), color in zip(groups.items(), COLORS, strict=False)
+        if some
+    ]
+    if plan.found:
+        series.append(_series("chosen", plan.found[:1], "scatter", INK, marker="*"))
+    given = recipe_from(plan.given)
+    usable = plan.usable_bytes / GIB
+    panel = Panel(
+        series,
+        x_label="peak on the device, GiB (less is better)",
+        y_label="tokens a second (more is better)",
+        events={plan.limit_bytes / GIB: "limit", usable: "less the margin"},
+    )
+    hardware = f"{given.hardware.count} x {given.hardware.gpu}"
+    title = f"{given.model.display_name}, {given.batch.seq} tokens, {hardware}"
+    return draw([panel], "plan", title=title, size=(9, 5))
+
+
+def _series(label: str, some: Sequence[Found], kind: Kind, color: str, **looks: Any) -> Series:
+    sizes = [one.estimate.peak_device_bytes / GIB for one in some]
+    return Series(label, [one.estimate.tokens_per_s for one in some], sizes, kind, color=color, **looks)
+
+
+def _short(one: Found) -> str:
+    recipe = one.as_recipe()
+    words = registry.describe(recipe).split(", ")
+    kept = [words[0], *(word for word in words[1:] if "recompute" in word or "host" in word)]
+    return f"{recipe.batch.micro} x: {', '.join(kept)}"
+
+
+def html(plan: Plan) -> str:
+    """Return the table of a notebook."""
+    given = recipe_from(plan.given)
+    if not plan.found:
+        least = plan.least
+        lines = [("limit", _limit(plan))]
+        lines += [("least", format_bytes(least.estimate.peak_device_bytes))] if least else []
+        return render("jupyter", title=describe(given), verdict="nothing fits", rows=lines, color="#c0392b")
+    best = plan.found[0]
+    lines = [tuple(line) for line in _answer(plan, best)]
+    lines += [(" · ".join(_line(plan, one)[:3]), _words(one)) for one in plan.found[1:]]
+    lines += [("not chosen", f"{one.choice}: {_reason(one)}") for one in plan.rejected]
+    title = f"{given.model.display_name} on {given.hardware.count} x {given.hardware.gpu}"
+    return render("jupyter", title=title, verdict=describe(best.as_recipe()), rows=lines, color="#1e7d57")

@@ -1,0 +1,91 @@
+"""Plan: the recipes found for a goal, those that lost and why."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import Estimate
+from trainfit.spec.value import Bytes, Count, Share, Value
+
+
+class Found(Value):
+    """A recipe with its prediction."""
+
+    recipe: dict[str, Any]
+    changes: tuple[str, ...]
+    """Fields that differ from the given recipe, as a recipe writes them."""
+    numerics: tuple[str, ...]
+    """What of the mathematics differs from the given recipe; empty: nothing beyond rounding."""
+    estimate: Estimate
+
+    def as_recipe(self) -> Recipe:
+        """Return the recipe."""
+        return recipe_from(self.recipe)
+
+
+class Rejection(Value):
+    """A choice that the best recipe does not have."""
+
+    choice: str
+    reason: str
+
+
+class Plan(Value):
+    """The decision: ranked recipes, the frontier of memory against speed, and what was rejected."""
+
+    given: dict[str, Any]
+    """The recipe that was planned from."""
+    limit_bytes: Bytes
+    """Device memory that a recipe may take, before the margin."""
+    margin: Share
+    """Share of the limit that stays free."""
+    tokens_per_step: Count | None
+    keep_quality: bool
+    found: tuple[Found, ...]
+    """Those that fit, the best first. Empty: nothing fits."""
+    frontier: tuple[Found, ...]
+    """Recipes of which none is both smaller and faster, by memory; also those over the limit."""
+    least: Found | None = None
+    """Where nothing fits: the recipe with the lowest memory."""
+    rejected: tuple[Rejection, ...]
+    num_ranked: Count
+    """Combinations that were compared by the composed estimate."""
+    num_traced: Count
+    """Recipes that were traced."""
+    run_tokens: float | None = None
+    """Tokens of a whole training run, for its time and cost."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device memory that a recipe may take."""
+        return int(self.limit_bytes * (1 - self.margin))
+
+    @property
+    def best(self) -> Recipe:
+        """The best recipe.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        if not self.found:
+            raise ValueError("no recipe fits; .least is the smallest one found")
+        return self.found[0].as_recipe()
+
+
+def written(field: str, value: Any) -> str:
+    """Return a field and its value as on a recipe's line."""
+    return f"{field}: {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a recipe's content by dotted field; a model's config and ``recompute`` are one value each."""
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        whole = f"{prefix}{name}" in ("recompute", "model.config")
+        if isinstance(value, Mapping) and not whole:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

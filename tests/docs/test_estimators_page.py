@@ -1,0 +1,27 @@
+"""The page on pre-flight estimators: its sentences, and that the kept answers are of measured recipes."""
+
+from benchmarks.estimators import question
+from benchmarks.tables import estimators
+from page_claims import check
+
+PAGE = "docs/results/estimators.md"
+
+
+def test_every_answer_is_of_a_measured_recipe_that_the_inputs_express() -> None:
+    pairs = {one.recipe.id: one for one in estimators.measured()}
+    for rows in estimators.answers().values():
+        assert all(question(pairs[of]) is not None for of in rows)
+    assert len(estimators.answers()) == 5
+
+
+def test_the_sentences_are_those_of_the_table() -> None:
+    scores = estimators.scores()
+    check(PAGE, r"can express: # recipes", [len(estimators.measured())])
+    shares = sorted(100 * one.within_10 / len(one.errors) for one, _ in scores)
+    check(PAGE, r"Between # and # % of", [shares[0], shares[-1]])
+    wrong = [(one.wrong_fits + one.wrong_refusals, one.num_ran + one.num_out) for one, _ in scores]
+    check(PAGE, r"wrong for # of # recipes \(fitscout\)", max(wrong, key=lambda pair: pair[0] / pair[1]))
+    assert all(mine.wrong_fits == mine.wrong_refusals == 0 for _, mine in scores)
+    check(PAGE, r"trainfit's verdicts are right, and its worst error is # %", [
+        100 * max(mine.sizes[-1] for _, mine in scores)
+    ])  # fmt: skip

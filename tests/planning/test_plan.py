@@ -1,0 +1,126 @@
+"""The search: what it returns fits, is the fastest it traced, and takes a bounded number of traces."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_recipe import TINY_LLAMA
+from trainfit.api.plans import plan_recipe
+from trainfit.cli.main import main
+from trainfit.planning.advice import changes_that_fit
+from trainfit.planning.composed import Sizes, within
+from trainfit.planning.estimates import Estimates
+from trainfit.planning.frontier import pareto
+from trainfit.planning.search import Goal
+from trainfit.prediction.estimate import predict
+from trainfit.spec.plan import Plan
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import load_recipe, recipe_from, written
+from trainfit.spec.units import MIB
+
+CONFIG = {
+    **TINY_LLAMA,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "vocab_size": 8192,
+}
+MODEL = {"config": CONFIG, "implementation": "native"}
+VARIED = ("batch", "recompute", "loss", "optimizer.in_backward")
+
+
+def recipe(**fields: Any) -> Recipe:
+    return recipe_from({"model": MODEL, "batch": {"seq": 512}, **fields})
+
+
+def planned(tokens_per_step: int = 2**14, **options: Any) -> Plan:
+    return plan_recipe(recipe(), (), vary=VARIED, processes=0, tokens_per_step=tokens_per_step, **options)
+
+
+@pytest.fixture(scope="module")
+def free() -> Plan:
+    return planned()
+
+
+def test_the_best_is_as_predicted_and_is_written_unchanged(free: Plan, tmp_path: Path) -> None:
+    estimate = free.found[0].estimate
+    assert predict(free.best).peak_device_bytes == estimate.peak_device_bytes
+    path = tmp_path / "plan.yaml"
+    path.write_text(written(free.best))
+    assert load_recipe(path).id == free.best.id == estimate.recipe_id
+    assert free.best.batch.tokens == 2**14
+
+
+def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:
+    least = free.frontier[0].estimate.peak_device_bytes
+    most = free.found[0].estimate.peak_device_bytes
+    limit_bytes = (least + most) // 2
+    small = planned(memory_gib=limit_bytes / 2**30)
+    assert small.found
+    assert all(one.estimate.peak_device_bytes <= small.usable_bytes < limit_bytes for one in small.found)
+    assert small.found[0].estimate.tokens_per_s <= free.found[0].estimate.tokens_per_s * 1.01  # pyright: ignore
+    assert small.num_traced <= 30
+
+
+def test_where_nothing_fits_the_least_is_named() -> None:
+    none = planned(memory_gib=0.01)
+    assert not none.found
+    assert none.least is not None
+    with pytest.raises(ValueError, match="no recipe fits"):
+        none.best  # noqa: B018
+
+
+def test_the_changes_that_fit_keep_the_tokens_of_a_step() -> None:
+    large = recipe(batch={"micro": 32, "seq": 512})
+    whole = predict(large).peak_device_bytes
+    with Estimates(0) as estimates:
+        goal = Goal(memory_bytes=whole - 4 * MIB, margin=0.0, vary=VARIED)
+        found = changes_that_fit(large, goal, estimates)
+    assert found
+    for one in found:
+        changed = one.as_recipe()
+        assert changed.batch.tokens == large.batch.tokens
+        assert predict(changed).peak_device_bytes <= whole - 4 * MIB
+    rates = [one.estimate.tokens_per_s for one in found]
+    assert rates == sorted(rates, reverse=True)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--vary", "colour"], "vary = 'colour'"),
+        (["--margin", "1"], "margin"),
+        (["--tokens-per-step", "100"], "tokens_per_step = 100"),
+        (["--out", "mine.yaml"], "--out = 'mine.yaml'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    options: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.json").write_text(json.dumps({"model": MODEL, "batch": {"seq": 512}}))
+    (tmp_path / "mine.yaml").write_text("model: {config: gpt2}\n")
+    assert main(["plan", "recipe.json", *options]) == 65
+    assert line in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text().startswith("model")
+
+
+def test_a_mix_of_two_levels_meets_the_limit() -> None:
+    none = Sizes(10, 90, 0, 0, 0, micro_s=1.0)
+    full = Sizes(10, 10, 0, 0, 0, micro_s=1.4)
+    assert within((none, full), 100) == none
+    mix = within((none, full), 60)
+    assert mix is not None
+    assert (mix.device_bytes, mix.micro_s) == pytest.approx((60, 1.2))
+    assert within((none, full), 19) is None
+
+
+def test_the_frontier_holds_what_nothing_beats() -> None:
+    points = [(3, 5), (1, 1), (2, 4), (2, 3), (4, 5)]
+    assert pareto(points, lambda point: point) == [(1, 1), (2, 4), (3, 5)]
