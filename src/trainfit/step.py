@@ -27,6 +27,8 @@ from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunct
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainfit.spec.pipeline import Stage
+
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
 
@@ -38,6 +40,7 @@ def assemble(
     on_model: Callable[[nn.Module], None] | None = None,
     compiler: Compiler | None = None,
     mesh: DeviceMesh | None = None,
+    stage: Stage | None = None,
 ) -> Step:
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
@@ -48,19 +51,22 @@ def assemble(
         on_model: called with the bare model before any technique changes it.
         compiler: compiles a module in place; None: ``module.compile()``.
         mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
+        stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
             a sequence.
     """
-    registry.check(recipe)
+    if stage is None:
+        registry.check(recipe)
     _seed(recipe.seed)
     deferred = DeferredInit() if mesh is not None and _is_sharded_first(recipe) else None
     with deferred or nullcontext():
         build_on = device if deferred is None else torch.device("meta")
         model, hosted = _build(recipe, build_on, on_model or (lambda model: None))
         _check_positions(recipe, model)
-        draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted, mesh=mesh)
+        compiler = compiler or (lambda module: module.compile())
+        draft = Draft(model, device, compiler, hosted, mesh=mesh, stage=stage)
         for technique in registry.in_order():
             if technique.applies(recipe):
                 technique.apply(recipe, draft)

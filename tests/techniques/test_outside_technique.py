@@ -15,9 +15,10 @@ from benchmarks.accuracy.truth_techniques import draw_for, drawn_techniques
 from benchmarks.tables.techniques import in_a_recipe, titles
 from tiny_recipe import TINY_LLAMA
 from tiny_sweep import sweep_of
+from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.prediction import cache
-from trainfit.spec.optional import outside_techniques
+from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
 
@@ -69,6 +70,16 @@ def test_near_names_and_choices_list_it(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_sweep_may_vary_it(tmp_path: Path) -> None:
     text = f"base: {json.dumps(RECIPE)}\nname: losses\nproduct: {{loss: [standard, doubled]}}\n"
     assert [variant.recipe.loss for variant in sweep_of(tmp_path, text).variants] == ["standard", "doubled"]
+
+
+def test_the_planner_offers_it() -> None:
+    tiny = recipe_from(RECIPE)
+    found = plan_recipe(tiny, (), vary=("loss",), processes=0, use_cache=False)
+    assert any(one.choice == "loss: doubled" for one in found.rejected)
+    assert found.num_traced == 4  # The fused loss, none of its own, and each of the two others.
+    kept = plan_recipe(tiny, (), vary=("loss",), processes=0, keep_quality=True)
+    reasons = {one.choice: one.reason for one in kept.rejected}
+    assert reasons["loss: doubled"] == "changes the numerics (twice the loss)"
 
 
 def test_registry_draws_descriptions_and_tables_have_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, LossTerms, Offload, Optimizer, Parallel
+from trainfit.spec.recipe import Adapter, Batch, Hardware, LossTerms, Offload, Optimizer
 from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.recompute import Budget, BudgetGib, Every
 from trainfit.techniques import registry
@@ -32,7 +32,6 @@ def prefix(**fields: Any) -> Adapter:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "planning.recompute.resolve"),
     ({"recompute": Budget(budget=0.5)}, "recompute.budget = 0.5: only compiled code has", "; set compile"),
-    ({"parallel": Parallel(pipeline=2), "hardware": Hardware(count=2)}, "parallel.pipeline = 2", "now: 1"),
     ({"hardware": Hardware(count=2), "compile": "model"}, "compile = 'model'", "now: false, block"),
     ({"attention": "flash"}, "attention = 'flash'", "precision: bf16"),
     ({"attention": "cudnn"}, "attention = 'cudnn'", "precision: bf16"),
@@ -120,7 +119,7 @@ def test_the_order_of_application() -> None:
         "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8",
         "tensor_parallel", "context_parallel", "expert_parallel", "recompute_full", "recompute_every",
         "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss",
-        "loss_terms", "compile_block",
+        "loss_terms", "pipeline_parallel", "compile_block",
         "compile_model", "offload_weights", "offload_activations", "precision", "attention", "accumulation",
         "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon",
         "stochastic_rounding", "optimizer_in_backward", "gradient_clipping", "data_parallel",

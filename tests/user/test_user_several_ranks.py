@@ -268,6 +268,23 @@ def test_ranks_of_two_hosts_see_torchruns_environment_which_is_restored(
     assert not dist.is_initialized()
 
 
+def test_nodes_decide_which_collectives_leave_a_host() -> None:
+    def run() -> None:
+        dist.init_process_group()
+        model = nn.Linear(N, N, bias=False).cuda()
+        model(torch.randn(ROWS, N, device="cuda")).sum().backward()
+        dist.all_reduce(model.weight.grad)  # pyright: ignore[reportArgumentType]
+        assert os.environ["LOCAL_WORLD_SIZE"] == str(torch.cuda.device_count())
+
+    for nodes, leaves, warned in ((None, True, False), (4, True, False), (1, False, True)):
+        found = trainfit.trace(run, gpu="h100-sxm", world_size=16, nodes=nodes)
+        assert [one.between_hosts for one in found.traffic] == [leaves]
+        assert any("16 GPUs in a host, and hosts of h100-sxm have 8" in w for w in found.warnings) is warned
+    for ranks, words in ((16, "16 ranks cannot be shared equally by 3 nodes"), (None, "one process cannot")):
+        with pytest.raises(InputError, match=words):
+            trainfit.trace(run, world_size=ranks, nodes=3)
+
+
 def with_group(then: Any) -> Any:
     def run() -> None:
         dist.init_process_group("nccl")

@@ -205,7 +205,12 @@ def training_flops(built: Recipe, options: "TrainOptions", peak_flops: float | N
 
 
 def trace(
-    step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3, world_size: int | None = None
+    step: Callable[[], Any],
+    *,
+    gpu: str = DEFAULT_GPU,
+    steps: int = 3,
+    world_size: int | None = None,
+    nodes: int | None = None,
 ) -> Prediction:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
@@ -217,6 +222,7 @@ def trace(
         gpu: name of a GPU of the catalog that is measured or modelled.
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
         world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
+        nodes: hosts that share the ranks equally; None: with the catalog's GPUs each.
 
     Raises:
         InputError: an unknown GPU, code that trains nothing or needs device values, or code of several ranks
@@ -225,4 +231,4 @@ def trace(
     """
     from trainfit.prediction.user_step import trace as traced
 
-    return Prediction.of(None, traced(step, gpu=gpu, steps=steps, world_size=world_size))
+    return Prediction.of(None, traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes))

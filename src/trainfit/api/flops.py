@@ -27,6 +27,8 @@ def step_flops(
 
     on_cuda = runs_on_cuda(device)
     check(recipe)
+    if recipe.mesh.pipeline > 1:
+        check_device(recipe, "cuda" if on_cuda else "cpu")
     check_device(_one_rank(recipe), "cuda" if on_cuda else "cpu")
     gpu = find_gpu(recipe.hardware.gpu)
     if gpu.vendor not in ("nvidia", "host"):  # What a step computes does not depend on the maker.

@@ -101,7 +101,7 @@ def plan_recipe(
     from trainfit.planning.search import plan as search
 
     _check(memory_gib, margin)
-    recipe = _tuned(recipe, tune)
+    recipe = _tuned(recipe.without_open_fields(), tune)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
     if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
         tokens_per_step = recipe.batch.tokens * recipe.mesh.data_ranks

@@ -14,6 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
 SCRIPT_HELP = "A Python file that trains a torch module on cuda, run as __main__."
+NODES_HELP = "Hosts that share the ranks equally; default: with the catalog's GPUs each."
 RANKS_HELP = "Trace rank 0 of N, one a GPU, as under torchrun; default: one process."
 
 OPTIONS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
@@ -29,6 +30,7 @@ def run(
     ] = DEFAULT_GPU,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
     world_size: Annotated[int | None, Option(min=1, metavar="N", help=RANKS_HELP)] = None,
+    nodes: Annotated[int | None, Option(min=1, metavar="N", help=NODES_HELP)] = None,
     json: Json = False,
     check: Check = False,
 ) -> int:
@@ -44,7 +46,7 @@ def run(
 
     train.__qualname__ = path.name
     with only_json(json):
-        estimate = trace(train, gpu=gpu, steps=steps, world_size=world_size)
+        estimate = trace(train, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes)
     if json:
         print_json(estimate)
     else:

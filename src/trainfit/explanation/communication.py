@@ -20,7 +20,12 @@ PHASES: tuple[str, ...] = ("forward", "backward")
 
 
 def communication_bound(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> CommunicationBound | None:
-    """Return the smallest compute-bound batch of the recipe; None without collectives or known rates."""
+    """Return the smallest compute-bound batch of the recipe; None without collectives or known rates.
+
+    Also None for a pipeline, whose GPU's ledger has its micro-batches but not their time.
+    """
+    if recipe.mesh.pipeline > 1:
+        return None
     gpu = communication.on_hosts(gpu, recipe.hardware)
     if not ledger.collectives or gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None

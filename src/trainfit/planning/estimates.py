@@ -32,8 +32,11 @@ from trainfit.spec.result import Estimate
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
 
-ROOMS = ("prediction", "planning")
-"""Parts of our code, with those of ``prediction.cache``, that decide an estimate."""
+PARTS = (
+    "prediction",
+    *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
+)
+"""Parts of our code, besides those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
 PROGRAM = "from trainfit.planning.estimates import serve; serve()"
 SERVED = (
@@ -342,8 +345,9 @@ def _read(recipe: Recipe, data: dict[str, Any]) -> Result:
 @cache
 def _version() -> str:
     digest = hashlib.sha256(ledgers.code_version().encode())
-    for room in ROOMS:
-        for path in sorted((Path(__file__).parents[1] / room).rglob("*.py")):
+    for part in PARTS:
+        place = Path(__file__).parents[1] / part
+        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

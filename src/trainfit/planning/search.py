@@ -59,6 +59,8 @@ TOKENS_OFF = 0.01
 GRID = (*range(1, 9), 10, 12, 14, *range(16, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
 GRID = (*GRID, *(2**n for n in range(8, 20)))
 """Micro-batches that are ranked."""
+MOST_MICRO = 2**16
+"""Micro-batches below it are tried where nothing else varies."""
 MIX = "mix"
 """In place of a level of recomputation: blocks differ, as a budget decides."""
 
@@ -159,11 +161,16 @@ class Search:
         """Options of the start that each one excludes."""
         self.corrections: dict[tuple[Options, bool], tuple[float, float]] = {}
         self.num_ranked = 0
+        self.largest: Traced | None = None
 
     def run(self) -> Plan:
         """Search, and return the plan."""
         self.say("tracing the starting recipe")
         self._find_start()
+        if not self.space.options and len(self.space.levels) == 1 and not self.space.solves_recompute:
+            self.say("tracing batches")
+            self._find_largest()
+            return self._plan(self._best())
         self._find_batch()
         self.say("tracing its options")
         self._add_options()
@@ -193,16 +200,21 @@ class Search:
             values |= {"batch.micro": micro, "batch.accumulate": accumulate}
         return changed(self.recipe, values)
 
-    def batches(self, options: Options) -> list[tuple[int, int]]:
-        """Return each micro-batch that a structure may have, with its number of micro-batches."""
+    def batches(self, options: Options, *, every: bool = False) -> list[tuple[int, int]]:
+        """Return the micro-batches that a structure may have, each with its number of micro-batches.
+
+        Args:
+            every: not only those that are ranked.
+        """
         batch, tokens = self.recipe.batch, self.goal.tokens_per_step
         if not self.space.varies_batch:
             return [(batch.micro, batch.accumulate)]
+        grid = range(1, MOST_MICRO) if every else GRID
         if tokens is None:
-            return [(micro, batch.accumulate) for micro in GRID if micro * batch.seq < 2**31]
+            return [(micro, batch.accumulate) for micro in grid if micro * batch.seq < 2**31]
         wanted = tokens / (batch.seq * self.data_ranks(options))
         found = [
-            (micro, max(1, round(wanted / micro))) for micro in GRID if micro <= wanted * (1 + TOKENS_OFF)
+            (micro, max(1, round(wanted / micro))) for micro in grid if micro <= wanted * (1 + TOKENS_OFF)
         ]
         return [
             (micro, count) for micro, count in found if abs(micro * count - wanted) <= TOKENS_OFF * wanted
@@ -297,6 +309,33 @@ class Search:
                 rates[micro, count] = micro * count / sizes.step_s(count)
         most = max(rates.values())
         self.at = next(each for each, rate in rates.items() if rate >= (1 - TIE) * most)
+
+    def _find_largest(self) -> None:
+        """Trace micro-batches until the largest that fits and the next one, which does not, are known."""
+        allowed = self.batches(self.start, every=True)
+        for _ in range(MAX_ROUNDS):
+            known = {one.candidate.micro: self.fits(one) for one in self.traced.values()}
+            low = max((micro for micro, fits in known.items() if fits), default=0)
+            high = min((micro for micro, fits in known.items() if not fits), default=allowed[-1][0] + 1)
+            between = [each for each in allowed if low < each[0] < high]
+            if not between:
+                break
+            sizes = self._start_sizes(self.level)
+            nearest = min(sizes, key=lambda micro: abs(micro - high))
+            grown = Batches.of(sizes)
+            fitting = [
+                index
+                for index, (micro, _) in enumerate(between)
+                if grown.moved(sizes[nearest], nearest, micro).device_bytes <= self.usable_bytes
+            ]
+            last = fitting[-1] if fitting else 0
+            self.trace([(self.start, self.level, *each) for each in between[max(0, last) : last + 2]])
+        fits = [one for one in self.traced.values() if self.fits(one)]
+        self.largest = max(fits, key=lambda one: one.candidate.micro, default=None)
+        if self.largest is not None:
+            self._find_batch()
+            self.trace([(self.start, self.level, *self.at)])
+        self.levels = {self.level: next(iter(self._start_sizes(self.level).values()))}
 
     def _add_options(self) -> None:
         """Trace the start at each level, without each of its options, and with each other one."""
@@ -584,6 +623,7 @@ class Search:
             keep_quality=self.goal.keep_quality,
             found=tuple(one for one in found if one.estimate.fits),
             frontier=tuple(map(self.found, pareto(every, lambda one: (one.device_bytes, one.rate)))),
+            largest=self.found(self.largest) if self.largest else None,
             least=None if found else self.found(least),
             rejected=tuple(self._rejections(best)),
             num_ranked=self.num_ranked,
@@ -599,7 +639,7 @@ class Search:
         """Return a traced candidate as a plan reports it."""
         recipe, estimate = one.result.recipe, one.result.estimate
         assert estimate is not None
-        before, after = flat(self.recipe.content()), flat(recipe.content())
+        before, after = (flat(each.model_dump(mode="json")) for each in (self.recipe, recipe))
         changes = [written(field, value) for field, value in after.items() if before.get(field) != value]
         numerics = [option.numerics for option in one.candidate.options if option.numerics]
         return Found(

@@ -11,7 +11,8 @@ from trainfit.catalog.names import own_files
 from trainfit.ledger import file as ledger_file
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.versions import LIBRARIES
-from trainfit.spec.optional import outside_techniques
+from trainfit.spec.outside import outside_techniques
+from trainfit.spec.pipeline import Stage
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
@@ -44,21 +45,21 @@ def folder() -> Path:
     return Path(own) if own else Path(base) / "trainfit"
 
 
-def key(recipe: Recipe, *, deterministic: bool = False) -> str:
+def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> str:
     """Thirty-two hex digits: equal for recipes whose steps are equal, whatever their name, seed or price.
 
-    ``deterministic``: as ``trace`` takes it.
+    ``deterministic``, ``stage``: as ``trace`` takes them.
     """
     content = recipe.content()
     del content["seed"], content["hardware"]["price_per_hour"], content["model"]["name"]
     libraries = {name: installed_version(name) for name in LIBRARIES}
-    parts = [content, deterministic, code_version(), libraries, outside_version()]
+    parts = [content, deterministic, code_version(), libraries, outside_version(), *(stage or ())]
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
-def load(recipe: Recipe, *, deterministic: bool = False) -> Ledger | None:
+def load(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> Ledger | None:
     """The ledger of an equal recipe, if one is kept and whole."""
-    path = folder() / f"{key(recipe, deterministic=deterministic)}.json.gz"
+    path = folder() / f"{key(recipe, deterministic=deterministic, stage=stage)}.json.gz"
     try:
         return ledger_file.load(path)
     except ValueError:
@@ -69,10 +70,11 @@ def load(recipe: Recipe, *, deterministic: bool = False) -> Ledger | None:
         return None
 
 
-def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False) -> None:
+def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: Stage | None = None) -> None:
     """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
     try:
-        ledger_file.save(ledger, folder() / f"{key(recipe, deterministic=deterministic)}.json.gz")
+        name = key(recipe, deterministic=deterministic, stage=stage)
+        ledger_file.save(ledger, folder() / f"{name}.json.gz")
         kept = sorted(folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-MAX_LEDGERS]:
             path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ g ranks in each host, (g - 1) / n through the link inside it and (n - g) / n thr
 from collections.abc import Callable
 from typing import NamedTuple
 
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.prediction.timeline import replay
@@ -17,7 +18,9 @@ from trainfit.spec.result import Traffic
 
 SUSTAINED = 0.75
 """Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
-BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
+BUS_SHARE = {
+    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2
+}  # fmt: skip
 """Multiples of (n - 1) / n of the tensor that pass through each GPU's link."""
 
 
@@ -47,6 +50,17 @@ def on_hosts(gpu: Gpu, hardware: Hardware) -> Gpu:
     if hardware.nodes is None:
         return gpu
     return gpu.model_copy(update={"gpus_per_host": hardware.count // hardware.nodes})
+
+
+def large_hosts(gpu: Gpu) -> tuple[str, ...]:
+    """Return a warning where a host is to have more GPUs than those that are sold with it."""
+    sold = find_gpu(gpu.name).gpus_per_host
+    if gpu.gpus_per_host <= sold:
+        return ()
+    return (
+        f"{gpu.gpus_per_host} GPUs in a host, and hosts of {gpu.name} have {sold}: "
+        f"{gpu.link} between all of them is assumed; set the number of nodes",
+    )
 
 
 def traffic(ledger: Ledger, gpu: Gpu) -> tuple[Traffic, ...]:

@@ -18,6 +18,7 @@ from trainfit.prediction.device_time import PEAK_DTYPE, is_measured, peak_flops_
 from trainfit.prediction.op_times import CALIBRATED
 from trainfit.prediction.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Cost, Estimate, Interval, OtherPeak
 from trainfit.spec.units import format_bytes
@@ -61,23 +62,40 @@ def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = Fal
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
     """
     gpu = find_gpu(recipe.hardware.gpu)
+    if recipe.mesh.pipeline > 1:
+        from trainfit.prediction.pipeline import estimate_pipeline
+
+        return estimate_pipeline(recipe, gpu, use_cache=use_cache, deterministic=deterministic)
     ledger = ledger_of(recipe, use_cache=use_cache, deterministic=deterministic)
     return estimate(recipe, gpu, ledger)
 
 
 def ledger_of(
-    recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False, shorten: bool = False
+    recipe: Recipe,
+    *,
+    use_cache: bool = True,
+    deterministic: bool = False,
+    shorten: bool = False,
+    stage: Stage | None = None,
 ) -> Ledger:
-    """The recipe's ledger, from the cache or traced; ``shorten``: as ``trace`` takes it."""
-    kept = cache.load(recipe, deterministic=deterministic) if use_cache else None
+    """The recipe's ledger, or that of one stage of its pipeline, from the cache or traced.
+
+    Of a whole pipeline it is that of the GPU with the highest peak (``stage_ledger.composed``).
+    ``shorten``: as ``trace`` takes it.
+    """
+    if stage is None and recipe.mesh.pipeline > 1:
+        from trainfit.prediction.pipeline import fullest_ledger
+
+        return fullest_ledger(recipe, use_cache=use_cache, deterministic=deterministic)
+    kept = cache.load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
     if kept is not None:
         return kept
     from trainfit.prediction.trace import trace, trace_whole
 
     shorten = shorten and trace_whole(recipe)
-    ledger = trace(recipe, deterministic=deterministic, shorten=shorten)
+    ledger = trace(recipe, deterministic=deterministic, shorten=shorten, stage=stage)
     if not shorten:  # A shortened one is no prediction.
-        cache.save(recipe, ledger, deterministic=deterministic)
+        cache.save(recipe, ledger, deterministic=deterministic, stage=stage)
     return ledger
 
 
@@ -86,7 +104,11 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     gpu = communication.on_hosts(gpu, recipe.hardware)
     replays, fits = of_both_peaks(gpu, ledger, lambda one: replay_on(gpu, one))
     time = roofline(ledger, gpu)
-    found = summary(gpu, ledger, replays, time, fits=fits)
+    return of_recipe(recipe, gpu, ledger, summary(gpu, ledger, replays, time, fits=fits), time)
+
+
+def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: Roofline | None) -> Estimate:
+    """Return the Estimate with what the recipe adds: tokens a second, cost, assumptions and bounds."""
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
     tokens_per_s = tokens / found.step_s if found.step_s else None
     return found.model_copy(
@@ -97,7 +119,11 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
             "cost": _cost(recipe, tokens_per_s),
             "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
             "bounds": _bounds(time, gpu, recipe),
-            "warnings": (*found.warnings, *(_emulated(recipe, gpu) if time else ())),
+            "warnings": (
+                *found.warnings,
+                *communication.large_hosts(gpu),
+                *(_emulated(recipe, gpu) if time else ()),
+            ),
         }
     )
 

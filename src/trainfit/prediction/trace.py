@@ -18,6 +18,7 @@ from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
+from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
@@ -44,7 +45,12 @@ LOSS_SET = (
 
 
 def trace(
-    recipe: Recipe, *, whole: bool = False, shorten: bool = False, deterministic: bool = False
+    recipe: Recipe,
+    *,
+    whole: bool = False,
+    shorten: bool = False,
+    deterministic: bool = False,
+    stage: Stage | None = None,
 ) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
@@ -53,20 +59,25 @@ def trace(
         shorten: trace repeated layers a few times even where a technique makes them differ slightly, which is
             enough to compare recipes; not where the whole model is compiled as one.
         deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
+        stage: the stage of the recipe's pipeline that is traced, one micro-batch after the other.
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     with exclusive():
-        return _traced(recipe, whole=whole, shorten=shorten, deterministic=deterministic)
+        return _traced(recipe, stage, whole=whole, shorten=shorten, deterministic=deterministic)
 
 
-def _traced(recipe: Recipe, *, whole: bool, shorten: bool, deterministic: bool) -> Ledger:
+def _traced(
+    recipe: Recipe, stage: Stage | None, *, whole: bool, shorten: bool, deterministic: bool
+) -> Ledger:
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
-            ledger = _shortened(recipe, shorten=shorten) if not whole else _trace(recipe, whole=True)
+            ledger = (
+                _trace(recipe, stage, whole=True) if whole else _shortened(recipe, stage, shorten=shorten)
+            )
         except InputError:
             raise
         except Exception as error:
@@ -90,16 +101,16 @@ def _unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-def _shortened(recipe: Recipe, *, shorten: bool) -> Ledger:
+def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
     if not trace_whole(recipe) or (shorten and recipe.compile != "model"):
         try:
-            ledger = _trace(recipe, whole=False)
+            ledger = _trace(recipe, stage, whole=False)
             deque(ledger.expand(), maxlen=0)
             return ledger
         except RepeatError:
             pass  # The layers share more than the pattern shows: trace them all.
-    return _trace(recipe, whole=True)
+    return _trace(recipe, stage, whole=True)
 
 
 def trace_whole(recipe: Recipe) -> bool:
@@ -128,7 +139,7 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
         yield stack.enter_context(rank_of(recipe, traits, prefers_cudnn=prefers_cudnn(gpu)))
 
 
-def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
+def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger:
     with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
@@ -136,6 +147,10 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
 
         def on_model(model: nn.Module) -> None:
             nonlocal quantized, repeats
+            if stage is not None:
+                from trainfit.parallel.pipeline import cut
+
+                virtual.tracer.live.forget(cut(model, stage, recipe))
             quantized = num_quantized(model)
             if whole:
                 return
@@ -143,8 +158,8 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Behind frozen weights the first layer's input has no gradient, and its graph differs.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
-            # With tensor parallel it splits the tokens.
-            first_differs = first_differs or recipe.mesh.tensor > 1
+            # With tensor parallel it splits the tokens, in a pipeline it receives them.
+            first_differs = first_differs or recipe.mesh.tensor * recipe.mesh.pipeline > 1
             found, repeats, removed = trim_layers(
                 layer_lists(model),
                 first_differs=first_differs,
@@ -156,8 +171,9 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             )
 
         step = assemble(
-            recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=virtual.mesh
-        )
+            recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=virtual.mesh,
+            stage=stage,
+        )  # fmt: skip
         virtual.model_is_complete(step.model, groups)
         if step.hosted is not None:
             for index in range(len(step.hosted.blocks)):

@@ -24,6 +24,7 @@ from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Estimate, PeakHolder, Phases, TracedCode
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.user import UserGpu, user_gpu
@@ -39,7 +40,12 @@ NOT_MODELLED = {
 
 
 def trace(
-    step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3, world_size: int | None = None
+    step: Callable[[], Any],
+    *,
+    gpu: str = DEFAULT_GPU,
+    steps: int = 3,
+    world_size: int | None = None,
+    nodes: int | None = None,
 ) -> Estimate:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
@@ -54,6 +60,7 @@ def trace(
         gpu: name of a GPU of the catalog that is measured or modelled.
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
         world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
+        nodes: hosts that share the ranks equally; None: with the catalog's GPUs each.
 
     Raises:
         InputError: an unknown GPU, code that trains nothing or needs device values, or code of several ranks
@@ -65,6 +72,7 @@ def trace(
         raise InputError("at least one step is traced", "use steps=3", field="steps", value=steps)
     if world_size is not None and world_size < 1:
         raise InputError("at least one rank is traced", "use 1 or more", field="world_size", value=world_size)
+    row = _on_nodes(row, world_size, nodes)
     with user_gpu(row, prefers_cudnn=prefers_cudnn(row), max_steps=steps, num_ranks=world_size) as virtual:
         with contextlib.suppress(TraceComplete):
             step()
@@ -83,6 +91,17 @@ def trace(
     ledger.assumptions = _assumptions(ledger, virtual, whole)
     found = _estimate(name, row, ledger, virtual, whole)
     return found if world_size is None else found.model_copy(update={"num_gpus": world_size})
+
+
+def _on_nodes(gpu: Gpu, world_size: int | None, nodes: int | None) -> Gpu:
+    """Return the GPU with as many in a host as ``nodes`` says."""
+    if nodes is None:
+        return gpu
+    if nodes < 1 or world_size is None or world_size % nodes:
+        ranks = "one process" if world_size is None else f"{world_size} ranks"
+        problem = f"{ranks} cannot be shared equally by {nodes} nodes"
+        raise InputError(problem, "use a divisor of the world size", field="nodes", value=nodes)
+    return communication.on_hosts(gpu, Hardware(gpu=gpu.name, count=world_size, nodes=nodes))
 
 
 def _name_of(step: Callable[..., Any]) -> str:
@@ -109,6 +128,7 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
             "phases": phases,
             "peak_phase": _peak_phase(replayed, phases),
             "assumptions": (*found.assumptions, *rates, *((timed_by(gpu),) if time else ())),
+            "warnings": (*found.warnings, *communication.large_hosts(gpu)),
             "versions": versions_of(name for name in LIBRARIES if name in sys.modules),
             "code": code,
         }

@@ -72,7 +72,13 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
             f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free",
         ],
     ]
+    if estimate.host_bytes:
+        each = " for each GPU" * (estimate.num_gpus > 1)
+        lines.append(["host", f"{format_bytes(estimate.host_bytes)} of pinned memory{each}"])
     lines += [["cost", text]] if (text := _cost(plan, estimate.tokens_per_s, best)) else []
+    if plan.largest is not None:
+        most = plan.largest.as_recipe().batch.micro
+        lines.append(["batch", f"fastest: batch.micro {recipe.batch.micro}; largest that fits: {most}"])
     lines.append(["changes", ", ".join(best.changes) or "none: the given recipe"])
     numerics = ", ".join(best.numerics)
     lines.append(
@@ -111,18 +117,9 @@ def _differing(plan: Plan, one: Found) -> str:
     """Return the fields in which a recipe differs from the best one."""
     if not plan.found:
         return _words(one)
-    before, after = flat(plan.found[0].recipe), flat(one.recipe)
-    defaults = flat(Recipe(model=one.as_recipe().model).content())
-    fields = dict.fromkeys((*after, *before))
-    values = {field: after.get(field, defaults.get(field)) for field in fields}
-
-    def was(field: str) -> object:
-        return before.get(field, defaults.get(field))
-
-    return (
-        ", ".join(written(f, v) for f, v in values.items() if before.get(f, defaults.get(f)) != v)
-        or "the best"
-    )
+    before, after = (flat(each.as_recipe().model_dump(mode="json")) for each in (plan.found[0], one))
+    changes = [written(name, value) for name, value in after.items() if before.get(name) != value]
+    return ", ".join(changes) or "the best"
 
 
 def _frontier(out: Console, plan: Plan) -> list[list[str]]:

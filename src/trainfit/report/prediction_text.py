@@ -44,6 +44,7 @@ def show(
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
+    _pipeline(out, estimate)
     if estimate.code is not None:
         heading(out, "Largest holders at the peak")
         holders = [
@@ -223,6 +224,29 @@ def phase_lines(phases: Phases) -> list[list[str]]:
     return lines
 
 
+def _pipeline(out: Console, estimate: Estimate) -> None:
+    """Print a row for each position of a pipeline; equal neighbours are one row."""
+    if not estimate.pipeline:
+        return
+    heading(out, f"Pipeline{_bubble(estimate)}")
+    titles = ["GPU", "blocks", "in flight", "peak", "forward", "backward", "idle in a step"]
+    lines = [titles]
+    for number, one in enumerate(estimate.pipeline):
+        blocks = ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in one.blocks)
+        times = [one.forward_s, one.backward_s, one.idle_s]
+        lines.append(
+            [str(number), blocks, str(one.in_flight), format_bytes(one.peak_device_bytes)]
+            + ["" if seconds is None else format_seconds(seconds) for seconds in times]
+        )
+    rows(out, lines, "left", "left", *(["right"] * 5))
+
+
+def _bubble(estimate: Estimate) -> str:
+    if estimate.bubble is None:
+        return ""
+    return f": GPUs wait for other stages {estimate.bubble:.1%} of the forwards' and backwards' time"
+
+
 def _step_lines(estimate: Estimate) -> list[list[str]]:
     lines = [
         ["model FLOPs", format_flops(estimate.model_flops), "forward and backward, nothing recomputed"],
@@ -268,6 +292,7 @@ def _parts(estimate: Estimate) -> str:
         ("matmul", time.matmul_s - time.attention_s), ("attention", time.attention_s),
         ("memory-bound", time.memory_s - time.optimizer_s), ("optimizer", time.optimizer_s),
         ("communication", time.communication_s), ("waiting for the host", time.host_s),
+        ("waiting for other stages", time.bubble_s),
     ]  # fmt: skip
     hidden_s = time.hidden_communication_s
     hidden = f"; behind them {format_seconds(hidden_s)} of communication" if hidden_s else ""

@@ -47,6 +47,8 @@ class Plan(Value):
     """Those that fit, the best first. Empty: nothing fits."""
     frontier: tuple[Found, ...]
     """Recipes of which none is both smaller and faster, by memory; also those over the limit."""
+    largest: Found | None = None
+    """Where only the batch varies: the largest micro-batch that fits."""
     least: Found | None = None
     """Where nothing fits: the recipe with the lowest memory."""
     rejected: tuple[Rejection, ...]

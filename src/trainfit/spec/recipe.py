@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from trainfit.spec import DEFAULT_GPU
-from trainfit.spec.optional import Extensible
+from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import FromPercent, PositiveInt, Value, canonical_json, disagreement
 
@@ -26,6 +26,9 @@ Quantize = Literal["nf4", "int8", "fp8"]
 Strategy = Literal["auto", "fsdp", "ddp", "naive", "flat", "overlapped", "bucketed", "zero1"]
 """auto: fsdp. ddp: torch's. naive, flat, overlapped, bucketed: those of ``trainfit.parallel.DataParallel``.
 zero1: torch's DDP with a sharded optimizer."""
+
+Schedule = Literal["1f1b", "interleaved", "gpipe"]
+"""Order of a pipeline's forwards and backwards (``spec.pipeline``)."""
 
 MAX_MICRO_BATCH_TOKENS = 2**32
 """Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
@@ -167,7 +170,8 @@ class Parallel(Value):
         expert: ranks over which a layer's experts are spread; they are taken from the shards.
         bucket_mb: size of a bucket of gradients in MiB; None: one bucket.
         sync_each_batch: reduce gradients after every micro-batch; False: after the last one of a step,
-            which keeps whole gradients until then. None: True for FSDP2, False for the others.
+            which keeps whole gradients until then. None: True for FSDP2 without a pipeline, else False.
+        virtual_stages: stages that each GPU of an interleaved pipeline holds; None: two.
     """
 
     replicate: PositiveInt = 1
@@ -180,6 +184,25 @@ class Parallel(Value):
     reshard_after_forward: bool = True
     bucket_mb: Annotated[float, Field(gt=0)] | None = 25.0
     sync_each_batch: bool | None = None
+    schedule: Schedule = "1f1b"
+    virtual_stages: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _stages_agree(self) -> "Parallel":
+        if self.pipeline == 1 and (self.schedule != "1f1b" or self.virtual_stages is not None):
+            name = "schedule" if self.schedule != "1f1b" else "virtual_stages"
+            problem, remedy = "there is no pipeline", f"set parallel.pipeline, or leave {name} out"
+            raise disagreement(problem, remedy, field=f"parallel.{name}")
+        if self.virtual_stages is not None and (self.virtual_stages > 1) != (self.schedule == "interleaved"):
+            problem = f"{self.schedule} with {self.virtual_stages} stages on a GPU"
+            remedy = "use schedule: interleaved with two or more, another schedule with one"
+            raise disagreement(problem, remedy, field="parallel.virtual_stages")
+        return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of the pipeline that each GPU holds."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
     @property
     def world_size(self) -> int:
@@ -198,7 +221,8 @@ class Parallel(Value):
     @property
     def syncs_each_batch(self) -> bool:
         """Whether gradients are reduced after every micro-batch."""
-        return self.shards_weights if self.sync_each_batch is None else self.sync_each_batch
+        default = self.shards_weights and self.pipeline == 1
+        return default if self.sync_each_batch is None else self.sync_each_batch
 
     @property
     def dimensions(self) -> dict[str, int]:
@@ -331,6 +355,8 @@ LATER: dict[str, Any] = {
     "parallel.reshard_after_forward": True,
     "parallel.bucket_mb": 25.0,
     "parallel.sync_each_batch": None,
+    "parallel.schedule": "1f1b",
+    "parallel.virtual_stages": None,
     "hardware.nodes": None,
 }
 """Fields that recipes got after the first records were made -> their defaults."""

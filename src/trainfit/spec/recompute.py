@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from trainfit.spec.optional import Extensible
+from trainfit.spec.outside import Extensible
 from trainfit.spec.value import FromPercent, PositiveInt, Value
 
 

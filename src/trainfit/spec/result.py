@@ -63,6 +63,7 @@ class StepTime(Value):
     """Collectives and copies to and from the host that the computation waits for."""
     host_s: Seconds = 0.0  # The GPU waits for the host
     hidden_communication_s: Seconds = 0.0  # Collectives while the GPU computes
+    bubble_s: Seconds = 0.0  # Waiting for other stages of a pipeline
     attention_s: Seconds = 0.0  # Part of matmul_s
     optimizer_s: Seconds = 0.0  # Part of memory_s: all of the update
     issue_s: Seconds = 0.0
@@ -70,7 +71,7 @@ class StepTime(Value):
 
     @property
     def total(self) -> float:
-        return self.matmul_s + self.memory_s + self.communication_s + self.host_s
+        return self.matmul_s + self.memory_s + self.communication_s + self.host_s + self.bubble_s
 
     @property
     def busy(self) -> float:
@@ -88,12 +89,30 @@ class Traffic(Value):
     """Collectives of one kind in a step of one rank."""
 
     kind: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, or ``send`` between
+    two stages of a pipeline."""
     num_ranks: Count
     between_hosts: bool
     calls: Count
     bytes_sent: Bytes
     """Through the GPU's link, by a ring; an all-to-all's that leaves the host is counted apart."""
+
+
+class PipelineGpu(Value):
+    """The stages of one position of a pipeline, on one GPU."""
+
+    blocks: tuple[tuple[Count, Count], ...]
+    """First and last block of each stage, counted from 1."""
+    params: Count
+    in_flight: Count
+    """The most forwards of a stage that wait for their backwards at once."""
+    peak_allocated_bytes: Bytes
+    peak_device_bytes: Bytes
+    forward_s: Seconds | None
+    """Of one micro-batch through all of the GPU's stages."""
+    backward_s: Seconds | None
+    idle_s: Seconds | None
+    """In a step, waiting for other stages."""
 
 
 class Cost(Value):
@@ -169,6 +188,11 @@ class Estimate(Value):
     num_gpus: Count = 1
     """On several, memory, FLOPs and utilisation are of one GPU, and tokens and cost of all."""
     traffic: tuple[Traffic, ...] = ()
+    pipeline: tuple[PipelineGpu, ...] = ()
+    """By position in the pipeline; memory and time parts above are of the one with the highest peak."""
+    bubble: Share | None = None
+    """Share of the forwards' and backwards' time that GPUs wait for other stages, on average; None: no
+    pipeline."""
     assumptions: tuple[str, ...] = ()
     ops_without_flops: tuple[str, ...] = ()
     """Operations that compute but have no FLOP rule, by name; they count as 0."""

@@ -17,12 +17,9 @@ import trainfit.techniques
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import LEAST_FOR_TRITON
-from trainfit.spec.optional import outside_techniques
+from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Technique, refusal, value_at
-
-NOT_COVERED = ("parallel.pipeline",)
-"""Fields that no technique implements yet: only their defaults are accepted."""
 
 DESCRIBED = (
     "precision", "model.implementation", "attention", "block_kernels", "loss", "loss_terms", "recompute",
@@ -58,7 +55,7 @@ def techniques() -> dict[str, Technique]:
 def covered() -> dict[str, tuple[Any, ...]]:
     """Return the values that work now, by field: the default and what techniques cover."""
     default = Recipe.model_construct()
-    values: dict[str, tuple[Any, ...]] = dict.fromkeys(NOT_COVERED, ())
+    values: dict[str, tuple[Any, ...]] = {}
     for technique in in_order():
         for name, more in technique.covers.items():
             values[name] = (*values.get(name, ()), *more)

@@ -34,9 +34,9 @@ def check(recipe: Recipe) -> None:
     """Refuse meshes other than replicas, and what replicas do not work with."""
     check_gpus(recipe)
     mesh = recipe.mesh
-    if mesh.replicate != recipe.hardware.count:
+    if mesh.replicate * mesh.pipeline != recipe.hardware.count:
         problem = f"{mesh.strategy} keeps whole weights on every rank, and the mesh has other ranks"
-        remedy = "use parallel.strategy: fsdp, or leave the other fields of parallel at 1"
+        remedy = "use parallel.strategy: fsdp, or only replicas and a pipeline"
         raise refusal(recipe, "parallel.strategy", problem, remedy)
     check_values(recipe, ALLOWED, mesh.strategy)
     if mesh.strategy in OURS and mesh.syncs_each_batch and recipe.batch.accumulate > 1:

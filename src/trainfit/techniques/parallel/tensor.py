@@ -103,8 +103,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     plan = PLAN[recipe.model.implementation]
     modules = {name.rpartition(".")[2]: module for name, module in draft.model.named_modules()}
     for name, module in list(draft.model.named_modules()):
-        _shard(plan.get(name.rpartition(".")[2]), module, tokens, modules["lm_head"])
-    tensor_parallel.split_input(decoder_blocks(draft.model)[0], tokens)
+        if any(True for _ in module.parameters()):  # A pipeline's stage has stand-ins for what it lacks.
+            _shard(plan.get(name.rpartition(".")[2]), module, tokens, modules["lm_head"])
+    if draft.stage is None or draft.stage.is_first:
+        tensor_parallel.split_input(decoder_blocks(draft.model)[0], tokens)
+    tokens.batch_shape = recipe.batch.micro, recipe.batch.seq
     for name, parameter in draft.model.named_parameters():
         if not isinstance(parameter, DTensor):
             problem, remedy = f"no plan for the parameter {name}", "use parallel.tensor: 1"
@@ -123,7 +126,7 @@ def _shard(kind: str | None, module: Any, tokens: TokenShards, head: Any) -> Non
     elif kind == "rows":
         tensor_parallel.shard_rows(module, tokens)
     elif kind == "embedding":
-        is_tied = module.weight is head.weight
+        is_tied = module.weight is getattr(head, "weight", None)
         tensor_parallel.shard_embedding(module, tokens)
         if is_tied:
             head._parameters["weight"] = module._parameters["weight"]
