@@ -192,7 +192,8 @@ def scaling() -> str:
         batch, parallel = several.recipe.batch, several.recipe.parallel
         name = strategy_of(several)
         if name == "fsdp":
-            name += ", resharded" if parallel.reshard_after_forward else ", gathered once"
+            name += ", resharded" if parallel.reshard_after_forward else ", kept after forward"
+            name += ", reduced once" * (parallel.sync_each_batch is False)
         times = [1e3 * (one.measured.step_s or 0.0) for one in (alone, several) if one.measured is not None]
         lines.append(
             [
@@ -205,12 +206,33 @@ def scaling() -> str:
     return markdown_grid(heads, lines)
 
 
+@cache
+def measured_of(name: str) -> tuple[Comparison, ...]:
+    """Return the measured recipes of ``NAME-predicted.jsonl``."""
+    return tuple(
+        joined(record for end in ("predicted", "measured") for record in load(FOLDER / f"{name}-{end}.jsonl"))
+    )
+
+
 def context() -> str:
     """Peaks and step times of context parallel on two GPUs."""
-    names = ("context-predicted.jsonl", "context-measured.jsonl")
-    found = joined(record for name in names for record in load(FOLDER / name))
+    return _peaks_and_time("context")
+
+
+def experts() -> str:
+    """Peaks and step times of mixtures of experts on two GPUs."""
+    return _peaks_and_time("experts")
+
+
+def meta() -> str:
+    """Peaks and step times of models built on the meta device."""
+    return _peaks_and_time("meta")
+
+
+def _peaks_and_time(name: str) -> str:
     heads = ["recipe", *PEAKS, "step, measured / predicted"]
-    return markdown_grid(heads, [[_words(one), *_errors(one), f"{ratio(one) or 0:.2f}"] for one in found])
+    lines = [[_words(one), *_errors(one), f"{ratio(one) or 0:.2f}"] for one in measured_of(name)]
+    return markdown_grid(heads, lines)
 
 
 def verdicts(pairs: Sequence[Comparison]) -> dict[tuple[bool, str], int]:

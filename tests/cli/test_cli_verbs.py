@@ -313,3 +313,8 @@ def test_a_training_that_cannot_be_recorded_does_not_begin(tmp_path: Path, capsy
     assert main(["train", "tiny-cpu", "--out", str(out), "--record", str(tmp_path / "no" / "r.sqlite")]) == 74
     assert capsys.readouterr().err == f"trainfit: error: {tmp_path / 'no'}: No such file or directory\n"
     assert not out.exists()
+
+
+def test_communication_of_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["communication", "--hidden", "64", "--feed-forward", "256", "--gpu", "cpu"]) == 65
+    assert "--gpu = 'cpu': this machine has no links between devices; name an acc" in capsys.readouterr().err

@@ -63,6 +63,6 @@ def test_the_pages_sentences_are_those_of_the_figures() -> None:
     rows = [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
     unfit = [number for number, row in enumerate(rows, 1) if not row["fits"]]
     check(PAGE, r"# of the runs are predicted not to fit", [len(unfit)])
-    shown = figures(PAGE, r"though all ran. # and # were built .* first; #, #, # and # had losses")
+    shown = figures(PAGE, r"though all ran: #, #, # and # had losses")
     assert sorted(map(int, shown)) == unfit
     check(PAGE, r"peaks of memory are predicted # to # % too high", [min(memory), max(memory)])

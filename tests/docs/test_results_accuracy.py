@@ -389,3 +389,10 @@ def test_figures_of_scripts_on_two_gpus() -> None:
     found = [row["error"] for row in several_gpus.scripts()]
     check(PAGE, r"# scripts that know nothing of trainfit", (len(found),))
     check(PAGE, r"The largest error of the allocated peak is # %", (100 * max(map(abs, found)),))
+
+
+def test_figures_of_experts_and_models_built_on_meta() -> None:
+    errors = [one.error("peak_allocated_bytes") or 0.0 for one in several_gpus_suite.measured_of("experts")]
+    check(PAGE, r"the allocated peak is up to # % above the prediction", (-100 * min(errors),))
+    errors = [one.error("peak_allocated_bytes") or 0.0 for one in several_gpus_suite.measured_of("meta")]
+    check(PAGE, r"the worst allocated peak is off by # %", (100 * max(map(abs, errors)),))

@@ -9,11 +9,30 @@ TINY_LLAMA: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
 }  # fmt: skip
 
+TINY_EXPERTS: dict[str, Any] = {
+    "model_type": "olmoe",
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def tiny_recipe(implementation: Any = "hf", layers: int = 2, **fields: Any) -> Recipe:
     """fp32, 2 x 16 tokens a micro-batch, unless ``fields`` say otherwise."""
     model = ModelSpec(config=TINY_LLAMA | {"num_hidden_layers": layers}, implementation=implementation)
     return Recipe(model=model, **{"batch": Batch(micro=2, seq=16), "precision": "fp32", **fields})
+
+
+def tiny_experts(config: dict[str, Any], **fields: Any) -> Recipe:
+    """A mixture of eight experts, two a token; ``config``: other keys, such as the family."""
+    recipe = tiny_recipe(**fields)
+    whole = {**dict(recipe.model.config), **TINY_EXPERTS, **config}  # pyright: ignore
+    return recipe.model_copy(update={"model": ModelSpec(config=whole)})
 
 
 def wide_recipe(layers: int, **fields: Any) -> Recipe:

@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tiny_recipe import tiny_experts
 from trainfit import step as steps
-from trainfit.spec.recipe import Batch, Hardware, ModelSpec, Optimizer, Parallel, Recipe
+from trainfit.spec.recipe import Batch, Hardware, Optimizer, Parallel, Recipe
 from trainfit.step import Step, assemble
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
-    "max_position_embeddings": 64, "num_experts_per_tok": 2, "num_experts": 8, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "mixtral": {"num_local_experts": 8},
@@ -40,10 +35,10 @@ STEPS = 2
 
 
 def experts_recipe(family: str, count: int, mesh: dict[str, Any], **fields: Any) -> Recipe:
-    """fp32, 1 x 16 tokens a micro-batch, unless ``fields`` say otherwise."""
-    model = ModelSpec(config={"model_type": family, **SIZES, **FAMILIES[family]})
+    """1 x 16 tokens a micro-batch, unless ``fields`` say otherwise."""
     place = {"hardware": Hardware(gpu="h200", count=count), "parallel": Parallel(**mesh)}
-    return Recipe(model=model, **{"batch": Batch(micro=1, seq=16), "precision": "fp32", **place, **fields})
+    config = {"model_type": family, **FAMILIES[family]}
+    return tiny_experts(config, **{"batch": Batch(micro=1, seq=16), **place, **fields})
 
 
 def apart(family: str, mesh: dict[str, Any], fields: dict[str, Any], one_sided: bool = False) -> float:

@@ -99,7 +99,7 @@ LORA = {"kind": "lora", "rank": 4}
     "fields",
     [
         {"loss": "fused"},
-        {"loss": "chunked", "adapter": LORA},
+        {"loss": "chunked", "adapter": LORA, "parallel": {"prefetch": 1}},
         {"quantize": "nf4", "adapter": LORA, "optimizer": {"clip_norm": 0.1}},
         {"optimizer": {"name": "adamw8bit"}, "precision": "bf16"},
         {"recompute": "full", "offload": {"activations": True}, "precision": "amp-fp16"},

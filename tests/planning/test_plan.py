@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
+import counted_calls
 from tiny_recipe import TINY_LLAMA
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
 from trainfit.planning.composed import Sizes, within
-from trainfit.planning.estimates import Estimates
+from trainfit.planning.estimates import Estimates, Request
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import Goal
+from trainfit.planning.search import plan as search
 from trainfit.prediction.estimate import predict
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
@@ -51,6 +53,27 @@ def test_the_best_is_as_predicted_and_is_written_unchanged(free: Plan, tmp_path:
     path.write_text(written(free.best))
     assert load_recipe(path).id == free.best.id == estimate.recipe_id
     assert free.best.batch.tokens == 2**14
+
+
+def test_a_repeated_plan_traces_nothing_and_is_the_same(free: Plan) -> None:
+    with Estimates(0) as estimates:
+        again, calls = counted_calls.of(search, recipe(), Goal(tokens_per_step=2**14, vary=VARIED), estimates)
+    assert estimates.num_traced == 0
+    assert again.found == free.found
+    assert calls < 3_000_000, calls
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_many_micro_batches_are_continued_from_a_few(exact: bool) -> None:
+    many = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6})
+    with Estimates(0) as estimates:
+        (result,) = estimates.of([Request(many, exact=exact)])
+    whole, found = predict(many), result.estimate
+    assert found is not None
+    assert found.peak_device_bytes == whole.peak_device_bytes
+    near = 1e-6 if exact else 0.03
+    for name in ("step_s", "model_flops", "tokens_per_s", "mfu"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=near), name
 
 
 def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:

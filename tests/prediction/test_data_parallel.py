@@ -130,6 +130,12 @@ def test_strategies_that_overlap_hide_communication() -> None:
     assert time.hidden_communication_s > 0 < time.communication_s < hidden["naive"][1]
 
 
+def test_resharding_is_fsdp2s_alone() -> None:
+    mesh = Parallel(strategy="ddp", reshard_after_forward=False)
+    with pytest.raises(InputError, match="parallel.reshard_after_forward = false: ddp keeps whole weights"):
+        registry.check(tiny_recipe(hardware=Hardware(count=RANKS), parallel=mesh))
+
+
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "bucketed"])
 def test_our_strategies_refuse_to_average_after_every_micro_batch(strategy: str) -> None:
     mesh = Parallel.model_validate({"strategy": strategy, "sync_each_batch": True})

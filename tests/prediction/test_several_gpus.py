@@ -1,5 +1,7 @@
 """Predictions for several GPUs: one rank of FSDP2 on torch's fake process group."""
 
+import itertools
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tiny_recipe import tiny_recipe, wide_recipe
 from trainfit.catalog.load import gpu
-from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.ledger import ALLOCATE, Ledger, LiveEvent
 from trainfit.models.build import build_model
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
@@ -91,6 +93,26 @@ def test_gathers_and_scatters_have_streams_of_their_own() -> None:
     assert {s.category for s in found.storages if s.stream} == {"communication", "gradients"}
     replayed, _ = replay_on(gpu("h200"), found)
     assert replayed.breakdown.communication > 0
+
+
+def test_blocks_gathered_ahead_are_alive_together() -> None:
+    def gathered(found: Ledger) -> int:
+        sizes = (e.num_bytes * (1 if e.kind == ALLOCATE else -1) for e in found.expand() if is_gathered(e))
+        return max(itertools.accumulate(sizes))
+
+    def is_gathered(event: LiveEvent) -> bool:
+        return event.category == "communication"
+
+    ahead, block = (
+        trace(recipe(4, parallel=Parallel(prefetch=3))),
+        4 * elements(1, blocks_only=True) // LAYERS,
+    )
+    assert gathered(ahead) - gathered(ledger(4)) == 2 * block
+    assert Counter(one.name for one in ahead.collectives) == Counter(
+        one.name for one in ledger(4).collectives
+    )
+    with pytest.raises(InputError, match=r"parallel.prefetch = 2"):
+        trace(recipe(2, parallel=Parallel(strategy="ddp", prefetch=2)))
 
 
 def test_replicas_reduce_their_shards() -> None:
@@ -194,7 +216,8 @@ def test_the_text_states_what_is_of_one_gpu_and_what_of_all(capsys: pytest.Captu
         return " ".join(capsys.readouterr().out.split())
 
     one, two = printed(1), printed(2)
-    for part in ("Memory of one GPU at the peak", "One step of one GPU", "tokens/s in all", "on each of 2 x"):
+    for part in ("Memory of one GPU at the peak", "One step of one GPU", "tokens/s in all", "on each of 2 x",
+                 "64 tokens a step: 2 x 16, on each of 2 GPUs"):  # fmt: skip
         assert part in two
         assert part not in one
 

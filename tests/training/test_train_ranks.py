@@ -86,6 +86,23 @@ def test_tensor_parallel_ranks_have_the_losses_of_one_process_and_keep_their_num
         ranks.run(rank_training.trained, tmp_path / "codes", "fsdp", 2, "optimizer.name=adamw8bit")
 
 
+def test_ranks_that_share_experts_resume_bit_for_bit_and_go_on_in_one_process(ranks, tmp_path) -> None:
+    experts = ("model_type=olmoe", "num_experts=4", "num_experts_per_tok=2")
+    fields = tuple(f"model.config.{field}" for field in experts)
+
+    def run(out: str, steps: int, **more: bool) -> list[float]:
+        settings = (*fields, "parallel.expert=2")
+        first, second = ranks.run(rank_training.trained, tmp_path / out, "fsdp", steps, *settings, **more)
+        assert first["losses"] == second["losses"]
+        return first["losses"]
+
+    straight, begun = run("straight", 4), run("begun", 2)
+    shutil.copytree(tmp_path / "begun", tmp_path / "alone")
+    assert begun + run("begun", 4, resume=True) == straight
+    alone = rank_training.trained(tmp_path / "alone", None, 4, *fields, resume=True)
+    assert alone["losses"] == pytest.approx(straight[2:], abs=EQUAL)
+
+
 def test_other_sequences_a_step_are_refused_on_resume(alone) -> None:
     recipe = rank_training.recipe_of(None, "batch.accumulate=4")
     with pytest.raises(InputError) as refused:

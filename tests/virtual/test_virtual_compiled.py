@@ -1,6 +1,8 @@
 """torch.compile on the virtual GPU: what compiled code keeps, allocates, moves and computes."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from compiled_blocks import (
 )
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.ledger.allocator import CachingAllocator
-from trainfit.ledger.ledger import ALLOCATE, FREE, Event, Ledger, Segment, Storage
+from trainfit.ledger.ledger import ALLOCATE, FREE, MIDDLE, Event, Ledger, RepeatError, Segment, Storage
 from trainfit.ledger.replay import replay
+from trainfit.ledger.slices import check_slices
 from trainfit.prediction.trace import _trace, trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
 from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
@@ -159,6 +162,33 @@ def test_blocks_that_repeat_equal_all_of_them(implementation: str, adapter: Adap
     a, b = sums(folded), sums(whole)
     a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
     assert a == b
+
+
+@pytest.mark.slow
+def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
+    """Seven of ten layers, in one graph: every sum of the whole graph. Slices that differ are noticed."""
+    recipe = tiny_recipe("native", layers=10, precision="bf16", compile="model")
+    folded, whole = _trace(recipe, whole=False), _trace(recipe, whole=True)
+    assert folded.repeats == (4,)
+    a, b = sums(folded), sums(whole)
+    a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
+    assert a == b
+    for phase in ("forward", "backward"):
+        segment = folded.segments.index(Segment("steady", phase))
+        for what in ("storages", "ops"):
+            check_slices(folded)
+            with pytest.raises(RepeatError):
+                check_slices(replace(folded, **{what: [*larger(folded, what, segment)]}))
+
+
+def larger(ledger: Ledger, what: str, segment: int) -> Iterator[Any]:
+    """Yield the entries, the first of the middle slice in a segment with a byte more."""
+    seen = False
+    for entry in getattr(ledger, what):
+        op = ledger.ops[entry.op] if what == "storages" else entry
+        found = not seen and entry.group == MIDDLE and op.segment == segment and entry.num_bytes
+        seen = seen or bool(found)
+        yield entry._replace(num_bytes=entry.num_bytes + 512) if found else entry
 
 
 def test_a_real_module_compiles_afterwards() -> None:

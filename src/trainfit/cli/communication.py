@@ -43,8 +43,12 @@ def run(
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.prediction.calculators import communication as closed
     from trainfit.prediction.device_time import peak_flops_per_s
+    from trainfit.spec.errors import InputError
 
     row = find_gpu(gpu)
+    if row.vendor == "host":
+        problem, remedy = "this machine has no links between devices", "name an accelerator (trainfit gpus)"
+        raise InputError(problem, remedy, field="--gpu", value=gpu)
     layers = closed.Layers(hidden=hidden, feed_forward=feed_forward, blocks=blocks)
     data_rate, tensor_rate = _rates(row, fsdp, tensor, (fsdp_axes, tensor_axes), link_rate)
     mesh = closed.Mesh(

@@ -25,6 +25,20 @@ def run_of(group: int) -> int:
     return group if group == NO_LAYER else group // GROUPS_PER_RUN
 
 
+PROGRAM = "program/"
+"""Beginning of the paths of what slices of a compiled program allocate (see ``slice_path``)."""
+
+
+def slice_path(number: int, position: int) -> str:
+    """Return the path of what a kernel of a slice of a compiled program allocates.
+
+    Args:
+        number: FIRST, MIDDLE, LAST; less or more before or after these, in the order of the layers.
+        position: of the kernel in its slice.
+    """
+    return f"{PROGRAM}{'in' if FIRST <= number <= LAST else number}/{position}"
+
+
 class RepeatError(RuntimeError):
     """The traced groups of layers differ, so the middle one cannot stand for copies."""
 
@@ -49,6 +63,21 @@ class Storage(NamedTuple):
     """Segment, module path within the group, operation and count: the same in each group of layers."""
     stream: int = 0
     """Number of the CUDA stream that allocated it; each has its own pools of blocks."""
+
+    @property
+    def slice(self) -> int | None:
+        """Number of the slice of a compiled program that allocated it (see ``slice_path``)."""
+        _, _, path = self.path.partition("/")
+        if not path.startswith(PROGRAM):
+            return None
+        number = path.split("/")[1]
+        return part_of(self.group) if number == "in" else int(number)
+
+    @property
+    def twin_path(self) -> str:
+        """The path of the same allocation in the middle slice."""
+        segment, _, rest = self.path.split("/", 2)
+        return f"{segment}/{PROGRAM}in/{rest.partition('/')[2]}"
 
 
 class Op(NamedTuple):
@@ -238,6 +267,16 @@ class _Expansion:
         self.ledger, self.repeats = ledger, ledger.repeats
         self.twins = {s.path: i for i, s in enumerate(ledger.storages) if part_of(s.group) == MIDDLE}
         self.live: set[tuple[int, int]] = set()
+        self.slice_of = [s.slice for s in ledger.storages]
+        self.slices = {
+            (number, ledger.storages[i].twin_path): i
+            for i, number in enumerate(self.slice_of)
+            if number is not None
+        }
+        self.nearest = NO_LAYER, LAST
+        """Segment, and its last group of layers so far."""
+        self.at_end: set[str] = set()
+        """Paths of a compiled program's middle slice that were freed with the model's ends, in one copy."""
 
     def events(self) -> Iterator[LiveEvent]:
         self._check_forwards()
@@ -255,6 +294,9 @@ class _Expansion:
     def _run(self, run: list[Event], before: int) -> Iterator[LiveEvent]:
         group = run[0].group if run else NO_LAYER
         copies = range(self._end(group), self._end(group) + 1)
+        segment = run[0].segment if run else NO_LAYER
+        if group != NO_LAYER or segment != self.nearest[0]:
+            self.nearest = segment, LAST if group == NO_LAYER else part_of(group)
         if part_of(group) == MIDDLE:
             copies = range(1, self.repeats[run_of(group)] + 1)
             if before == group + 1:  # The backward visits layers in reverse.
@@ -286,6 +328,9 @@ class _Expansion:
             yield LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0])
 
     def _freed(self, event: Event, s: Storage, copy: int) -> list[tuple[int, int]]:
+        number = self.slice_of[event.storage]
+        if number is not None:
+            return self._freed_of_slice(event, s, number, copy)
         index, frees_in, made_in = event.storage, part_of(event.group), part_of(s.group)
         if made_in != MIDDLE and (frees_in != MIDDLE or made_in == NO_LAYER):
             return [(index, self._end(s.group))]
@@ -303,6 +348,32 @@ class _Expansion:
             return [(twin, target)]
         # The neighbour of an outermost copy is the first or the last group.
         return [(index, target)] if target in (0, last) else []
+
+    def _freed_of_slice(self, event: Event, s: Storage, number: int, copy: int) -> list[tuple[int, int]]:
+        """Return what an event frees in a copy: the storage of the slice at the traced distance."""
+        last = self.repeats[0] + 1
+        if self.ledger.segments[event.segment].phase not in ("forward", "backward"):
+            # Gradients are freed with no allocation between them: which first is no matter.
+            if part_of(event.group) == MIDDLE and copy > 1:
+                return []
+            if number == MIDDLE:
+                return [(event.storage, each) for each in range(1, last)]
+            freed = [(event.storage, self._end(s.group))]
+            if s.path in self.at_end:  # The other copies, as this slice, outlive the backward.
+                twin = self.slices[MIDDLE, s.twin_path]
+                freed += [(twin, each) for each in range(1, last) if (twin, each) in self.live]
+            return freed
+        if event.group == NO_LAYER:
+            if number != MIDDLE:
+                return [(event.storage, self._end(s.group))]
+            # Kernels at the model's ends free what the nearest layer allocated.
+            self.at_end.add(s.path)
+            return [(event.storage, last - 1 if self.nearest[1] == LAST else 1)]
+        target = copy + number - part_of(event.group)
+        place = target if target <= 0 else MIDDLE if target < last else target - last + LAST
+        if (place, s.twin_path) not in self.slices:
+            raise RepeatError(f"{s.path} has no twin in the layers")
+        return [(self.slices[place, s.twin_path], target if 0 <= target <= last else -1)]
 
     def _check_forwards(self) -> None:
         """Check that a run's groups allocate the same in the forward: equal signatures do not ensure it."""

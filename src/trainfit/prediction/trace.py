@@ -13,6 +13,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
+from trainfit.ledger.slices import check_slices
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
@@ -23,6 +24,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique
+from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -30,12 +32,16 @@ from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import restored_settings
 from trainfit.virtual.trace.repeated_layers import trim_layers
-from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups
+from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, part_of_module
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
     "what other operations sort for it (experts' sums, for one) is not"
 )
+
+PROGRAM_MARGIN = 2, 2
+"""Layers before the first and after the last of the three that are compared, in a model compiled whole. The
+first layers to run find no buffers to reuse."""
 
 LOSS_SET = (
     'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
@@ -164,8 +170,12 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
                 layer_lists(model),
                 first_differs=first_differs,
                 least_period=max((one.min_repeated(recipe) for one in _applied(recipe)), default=1),
+                margin=PROGRAM_MARGIN if recipe.compile == "model" else (0, 0),
             )
             groups.extend(found)
+            virtual.tracer.ledger.repeats = repeats
+            if recipe.compile == "model" and found:
+                virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
             virtual.tracer.live.forget(
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
             )
@@ -180,16 +190,17 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
                 virtual.tracer.own_host(step.hosted.ring.host(index), scope)
         run_steps(step, virtual)
-        if not whole and virtual.compiler.captures_each_layer():
-            raise RepeatError("equal layers are compiled into graphs of their own")
+        if not whole:
+            virtual.compiler.check_layers()
         ledger = virtual.finish()
+        if virtual.compiler.layers is not None:
+            check_slices(ledger)
         ledger.assumptions = (*virtual.assumptions(), *virtual.about_ranks(ledger))
         if recipe.compile == "model" and recipe.loss == "standard":
             from trainfit.models.hf import sets_loss
 
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
-        ledger.repeats = repeats
         ledger.params, ledger.trainable_params = _count_parameters(step.model, ledger, virtual)
         ledger.params += quantized  # Codes are no parameters.
     return ledger

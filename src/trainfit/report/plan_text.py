@@ -188,12 +188,14 @@ def plotted(plan: Plan) -> str:
     if plan.found:
         series.append(_series("chosen", plan.found[:1], "scatter", INK, marker="*"))
     given = recipe_from(plan.given)
-    usable = plan.usable_bytes / GIB
+    limit = plan.limit_bytes / GIB
+    most = max([limit, *(one.estimate.peak_device_bytes / GIB for one in plan.frontier)])
     panel = Panel(
         series,
         x_label="peak on the device, GiB (less is better)",
         y_label="tokens a second (more is better)",
-        events={plan.limit_bytes / GIB: "limit", usable: "less the margin"},
+        x_limits=(None, 1.12 * most),
+        events={plan.usable_bytes / GIB: "", limit: f"limit, margin {plan.margin:.0%}"},
     )
     hardware = f"{given.hardware.count} x {given.hardware.gpu}"
     title = f"{given.model.display_name}, {given.batch.seq} tokens, {hardware}"
@@ -208,8 +210,8 @@ def _series(label: str, some: Sequence[Found], kind: Kind, color: str, **looks: 
 def _short(one: Found) -> str:
     recipe = one.as_recipe()
     words = registry.describe(recipe).split(", ")
-    kept = [words[0], *(word for word in words[1:] if "recompute" in word or "host" in word)]
-    return f"{recipe.batch.micro} x: {', '.join(kept)}"
+    kept = [*one.numerics, *(word for word in words[1:] if "recompute" in word or "host" in word)]
+    return ", ".join([f"batch {recipe.batch.micro}", *kept])
 
 
 def html(plan: Plan) -> str:

@@ -72,6 +72,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
         ["speed", speed(recipe, estimate)],
+        *([["batch", _batch(recipe)]] if recipe is not None and estimate.num_gpus > 1 else []),
         *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
         ["model", f"{format_count(estimate.params)} parameters{trained}{identity}"],
@@ -80,6 +81,15 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
         lines.append(["versions", holds_for(estimate.versions)])
     lines += [[Text("warning", style="bold yellow"), line] for line in estimate.warnings]
     rows(out, lines, "left", "wrap")
+
+
+def _batch(recipe: Recipe) -> str:
+    """Return the tokens of a step of several GPUs, and what they are the product of."""
+    one, ranks, count = recipe.batch, recipe.mesh.data_ranks, recipe.hardware.count
+    parts = f"{one.micro} x {one.seq:,}" + f" x {one.accumulate} accumulated" * (one.accumulate > 1)
+    groups = f"{count} GPUs" if ranks == count else f"{ranks} groups of {count // ranks} GPUs"
+    where = f"one batch for all {count} GPUs" if ranks == 1 else f"on each of {groups}"
+    return f"{one.tokens * ranks:,} tokens a step: {parts}, {where}"
 
 
 def subject(recipe: Recipe | None, estimate: Estimate) -> str:

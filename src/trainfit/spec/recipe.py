@@ -171,6 +171,8 @@ class Parallel(Value):
         bucket_mb: size of a bucket of gradients in MiB; None: one bucket.
         sync_each_batch: reduce gradients after every micro-batch; False: after the last one of a step,
             which keeps whole gradients until then. None: True for FSDP2 without a pipeline, else False.
+        prefetch: blocks that FSDP2 gathers ahead of the one that computes; None: in the forward none, in the
+            backward one.
         virtual_stages: stages that each GPU of an interleaved pipeline holds; None: two.
     """
 
@@ -184,6 +186,7 @@ class Parallel(Value):
     reshard_after_forward: bool = True
     bucket_mb: Annotated[float, Field(gt=0)] | None = 25.0
     sync_each_batch: bool | None = None
+    prefetch: PositiveInt | None = None
     schedule: Schedule = "1f1b"
     virtual_stages: PositiveInt | None = None
 
@@ -355,6 +358,7 @@ LATER: dict[str, Any] = {
     "parallel.reshard_after_forward": True,
     "parallel.bucket_mb": 25.0,
     "parallel.sync_each_batch": None,
+    "parallel.prefetch": None,
     "parallel.schedule": "1f1b",
     "parallel.virtual_stages": None,
     "hardware.nodes": None,

@@ -1,5 +1,6 @@
 """Compile the whole model: one graph from token ids to loss, where nothing in the model breaks it."""
 
+from trainfit.catalog.names import CPU
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
@@ -10,6 +11,20 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.compiler(draft.model if draft.body is None else draft.body)
 
 
+def _trace_whole(recipe: Recipe) -> bool:
+    """Return whether what a layer does depends on all layers, and not on its neighbours alone.
+
+    A knapsack over all layers spends a memory budget. Gradients are reduced in buckets. An optimizer in the
+    backward follows autograd's order of equal nodes. A CPU's program has no estimate of peak memory.
+    """
+    return (
+        recipe.recompute not in ("none", "full", "selective")
+        or bool(recipe.optimizer.in_backward)
+        or recipe.hardware.count > 1
+        or recipe.hardware.gpu == CPU
+    )
+
+
 TECHNIQUE = Technique(
     name="compile_model",
     order=160,
@@ -18,6 +33,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "compile model",
     draw=Draw(weights={"compile": {"model": 1}}),
-    # One graph is scheduled as one, with buffers reused across layers.
-    trace_whole=lambda recipe: True,
+    trace_whole=_trace_whole,
 )

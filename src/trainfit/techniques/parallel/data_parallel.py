@@ -16,6 +16,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "optimizer.in_backward": (False,),
     "quantize": (None, "nf4", "int8"),
     "offload.weights": (False,),
+    "parallel.prefetch": (None,),
 }
 """Field -> values that work with replicated weights."""
 TITLES = {
@@ -39,6 +40,10 @@ def check(recipe: Recipe) -> None:
         remedy = "use parallel.strategy: fsdp, or only replicas and a pipeline"
         raise refusal(recipe, "parallel.strategy", problem, remedy)
     check_values(recipe, ALLOWED, mesh.strategy)
+    if not mesh.reshard_after_forward:
+        problem = f"{mesh.strategy} keeps whole weights on every rank, and gathers none"
+        remedy = "leave it out, or use parallel.strategy: fsdp"
+        raise refusal(recipe, "parallel.reshard_after_forward", problem, remedy)
     if mesh.strategy in OURS and mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         problem = f"{mesh.strategy} averages gradients once a step"
         remedy = "leave sync_each_batch out, or use parallel.strategy: ddp"

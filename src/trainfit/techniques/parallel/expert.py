@@ -13,6 +13,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
     "parallel.context": (1,),
     "parallel.pipeline": (1,),
+    "parallel.prefetch": (None,),
     "recompute": ("none", "full", "selective", "every"),
     "compile": (False,),
     "adapter.kind": (None,),

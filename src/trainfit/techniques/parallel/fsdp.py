@@ -39,6 +39,7 @@ COMPARED: dict[str, tuple[object, ...]] = {
     "offload.activations": (False,),
     "parallel.tensor": (1, 2),
     "parallel.context": (1,),
+    "parallel.prefetch": (None,),
 }
 """Field -> values of recipes for several GPUs whose peaks were compared with measured runs."""
 MAX_TRACED_LAYERS = 64
@@ -73,7 +74,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         "mp_policy": _policy(recipe),
         "ignored_params": set(),
     }
-    blocks = decoder_blocks(draft.model)
+    blocks: Any = decoder_blocks(draft.model)
     for block in blocks:
         of_block: dict[str, Any] = options | {"reshard_after_forward": mesh.reshard_after_forward}
         if mesh.expert > 1:
@@ -88,8 +89,18 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.before_batch.append(model.set_reshard_after_backward)
     if mesh.expert > 1:
         prefetch(blocks)
+    elif mesh.prefetch is not None:
+        _prefetch(model, blocks, mesh.prefetch)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
+
+
+def _prefetch(model: Any, blocks: list[Any], num_ahead: int) -> None:
+    """Gather so many blocks ahead of the one that runs, in forward and backward."""
+    for index, module in enumerate((*blocks, model)):
+        following = blocks[index + 1 :] if module is not model else blocks
+        module.set_modules_to_forward_prefetch(following[:num_ahead])
+        module.set_modules_to_backward_prefetch(blocks[:index][::-1][:num_ahead])
 
 
 def _with_loss(draft: Draft) -> nn.Module:
@@ -132,14 +143,18 @@ def not_compared(recipe: Recipe) -> tuple[str, ...]:
 
 def _describe(recipe: Recipe) -> str:
     mesh = recipe.mesh
-    shards = f"FSDP2 over {mesh.shard * mesh.context}"
-    if mesh.replicate == 1:
-        return shards
-    return f"{mesh.replicate} replicas of {shards}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
+    text = f"FSDP2 over {mesh.shard * mesh.context}"
+    if mesh.replicate > 1:
+        text = (
+            f"{mesh.replicate} replicas of {text}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
+        )
+    return text if mesh.prefetch is None else f"{text}, {mesh.prefetch} blocks gathered ahead"
 
 
 def _trace_whole(recipe: Recipe) -> bool:
     """Return whether every layer is traced: when a block is gathered and freed depends on its neighbours."""
+    if recipe.mesh.prefetch is not None:
+        return True
     config = model_config(recipe.model.config)
     is_deep = int(config.get("num_hidden_layers", 0)) > MAX_TRACED_LAYERS  # pyright: ignore
     return not is_deep and recipe.mesh.pipeline == 1
@@ -160,7 +175,7 @@ TECHNIQUE = Technique(
     name="fsdp",
     order=235,
     title="Fully sharded data parallel",
-    fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward"),
+    fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward", "parallel.prefetch"),
     when=lambda recipe: recipe.mesh.data_ranks * recipe.mesh.context > 1 and recipe.mesh.shards_weights,
     check=check,
     check_device=check_processes,

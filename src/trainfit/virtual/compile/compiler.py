@@ -9,11 +9,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from trainfit.ledger.ledger import RepeatError
 from trainfit.spec.errors import InputError
 from trainfit.virtual.compile.generate import Source, generate
 from trainfit.virtual.compile.joint_graph import cuda_choices, decompositions
 from trainfit.virtual.compile.program import Program
 from trainfit.virtual.compile.tuning import Tuning
+from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.process_state import paused_gc
 from trainfit.virtual.trace.repeated_layers import signature
@@ -33,6 +35,10 @@ class VirtualCompiler:
         self._used = False
         self.num_graphs = 0
         """Captured graphs."""
+        self.layers: Layers | None = None
+        """Repeated layers of a model that is compiled whole, by module names of the complete model."""
+        self.num_repeating = 0
+        """Programs of those layers."""
         self._signatures: set[Any] = set()
 
     def __call__(self, module: nn.Module) -> None:
@@ -51,9 +57,17 @@ class VirtualCompiler:
         if self._used:
             torch._dynamo.reset()
 
-    def captures_each_layer(self) -> bool:
-        """Return whether equal modules were captured separately, so that Dynamo's limit of graphs matters."""
-        return self.num_graphs > 2 * len(self._signatures)
+    def check_layers(self) -> None:
+        """Check that the programs of a shortened model are those of its layers.
+
+        Raises:
+            RepeatError: Dynamo captured each layer separately, so that its limit of graphs matters, or the
+                graph of a model that is compiled whole does not hold all layers.
+        """
+        if self.layers is not None and (self.num_graphs, self.num_repeating) != (1, 2):
+            raise RepeatError("the layers are not in one graph")
+        if self.num_graphs > 2 * len(self._signatures):
+            raise RepeatError("equal layers are compiled into graphs of their own")
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind a prediction of compiled code."""
@@ -99,18 +113,26 @@ class VirtualCompiler:
 
     def _inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **graph_kwargs: Any) -> Any:
         graph_kwargs.pop("compile_region_name", None)  # Since torch 2.13, a name for profiles.
-        compiled = generate(gm, example_inputs, self._gpu, graph_kwargs, self._program)
+        compiled = generate(gm, example_inputs, self._gpu, graph_kwargs, self._program, self._layers())
         return _runnable(compiled.current_callable)
 
+    def _layers(self) -> Layers | None:
+        """Return the repeated layers by module names of the running compiled module."""
+        layers, name = self.layers, self._scopes.current().module
+        if layers is None:
+            return None
+        return layers._replace(part_of=lambda inner: layers.part_of(f"{name}.{inner}".removeprefix(".")))
+
     def _program(self, source: Source) -> Program:
+        self.num_repeating += any(kernel.place for kernel in source.kernels)
         return Program(source, self._tracer, self._scopes, self._tuning)
 
 
-def _refusal(error: BaseException) -> InputError | None:
-    """Return the InputError among the causes of Dynamo's error, raised by an operation during capture."""
+def _refusal(error: BaseException) -> InputError | RepeatError | None:
+    """Return our error among the causes of Dynamo's, raised during capture or code generation."""
     chain: list[BaseException] = [error]
     for each in chain:  # Extended below.
-        if isinstance(each, InputError):
+        if isinstance(each, InputError | RepeatError):
             return each
         causes = (each.__cause__, each.__context__)
         chain += [cause for cause in causes if cause is not None and cause not in chain]

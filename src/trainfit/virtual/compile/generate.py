@@ -7,6 +7,7 @@ kernel n.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from trainfit.virtual.compile.cuda_device import as_cuda, move_graph, moved_tensor
+from trainfit.virtual.compile.unrolled import Layers, Place, planned_as_whole
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
 
@@ -34,6 +36,8 @@ class Kernel(NamedTuple):
     """All its operations recompute the forward in the backward."""
     node: str | None = None
     """The graph's node of an extern kernel."""
+    place: Place | None = None
+    """In a program of repeated layers, where the kernel runs; None: outside the repeated layers."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def generate(
     gpu: GpuTraits | None,
     graph_kwargs: dict[str, Any],
     runnable: Callable[[Source], Callable[[list[Any]], Any]],
+    layers: Layers | None = None,
 ) -> Any:
     """Return torch's compiled graph with the callable ``runnable(source)``.
 
@@ -60,6 +65,10 @@ def generate(
         gm, example_inputs: on the CPU, from AOTAutograd; for a GPU ``gm`` is moved to CUDA in place.
         gpu: None for a CPU program.
         graph_kwargs: of ``compile_fx``'s inner compiler.
+        layers: repeated layers of the compiled module, whose kernels are ordered as in the whole model.
+
+    Raises:
+        RepeatError: the layers' kernels differ.
     """
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext
@@ -75,25 +84,28 @@ def generate(
                 inputs = [moved_tensor(value) for value in inputs]
             move_graph(gm.graph)
         stack.enter_context(V.set_debug_handler(DebugContext()))
-        stack.enter_context(_stopping_at_the_source(runnable))
+        stack.enter_context(_stopping_at_the_source(runnable, layers))
         compiled: Any = _InProcessFxCompile().codegen_and_compile(gm, inputs, [], settings)
     set_tracing_context_output_strides(inputs, compiled)
     return compiled
 
 
 @contextmanager
-def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], Any]]) -> Iterator[None]:
+def _stopping_at_the_source(
+    runnable: Callable[[Source], Callable[[list[Any]], Any]], layers: Layers | None
+) -> Iterator[None]:
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
     kernels: list[Kernel] = []
+    places: dict[Any, Place] = {}
     enter_context = Scheduler.enter_context
 
     def entered(self: Any, node: Any) -> None:
         enter_context(self, node)
         V.graph.wrapper_code.writeline(f"{AT}({len(kernels)})")
-        kernels.append(_kernel(node, V.graph.is_backward))
+        kernels.append(_kernel(node, V.graph.is_backward)._replace(place=places.get(node)))
 
     def source_only(graph: Any) -> Any:
         text = graph.codegen()[0].value
@@ -103,7 +115,18 @@ def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], A
     with ExitStack() as stack:
         stack.enter_context(replaced(Scheduler, "enter_context", entered))
         stack.enter_context(replaced(GraphLowering, "compile_to_module", source_only))
+        # Inductor prints its graphs for debugging.
+        stack.enter_context(replaced(fx.GraphModule, "print_readable", lambda *_, **__: ""))
+        if layers is not None:
+            part_of = partial(_part_of, layers=layers)
+            places = stack.enter_context(planned_as_whole(part_of, layers.times))
         yield
+
+
+def _part_of(node: Any, layers: Layers) -> int | None:
+    """Return the part of the layers that a scheduled node's last operation belongs to."""
+    modules = _kernel(node, is_backward=False).modules
+    return layers.part_of(modules[-1]) if modules else None
 
 
 def _kernel(node: Any, is_backward: bool) -> Kernel:

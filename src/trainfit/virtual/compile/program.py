@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainfit.ledger.ledger import FIRST, LAST, slice_path
 from trainfit.virtual.compile.generate import AT, Kernel, Source
 from trainfit.virtual.compile.graph_masks import GraphMasks
 from trainfit.virtual.compile.tuning import Tuning
@@ -84,11 +85,15 @@ class Program:
     def _scope(self, kernel: Kernel) -> Scope:
         """Return the scope of the program's layer and of the last module that a fused kernel belongs to."""
         within = f".{kernel.modules[-1]}" if kernel.modules else ""
+        path, group = (self._base.path + within).removeprefix("."), self._base.group
+        if kernel.place is not None:
+            part = kernel.place.part
+            path = slice_path(*kernel.place)
+            group = part if FIRST <= part <= LAST else group
         return self._base._replace(
-            module=(self._base.module + within).removeprefix("."),
-            path=(self._base.path + within).removeprefix("."),
+            module=(self._base.module + within).removeprefix("."), path=path, group=group,
             recomputing=self._base.recomputing or kernel.recomputes,
-        )
+        )  # fmt: skip
 
     def _launch(self, name: str, source: str, args: tuple[Any, ...]) -> None:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]

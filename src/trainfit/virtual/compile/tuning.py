@@ -8,6 +8,7 @@ that it changes (``CachingAutotuner.bench`` and ``copy_args_to_cpu_if_needed`` i
 import ast
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -60,14 +61,20 @@ class Tuning:
 
 
 def headroom(ledger: Ledger) -> int:
-    """Return the current phase's peak minus the bytes allocated now."""
+    """Return the current phase's peak minus the bytes allocated now, in the whole model."""
     allocated = highest = 0
     segment = len(ledger.segments) - 1
-    for event in ledger.events:
-        if event.segment == segment:
+    events = (event for event in ledger.events if event.segment == segment)
+    for group, run in groupby(events, key=lambda event: event.group):
+        before, peak = allocated, allocated
+        for event in run:
             num_bytes = -(-ledger.storages[event.storage].num_bytes // MIN_BLOCK) * MIN_BLOCK
             allocated += num_bytes if event.kind == ALLOCATE else -num_bytes
-            highest = max(highest, allocated)
+            peak = max(peak, allocated)
+        # Of the copies of a middle group the first or the last has the highest peak.
+        copies = (ledger.times_of_group(group) - 1 if ledger.repeats else 0) * (allocated - before)
+        highest = max(highest, peak, peak + copies)
+        allocated += copies
     return highest - allocated
 
 

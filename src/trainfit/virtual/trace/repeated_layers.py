@@ -16,13 +16,18 @@ BLOCK_CONFIG = "trainfit_block_config"
 
 
 def trim_layers(
-    lists: Iterable[tuple[str, nn.ModuleList]], *, first_differs: bool = False, least_period: int = 1
+    lists: Iterable[tuple[str, nn.ModuleList]],
+    *,
+    first_differs: bool = False,
+    least_period: int = 1,
+    margin: tuple[int, int] = (0, 0),
 ) -> tuple[list[LayerGroups], tuple[int, ...], list[nn.Module]]:
     """Remove repeated layers from the model's list of layers; a model with several lists stays whole.
 
     Args:
         first_differs: the first layer works differently, because of what precedes it.
         least_period: minimum layers of a group, for layers that affect others than their neighbours.
+        margin: groups to keep before the first and after the last one, which differ in compiled code.
     Returns:
         The groups of each run of equal layers (none: nothing was removed), how many groups each middle one
         stands for, and the removed layers.
@@ -36,15 +41,18 @@ def trim_layers(
         signatures[0] = ("first", signatures[0])
     plan = find_period(signatures, least_period)
     if plan is None:
-        return _shorten_runs(name, layers, signatures, least_period)
+        return _shorten_runs(name, layers, signatures, least_period) if not any(margin) else ([], (), [])
     lead, period = plan
-    tail = period + (len(layers) - lead) % period
-    num_groups = (len(layers) - lead - period - tail) // period
+    head = lead + period * (1 + margin[0])
+    tail = period * (1 + margin[1]) + (len(layers) - lead) % period
+    num_groups = (len(layers) - head - tail) // period
+    if num_groups < 2:
+        return [], (), []
     keep_from = len(layers) - tail
-    removed = list(layers)[lead + 2 * period : keep_from]
-    kept = [*list(layers)[: lead + 2 * period], *list(layers)[keep_from:]]
+    removed = list(layers)[head + period : keep_from]
+    kept = [*list(layers)[: head + period], *list(layers)[keep_from:]]
     _replace(layers, kept)
-    return [LayerGroups(name, lead + period, period, period)], (num_groups,), removed
+    return [LayerGroups(name, head, period, period)], (num_groups,), removed
 
 
 def _shorten_runs(

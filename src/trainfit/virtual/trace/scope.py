@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainfit.ledger.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER
+from trainfit.ledger.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER, part_of
 from trainfit.virtual.trace.exclusive import chosen_by_thread
 
 
@@ -67,6 +67,15 @@ class LayerGroups(NamedTuple):
             return MIDDLE, f"L{layer - self.num_first}"
         offset = layer - self.num_first - self.num_middle
         return LAST, f"L{offset}" if offset < self.period else f"tail{offset}"
+
+
+def part_of_module(name: str, groups: list[LayerGroups]) -> int | None:
+    """Return FIRST, MIDDLE or LAST for a module of those groups, by its dotted name; None for any other."""
+    scope = ScopeTracker.locate(name, groups)
+    # Layers before and after those that repeat are in the first and last group, too.
+    if scope.group == NO_LAYER or ".lead" in scope.path or ".tail" in scope.path:
+        return None
+    return part_of(scope.group)
 
 
 class ScopeTracker:
