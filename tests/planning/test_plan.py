@@ -63,6 +63,16 @@ def test_a_repeated_plan_traces_nothing_and_is_the_same(free: Plan) -> None:
     assert calls < 3_000_000, calls
 
 
+def test_another_process_gives_the_same_estimates_and_refusals() -> None:
+    pytest.importorskip("torchao")
+    requests = [Request(recipe()), Request(recipe(precision="fp8"))]
+    with Estimates(0, use_cache=False) as here, Estimates(1, use_cache=False) as there:
+        (found, refused), (other, also) = here.of(requests), there.of(requests)
+    assert found == other
+    assert refused.refused is not None
+    assert str(refused.refused) == str(also.refused)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_many_micro_batches_are_continued_from_a_few(exact: bool) -> None:
     many = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6})

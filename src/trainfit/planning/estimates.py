@@ -27,7 +27,6 @@ from trainfit.prediction.estimate import estimate, ledger_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.recompute import BudgetGib
 from trainfit.spec.result import Estimate
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
@@ -144,9 +143,16 @@ class Estimates:
             finally:
                 idle.append(worker)
 
-        with ThreadPoolExecutor(self.processes) as threads:
+        threads = ThreadPoolExecutor(self.processes)
+        try:
             for request, result in zip(new, threads.map(run, new), strict=True):
                 self._take(request, result)
+        except BaseException:
+            for worker in self._workers:
+                worker.close()  # So that no thread waits for an answer.
+            raise
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 class _Worker:
@@ -201,7 +207,7 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
     """Return the result of one request, traced in this process."""
     recipe = request.recipe
     try:
-        if isinstance(recipe.recompute, BudgetGib):
+        if recipe.plans_recompute:
             from trainfit.planning.recompute import plan
 
             recipe = plan(recipe).recipe
@@ -320,7 +326,7 @@ def _continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
 
 def _expected_work(request: Request) -> int:
     recipe = request.recipe
-    slow = 8 * bool(recipe.compile) + 3 * isinstance(recipe.recompute, BudgetGib)
+    slow = 8 * bool(recipe.compile) + 3 * recipe.plans_recompute
     return slow + min(3, recipe.batch.accumulate) + bool(recipe.hardware.count > 1 and request.exact)
 
 

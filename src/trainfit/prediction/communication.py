@@ -169,7 +169,8 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         f"collectives: rings{', all-to-alls' * exchanges} at {SUSTAINED:.0%} of the rate of "
         f"{gpu.link}{between}; "
         "each begins as soon as its data is there, and the computation waits where the code does",
-        "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group",
+        "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group"
+        + ", 446 MiB more where it exchanges tokens" * exchanges,
     )
 
 

@@ -220,9 +220,11 @@ class _Pipeline:
         gpus = tuple(self._gpu(at, max(0.0, idle_s[at])) for at in ranks)
         return Roofline(StepTime(**sums), lowest_s), expected.bubble, gpus
 
-    def _action_s(self, stage: int, action: Action, *, lowest: bool) -> float:
-        at = role(action.micro_batch, self.num)
-        return self.traced[stage].seconds(action.is_forward, at, lowest=lowest)
+    def _action_s(self, stage: int, action: Action, *, lowest: bool) -> tuple[float, float]:
+        """Return the seconds of an action, and what a first or a last micro-batch takes more."""
+        one = self.traced[stage]
+        each = [one.seconds(action.is_forward, at, lowest=lowest) for at in range(len(one.forward))]
+        return min(each), each[role(action.micro_batch, self.num)] - min(each)
 
     def _transfer_s(self, one: int, other: int, *, lowest: bool) -> float:
         if one == other:

@@ -11,6 +11,7 @@ from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, quantity
+from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
@@ -81,6 +82,23 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
         lines.append(["versions", holds_for(estimate.versions)])
     lines += [[Text("warning", style="bold yellow"), line] for line in estimate.warnings]
     rows(out, lines, "left", "wrap")
+
+
+def show_advice(advice: Advice, out: Console | None = None) -> None:
+    """Print the changes with which a recipe fits, and the GPUs on which it does."""
+    out = out or console()
+    heading(out, "What would fit")
+    gpus = [one for one in (advice.gpu, advice.gpus) if one is not None]
+    rows(out, map(_advised, (*advice.changes, *gpus)), "right", "right", "wrap")
+    if not advice.changes:
+        out.print("  no single change is enough; trainfit plan looks for several", soft_wrap=True)
+
+
+def _advised(one: Found) -> list[str]:
+    found = one.estimate
+    speed = "" if found.tokens_per_s is None else f"{found.tokens_per_s:,.0f} tokens/s"
+    marked = f" (changes the numerics: {', '.join(one.numerics)})" if one.numerics else ""
+    return [format_bytes(found.peak_device_bytes), speed, ", ".join(one.changes) + marked]
 
 
 def _batch(recipe: Recipe) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
 
@@ -86,6 +86,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         shard_experts(experts, ranks)
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    if model_config(recipe.model.config).get("model_type") not in FAMILIES:
+        return ()
+    return tuple(Offer({"parallel": {"expert": n}}) for n in (2, 4, 8) if recipe.hardware.count % n == 0)
+
+
 TECHNIQUE = Technique(
     name="expert_parallel",
     order=67,
@@ -98,4 +104,5 @@ TECHNIQUE = Technique(
     describe=lambda recipe: f"expert parallel over {recipe.mesh.expert}",
     needs={"model": {"config": "olmoe-1b-7b"}},
     variants=({"hardware": {"count": 2}, "parallel": {"expert": 2}},),
+    offers=_offers,
 )
