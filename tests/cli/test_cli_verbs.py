@@ -66,7 +66,7 @@ def test_predict_json_is_the_noun(capsys: Captured, tmp_path: Path) -> None:
 
 
 def test_does_not_fit_says_by_how_much_and_a_price_is_taken(capsys: Captured) -> None:
-    assert main(["predict", "llama-3.1-8b-h200", "--gpu", "rtx-4090", "--price", "3.5"]) == 0
+    assert main(["predict", "llama-3.1-8b-h200", "--gpu", "rtx-4090", "--price", "3.5", "--no-advice"]) == 0
     out = capsys.readouterr().out
     assert "DOES NOT FIT on rtx-4090" in out
     assert "too much" in out

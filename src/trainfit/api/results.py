@@ -7,7 +7,7 @@ the JSON is the command's.
 import io
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rich.console import Console
 
@@ -20,6 +20,9 @@ from trainfit.spec.result import Estimate, Measurement, Run
 from trainfit.spec.terminal import Terminal
 from trainfit.spec.value import Count, Flops, Seconds, Share, Value
 from trainfit.training.observer import TrainSummary
+
+if TYPE_CHECKING:
+    from trainfit.spec.plan import Advice
 
 
 def drawn(show: Callable[[Console], None], width: int | None = None) -> str:
@@ -111,6 +114,18 @@ class Prediction(_OfRecipe, Estimate):
 
     def _repr_html_(self) -> str:
         return results.prediction_html(self._recipe, self, self.notes)
+
+    def advice(self) -> "Advice":
+        """Return how a recipe that does not fit would: changes, a larger GPU, more GPUs. Takes some seconds.
+
+        Raises:
+            InputError: the speed of its GPU is not known.
+        """
+        from trainfit.planning.advice import advise
+        from trainfit.planning.estimates import Estimates
+
+        with Estimates(processes=0) as estimates:  # This process has traced the recipe already.
+            return advise(self.recipe, self, estimates)
 
 
 class Measured(_OfRecipe, Measurement):

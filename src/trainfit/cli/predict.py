@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by default."
 VERBOSE = "Also print conventions, assumptions and the basis of the bounds."
+ADVICE_HELP = "Where it does not fit, name changes and GPUs with which it would. Default: not with --json."
 GPUS_HELP = "Same as --set hardware.gpu=NAME. Several names, with commas between them, are compared."
 TOKENS_HELP = "Also print the time and cost of a run over N tokens, such as 15T or 1.5e12."
 
@@ -34,6 +35,7 @@ def run(
     deterministic: Annotated[bool, Option("--deterministic", help=DETERMINISTIC)] = False,
     no_cache: Annotated[bool, Option("--no-cache", help="Trace again, even if a ledger is cached.")] = False,
     check: Check = False,
+    advice: Annotated[bool | None, Option("--advice/--no-advice", help=ADVICE_HELP)] = None,
     verbose: Annotated[bool, Option("--verbose", "-v", help=VERBOSE)] = False,
 ) -> int:
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
@@ -55,7 +57,7 @@ def run(
     if several or isinstance(found[0], InputError):
         _compare(requested, found, tokens, json=json)
     else:
-        _show(found[0], tokens, json=json, verbose=verbose)
+        _show(found[0], tokens, json=json, verbose=verbose, advice=not json if advice is None else advice)
     fits = all(not isinstance(one, InputError) and one.fits for one in found)
     return EXIT_DOES_NOT_FIT if check and not fits else 0
 
@@ -71,15 +73,25 @@ def _predict(recipe: "Recipe", record: Path | None, deterministic: bool, *, use_
     return estimate
 
 
-def _show(estimate: "Prediction", tokens: float | None, *, json: bool, verbose: bool) -> None:
+def _show(estimate: "Prediction", tokens: float | None, *, json: bool, verbose: bool, advice: bool) -> None:
     run = None if tokens is None else estimate.run(tokens)
+    advised = advice and not estimate.fits and estimate.step_s is not None
     if json:
         content = estimate.model_dump(mode="json")
-        options.print_json(content if run is None else content | {"run": run.model_dump(mode="json")})
+        content |= {} if run is None else {"run": run.model_dump(mode="json")}
+        if advised:
+            with options.only_json(json):
+                content["advice"] = estimate.advice().model_dump(mode="json")
+        options.print_json(content)
         return
-    from trainfit.report.prediction_text import show
+    from trainfit.report.console import progress
+    from trainfit.report.prediction_text import show, show_advice
 
     show(estimate.recipe, estimate, run=run, notes=estimate.notes, verbose=verbose)
+    if advised:
+        with progress("predicting what would fit"):
+            found = estimate.advice()
+        show_advice(found)
 
 
 def _compare(

@@ -22,12 +22,11 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.communication import on_hosts
+from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, ledger_of
-from trainfit.prediction.roofline import op_s
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.recompute import BudgetGib
 from trainfit.spec.result import Estimate
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
@@ -208,7 +207,7 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
     """Return the result of one request, traced in this process."""
     recipe = request.recipe
     try:
-        if isinstance(recipe.recompute, BudgetGib):
+        if recipe.plans_recompute:
             from trainfit.planning.recompute import plan
 
             recipe = plan(recipe).recipe
@@ -327,7 +326,7 @@ def _continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
 
 def _expected_work(request: Request) -> int:
     recipe = request.recipe
-    slow = 8 * bool(recipe.compile) + 3 * isinstance(recipe.recompute, BudgetGib)
+    slow = 8 * bool(recipe.compile) + 3 * recipe.plans_recompute
     return slow + min(3, recipe.batch.accumulate) + bool(recipe.hardware.count > 1 and request.exact)
 
 

@@ -76,6 +76,17 @@ class Plan(Value):
         return self.found[0].as_recipe()
 
 
+class Advice(Value):
+    """Ways to make a recipe fit that does not: changes of it, a larger GPU, more GPUs."""
+
+    changes: tuple[Found, ...]
+    """One change each: those that keep the mathematics first, of these the fastest."""
+    gpu: Found | None
+    """The same recipe on the smallest GPU of the catalog that holds it; None: none does."""
+    gpus: Found | None
+    """The same recipe sharded by FSDP2 over the fewest GPUs, a power of two, found to hold it."""
+
+
 def written(field: str, value: Any) -> str:
     """Return a field and its value as on a recipe's line."""
     return f"{field}: {value if isinstance(value, str) else json.dumps(value)}"
