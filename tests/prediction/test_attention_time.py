@@ -10,8 +10,8 @@ from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger, Op, Segment
 from trainfit.prediction import attention_time
 from trainfit.prediction.attention_time import MASKED, UNMEASURED, assumptions, compute_share
+from trainfit.prediction.device_time import least_s, peak_flops_per_s
 from trainfit.prediction.estimate import ledger_of, predict
-from trainfit.prediction.roofline import KERNEL_S, op_s, peak_flops_per_s
 from trainfit.spec.recipe import Batch, Recipe
 from virtual_runs import recipe_of, with_layers
 
@@ -37,7 +37,7 @@ def test_what_was_measured_takes_what_it_took_and_stays_below_the_peak() -> None
     assert {rate.kernel for rate in RATES} == {"cudnn", "flash", "efficient", "gluon", "plain"}
     for rate in RATES:
         for backward, seconds in ((False, rate.forward), (True, rate.backward)):
-            assert op_s(op_of(rate, backward=backward), H200) == pytest.approx(seconds + KERNEL_S)
+            assert alone_s(op_of(rate, backward=backward)) == pytest.approx(seconds)
             assert rate.flops_per_s(backward=backward) < peak_flops_per_s(H200, rate.dtype)
 
 
@@ -130,7 +130,7 @@ def test_a_measured_mask_takes_what_it_took(kernel: str, dtype: str, made_up: li
     without, with_one, _ = made_up
     for rate in (without, with_one):
         for backward, seconds in ((False, rate.forward), (True, rate.backward)):
-            assert op_s(op_of(rate, backward=backward), H200) == pytest.approx(seconds + KERNEL_S)
+            assert alone_s(op_of(rate, backward=backward)) == pytest.approx(seconds)
     assert assumption_of(op_of(with_one, backward=False)).endswith(
         "heads of 256 at 2048, with a mask: as measured on h200 with heads of 256 at 2048"
     )
@@ -201,3 +201,8 @@ def test_two_passes_execute_seven_products(gpu_name: str, deterministic: bool, p
     assert backward.causal_flops / forward.causal_flops == products / 2
     assert backward.flops / forward.flops == products / 2
     assert backward.model_flops / forward.model_flops == 4 / 2
+
+
+def alone_s(op: Op) -> float:
+    """Return the seconds of attention by the rates of attention.toml."""
+    return least_s(op, H200)[0] / compute_share(op, H200)

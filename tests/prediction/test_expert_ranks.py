@@ -10,10 +10,12 @@ from tiny_recipe import tiny_experts
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
+from trainfit.prediction.device_overhead import nccl_bytes
 from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Hardware, Parallel, Recipe
+from trainfit.spec.units import MIB
 from trainfit.techniques import registry
 
 LAYERS, HIDDEN, FEATURES, EXPERTS, CHOSEN, TOKENS = 4, 32, 48, 8, 2, 32
@@ -63,6 +65,7 @@ def test_each_layer_exchanges_its_pairs_four_times_and_their_number_once() -> No
 def test_ranks_share_the_products_and_the_estimate_says_what_it_assumes() -> None:
     one, shared = ledger(1, 1), ledger(2, 2)
     assert shared.steady_sum("model_flops") == one.steady_sum("model_flops")
+    assert nccl_bytes(shared) == (358 + 486 + 446) * MIB  # Two H200s: experts-measured.jsonl less the context
     lines = estimate(recipe(2, 2), gpu("h200"), shared).assumptions
     (line,) = [line for line in lines if "routed evenly" in line]
     assert f"a rank computes {TOKENS * CHOSEN} pairs" in line

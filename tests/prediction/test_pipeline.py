@@ -117,9 +117,23 @@ def test_orders_are_those_of_torch(ranks: int, chunks: int, num: int) -> None:
 def test_bubbles_of_equal_stages_are_the_closed_form(ranks: int, chunks: int, num: int) -> None:
     for schedule in ("interleaved",) if chunks > 1 else ("1f1b", "gpipe"):
         mesh = Parallel(pipeline=ranks, schedule=schedule, virtual_stages=chunks)
-        found = timeline(mesh, num, lambda _, action: 1.0 if action.is_forward else 2.0, lambda *_: 0.0)
+        found = timeline(
+            mesh, num, lambda _, action: (1.0 if action.is_forward else 2.0, 0.0), lambda *_: 0.0
+        )
         assert found.bubble == pytest.approx(bubble_share(mesh, num), abs=1e-12)
         assert found.total_s == pytest.approx(3 * (chunks * num + ranks - 1))
+
+
+def test_what_ends_have_more_to_do_delays_no_other_gpu() -> None:
+    """First gathers overlap the wait for an input, and last reductions follow the send."""
+    ends = {(True, 0), (False, 7)}
+
+    def seconds(_: int, action: Action) -> tuple[float, float]:
+        more = 0.5 if (action.is_forward, action.micro_batch) in ends else 0.0
+        return (1.0 if action.is_forward else 2.0, more)
+
+    found = timeline(Parallel(pipeline=4), 8, seconds, lambda *_: 0.0)
+    assert found.total_s == pytest.approx(3 * (8 + 3) + 2 * 0.5)
 
 
 def test_published_numbers_of_schedules() -> None:

@@ -11,8 +11,8 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
+from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, replay_on
-from trainfit.prediction.roofline import op_s
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe

@@ -86,12 +86,19 @@ def test_the_rank_that_is_behind_is_named(pair, capsys) -> None:
     assert not capsys.readouterr().err, "one rank reports"
 
 
-def test_a_checkpoint_may_take_longer_than_a_phase(pair) -> None:
+@pytest.mark.parametrize("phase", ["start", "checkpoint"])
+def test_a_start_or_checkpoint_may_take_longer_than_a_phase_but_not_forever(pair, phase, capsys) -> None:
     for one in pair:
-        one.enter(3, "checkpoint")
+        one.enter(3, phase)
         one._since_s -= 0.1
         one.publish()
     look(pair[0])
+    for one in pair:
+        one._since_s -= 10
+        one.publish()
+    with pytest.raises(EndedError, match="75"):
+        look(pair[0])
+    assert f"no progress for 10 s in any rank at step 3, {phase}" in capsys.readouterr().err
 
 
 def test_a_killed_rank_is_named(pair, sleeper, monkeypatch, capsys) -> None:

@@ -1,4 +1,4 @@
-"""``trainfit calibrate``: measure this device and its host once; predictions use the rates from then on."""
+"""``trainfit calibrate``: measure the rates of this device and its host."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ from trainfit.spec.printable import say
 if TYPE_CHECKING:
     from trainfit.spec.calibration import Calibration
 
-OUT_HELP = "Where to write the result; default: where predict finds it."
+OUT_HELP = "Where to write the result; default: in the user's data folder."
 LIMIT_HELP = "Begin nothing further after this time (280; with --host 20)."
 
 
@@ -24,7 +24,7 @@ def run(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Measure this machine's rates, which predict then uses: under 5 minutes, the host alone 10 s.
+    """Measure the rates of this device and its host: under 5 minutes, the host alone 10 s.
 
     What was measured is kept after every part; a part that fails does not stop the others.
     """

@@ -42,7 +42,7 @@ def run(
     """
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.prediction.calculators import communication as closed
-    from trainfit.prediction.roofline import peak_flops_per_s
+    from trainfit.prediction.device_time import peak_flops_per_s
     from trainfit.spec.errors import InputError
 
     row = find_gpu(gpu)

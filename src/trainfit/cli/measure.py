@@ -33,8 +33,13 @@ def run(
     requested = options.read_recipe(recipe, settings)
     from trainfit.api.calls import measure_built
     from trainfit.api.planned import planned
+    from trainfit.report.console import progress
 
-    with options.work(recipe, settings, json=json, record=record):
+    name = requested.model.display_name
+    with (
+        options.work(recipe, settings, json=json, record=record),
+        progress(f"measuring {name}: building it, {warmup} steps to warm up and {steps} timed ones"),
+    ):
         built, notes = planned(requested, device)
         options.print_notes(notes)
         result = measure_built(

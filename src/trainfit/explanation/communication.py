@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
+from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import ledger_of
-from trainfit.prediction.roofline import op_s
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CommunicationBound, PhaseCommunication

@@ -117,8 +117,9 @@ class Op(NamedTuple):
     """Matrix product: batch, m, n, k."""
     layout: str = ""
     """How tensors lie in memory, where it decides the speed (virtual/cuda/op_layout.py)."""
-    host: tuple[int, int, int] = (0, 0, 0)
-    """Views, module calls and compiled graphs that the host ran since the entry before."""
+    host: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """What the host ran since the entry before: views, module calls, compiled graphs, and reads of a value,
+    for each of which it waits until the device has computed it."""
 
 
 class Collective(NamedTuple):

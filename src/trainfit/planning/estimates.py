@@ -22,8 +22,8 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.communication import on_hosts
+from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, ledger_of
-from trainfit.prediction.roofline import op_s
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from

@@ -54,7 +54,7 @@ NUM_FOUND = 4
 """Recipes reported as the best."""
 NUM_FILLED = 2
 """Recipes traced to fill the frontier."""
-TOKENS_OFF = 0.01
+TOKENS_OFF = 0.05
 """Share by which the tokens of a step may differ from those requested."""
 GRID = (*range(1, 9), 10, 12, 14, *range(16, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
 GRID = (*GRID, *(2**n for n in range(8, 20)))

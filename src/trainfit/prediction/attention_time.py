@@ -5,6 +5,7 @@ as a tensor or without, forward and backward apart. A GPU without its own takes 
 column ``attention_rates_of`` names.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 from trainfit.catalog.attention import AttentionRate, Dtype, attention_runs, nearest_rate
@@ -36,12 +37,18 @@ def compute_share(op: Op, gpu: Gpu) -> float:
     return rate.flops_per_s(backward="backward" in op.name) / peak * op.head / head
 
 
-def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
-    """Return the origin of the rates of the steady step's attention, one line a kernel."""
+def assumptions(
+    ledger: Ledger, gpu: Gpu, is_measured: Callable[[Op], bool] = lambda op: False
+) -> tuple[str, ...]:
+    """Return the origin of the rates of the steady step's attention, one line a kernel.
+
+    Args:
+        is_measured: says that a calibration has the operation, which then needs no line.
+    """
     ops = {
         (op.kernel, op.dtype, _computed_head(op), op.head, op.seq, op.masked)
         for op in ledger.steady_ops
-        if op.kernel
+        if op.kernel and not is_measured(op)
     }
     return tuple(dict.fromkeys(_origin(gpu, *measured) for measured in sorted(ops)))
 

@@ -11,11 +11,10 @@ from typing import NamedTuple
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Collective, Ledger, Op
-from trainfit.prediction.overlap import overlap
+from trainfit.prediction.timeline import replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
-from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 SUSTAINED = 0.75
 """Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
@@ -112,22 +111,29 @@ def collectives_s(
         op_s: the expected seconds of an operation.
     """
 
-    def seconds(one: Collective) -> float:
-        # A ring's bytes pass from rank to rank, an all-to-all's all at once.
-        turns = 1 if one.name == "all_to_all" else one.num_ranks - 1
-        return max(
-            num_bytes / (used.bytes_per_s * SUSTAINED) + turns * used.latency_s
-            for used, num_bytes in sent(one, gpu)
-        )
-
     if not ledger.collectives:
         return {}
-    waited = overlap(ledger, lambda op: 0.0 if op.name in COPY_DIRECTIONS else op_s(op, gpu), seconds)
+    waited = replay(ledger, lambda op: op_s(op, gpu), lambda one: collective_s(one, gpu)).exposed_s
     found = {segment: (0.0, exposed_s) for segment, exposed_s in waited.items()}
     for one in _steady(ledger):
         total_s, exposed_s = found.get(one.segment, (0.0, 0.0))
-        found[one.segment] = total_s + ledger.times(one) * seconds(one), exposed_s
+        found[one.segment] = total_s + ledger.times(one) * collective_s(one, gpu), exposed_s
     return found
+
+
+def collective_s(one: Collective, gpu: Gpu) -> float:
+    """Return the seconds of a collective alone."""
+    # A ring's bytes pass from rank to rank, an all-to-all's all at once.
+    turns = 1 if one.name == "all_to_all" else one.num_ranks - 1
+    return max(
+        num_bytes / (used.bytes_per_s * SUSTAINED) + turns * used.latency_s
+        for used, num_bytes in sent(one, gpu)
+    )
+
+
+def all_s(ledger: Ledger, gpu: Gpu) -> float:
+    """Return the seconds of the steady step's collectives, one after another."""
+    return sum(ledger.times(one) * collective_s(one, gpu) for one in _steady(ledger))
 
 
 def lowest_s(ledger: Ledger, gpu: Gpu) -> float:
@@ -163,7 +169,8 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         f"collectives: rings{', all-to-alls' * exchanges} at {SUSTAINED:.0%} of the rate of "
         f"{gpu.link}{between}; "
         "each begins as soon as its data is there, and the computation waits where the code does",
-        "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group",
+        "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group"
+        + ", 446 MiB more where it exchanges tokens" * exchanges,
     )
 
 

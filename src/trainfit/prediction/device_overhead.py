@@ -16,6 +16,8 @@ CUDNN_BYTES = 16 * MIB
 NCCL_BYTES, COMMUNICATOR_BYTES = 358 * MIB, 486 * MIB
 """NCCL's kernels, and the channels and buffers of each communicator that is used: groups of two H200s over
 NVLink, NCCL 2.28.9, NVLink multicast off (docs/log.md, 2026-11-22). Larger groups are assumed alike."""
+EXCHANGE_BYTES = 446 * MIB
+"""More for each communicator of an all-to-all (results/several-gpus/experts-measured.jsonl)."""
 
 
 def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
@@ -29,7 +31,10 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
 def nccl_bytes(ledger: Ledger) -> int:
     """Return the device memory of NCCL; groups of as many ranks and as wide a span count as one."""
     communicators = {(one.num_ranks, one.span) for one in ledger.collectives}
-    return NCCL_BYTES + len(communicators) * COMMUNICATOR_BYTES if communicators else 0
+    exchanging = {(one.num_ranks, one.span) for one in ledger.collectives if one.name == "all_to_all"}
+    if not communicators:
+        return 0
+    return NCCL_BYTES + len(communicators) * COMMUNICATOR_BYTES + len(exchanging) * EXCHANGE_BYTES
 
 
 MARGIN = 1 / 2048

@@ -14,7 +14,9 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, UncachedAllocator, replay
 from trainfit.prediction import attention_time, cache, communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
-from trainfit.prediction.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
+from trainfit.prediction.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
+from trainfit.prediction.op_times import CALIBRATED
+from trainfit.prediction.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
@@ -260,13 +262,21 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
         return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
     if recipe.empty_cache_every is not None:
         repeated += ("the time that the driver takes to get memory back and give it again is not counted",)
-    rates = (*attention_time.assumptions(ledger, gpu), *communication.assumptions(ledger, gpu))
+    rates = (*attention_time.assumptions(ledger, gpu, is_measured), *communication.assumptions(ledger, gpu))
     return (
         *repeated,
         *_emulated(recipe, gpu),
         *rates,
-        "step time is a roofline, not yet calibrated on your GPU",
+        timed_by(gpu),
     )
+
+
+def timed_by(gpu: Gpu) -> str:
+    """Return what the step time rests on."""
+    known = f"operations timed by calibrate on {CALIBRATED} (torch 2.11), and the host beside it"
+    if gpu.name == CALIBRATED:
+        return f"step time: {known}; a recipe's own host may be slower"
+    return f"step time: {known}, by the ratio of the data sheets; not calibrated on {gpu.name}"
 
 
 def least_headroom(gpu: Gpu) -> float:
@@ -306,6 +316,13 @@ def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interv
         basis = (
             "low: every operation at the data sheet's rate; "
             f"high: {most} times the expectation, whose rates are an H200's and its host's"
+        )
+    elif not recipe.compile and recipe.hardware.count == 1:
+        band = time.band
+        low, high = max(band.low * expected, time.lowest_s), band.high * expected
+        basis = (
+            f"{band.low:g} to {band.high:g} times the expected time, as 95 % of the measured H200 steps that "
+            "the rates were learned from; a slower host or other clocks can exceed it"
         )
     else:
         # The host's rates are those of eager code; compiled code needs less, by an unknown amount.

@@ -16,8 +16,9 @@ from trainfit.ledger.ledger import Collective, Ledger, Segment
 from trainfit.ledger.replay import Replay
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
+from trainfit.prediction.device_time import peak_flops_per_s
 from trainfit.prediction.estimate import ledger_of, matmul_dtype, of_recipe, replay_on, summary
-from trainfit.prediction.roofline import Roofline, peak_flops_per_s, roofline
+from trainfit.prediction.roofline import Roofline, roofline
 from trainfit.prediction.schedule import timeline
 from trainfit.prediction.stage_ledger import TRACED, composed, role, segments_of
 from trainfit.spec.hardware import Gpu
@@ -217,11 +218,13 @@ class _Pipeline:
         sums["bubble_s"] = max(0.0, step_s - StepTime(**sums).total)
         lowest_s = max(end_s + least_s[at] for at, end_s in enumerate(least.end_s))
         gpus = tuple(self._gpu(at, max(0.0, idle_s[at])) for at in ranks)
-        return Roofline(StepTime(**sums), lowest_s, 0, 0.0), expected.bubble, gpus
+        return Roofline(StepTime(**sums), lowest_s), expected.bubble, gpus
 
-    def _action_s(self, stage: int, action: Action, *, lowest: bool) -> float:
-        at = role(action.micro_batch, self.num)
-        return self.traced[stage].seconds(action.is_forward, at, lowest=lowest)
+    def _action_s(self, stage: int, action: Action, *, lowest: bool) -> tuple[float, float]:
+        """Return the seconds of an action, and what a first or a last micro-batch takes more."""
+        one = self.traced[stage]
+        each = [one.seconds(action.is_forward, at, lowest=lowest) for at in range(len(one.forward))]
+        return min(each), each[role(action.micro_batch, self.num)] - min(each)
 
     def _transfer_s(self, one: int, other: int, *, lowest: bool) -> float:
         if one == other:

@@ -28,15 +28,18 @@ class Timeline:
 def timeline(
     parallel: Parallel,
     num_micro_batches: int,
-    seconds: Callable[[int, Action], float],
+    seconds: Callable[[int, Action], tuple[float, float]],
     transfer_s: Callable[[int, int], float],
 ) -> Timeline:
     """Return when each GPU is done, all beginning at once.
 
     An action begins when the GPU's last one is done and what it needs has arrived; sending takes no GPU time.
+    What a first forward gathers is gathered before its input is there, what a last backward reduces after its
+    result is sent.
 
     Args:
-        seconds: of an action, by the number of its stage in the model.
+        seconds: of an action, by the number of its stage in the model, and more seconds before a forward or
+            after a backward.
         transfer_s: seconds from one position of the pipeline to another.
     """
     ranks, last = parallel.pipeline, parallel.pipeline * parallel.stages_per_rank - 1
@@ -62,10 +65,12 @@ def timeline(
                 arrived = arrives(action, stage)
                 if arrived is None:
                     break
-                took = seconds(stage, action)
-                now[rank] = max(now[rank], arrived) + took
-                busy[rank] += took
-                done[action.is_forward, stage, action.micro_batch] = now[rank]
+                took, more = seconds(stage, action)
+                before, after = (more, 0.0) if action.is_forward else (0.0, more)
+                end = max(now[rank] + before, arrived) + took
+                done[action.is_forward, stage, action.micro_batch] = end
+                now[rank] = end + after
+                busy[rank] += took + more
                 position[rank] += 1
                 moved = True
     assert all(at == len(actions) for at, actions in zip(position, orders, strict=True)), "deadlock"

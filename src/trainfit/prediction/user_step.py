@@ -17,7 +17,8 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import attention_time, communication
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.estimate import of_both_peaks, summary
+from trainfit.prediction.device_time import is_measured
+from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
 from trainfit.prediction.roofline import roofline
 from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
@@ -119,14 +120,14 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
         ledger.segments = [s._replace(step="steady") if s.step == "first" else s for s in ledger.segments]
     time = roofline(ledger, gpu)
     found = summary(gpu, ledger, replays, time, fits=fits)
-    rates = attention_time.assumptions(ledger, gpu) if time else ()
+    rates = attention_time.assumptions(ledger, gpu, is_measured) if time else ()
     rates += communication.assumptions(ledger, gpu)
     code = TracedCode(name=name, gpu=gpu.name, num_steps=num_steps, holders=_holders(ledger, replayed))
     return found.model_copy(
         update={
             "phases": phases,
             "peak_phase": _peak_phase(replayed, phases),
-            "assumptions": (*found.assumptions, *rates),
+            "assumptions": (*found.assumptions, *rates, *((timed_by(gpu),) if time else ())),
             "warnings": (*found.warnings, *communication.large_hosts(gpu)),
             "versions": versions_of(name for name in LIBRARIES if name in sys.modules),
             "code": code,
@@ -172,7 +173,6 @@ def _holders(ledger: Ledger, replayed: Replay) -> tuple[PeakHolder, ...]:
 def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...]:
     notes = [
         "values on the device are not computed: code that decides by them was shown zeros",
-        "step time is a roofline, not yet calibrated on your GPU",
     ]
     if whole == 0:
         notes.append("no backward ran" if not virtual.steps.has_trained else "no whole step ran")

@@ -282,6 +282,7 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
     ]
     if estimate.step_s is not None:
         lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])
+        lines += _utilisation(estimate)
     if estimate.traffic:
         # The collectives of a step by kind, and the number of ranks that take part.
         calls = ", ".join(
@@ -297,14 +298,31 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
     return lines
 
 
+def _utilisation(estimate: Estimate) -> list[list[str]]:
+    """Return why the GPU can be busy while MFU is low: what its busy time goes to, and at which rate."""
+    time = estimate.time
+    if time is None or not estimate.hfu or not time.matmul_s:
+        return []
+    rate = estimate.hfu * time.total / time.matmul_s
+    useful = estimate.model_flops / estimate.hardware_flops
+    why = (
+        f"{1 - time.memory_bound:.0%} of it products and attention, at {rate:.0%} of the peak, "
+        f"{useful:.0%} of their FLOPs the model's; {time.memory_bound:.0%} memory-bound"
+    )
+    return [["GPU busy", f"{time.busy:.0%}", why]]
+
+
 def _parts(estimate: Estimate) -> str:
     if estimate.time is None:
         return ""
+    time = estimate.time
     parts = [
-        (name, getattr(estimate.time, f"{name}_s")) for name in ("matmul", "memory", "communication", "host")
-    ]
-    parts.append(("waiting for other stages", estimate.time.bubble_s))
-    hidden_s = estimate.time.hidden_communication_s
+        ("matmul", time.matmul_s - time.attention_s), ("attention", time.attention_s),
+        ("memory-bound", time.memory_s - time.optimizer_s), ("optimizer", time.optimizer_s),
+        ("communication", time.communication_s), ("waiting for the host", time.host_s),
+        ("waiting for other stages", time.bubble_s),
+    ]  # fmt: skip
+    hidden_s = time.hidden_communication_s
     hidden = f"; behind them {format_seconds(hidden_s)} of communication" if hidden_s else ""
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds) + hidden
 

@@ -53,10 +53,17 @@ def _ending(value: Any) -> str:
     return f"{value.status.upper()}{': ' + value.message if value.message else ''}"
 
 
+def _cpu(result: "Measurement | TrainSummary") -> str | None:
+    """Return the CPU that a result is of; None: it is of GPUs."""
+    if isinstance(result, Measurement):
+        return result.environment.device if result.environment.driver is None else None
+    return result.run.device if result.run.device_type == "cpu" else None
+
+
 def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None = None) -> None:
     """Print a measurement: status, memory by phase, times with their spread, device and versions."""
     out = out or console()
-    out.print(describe(recipe), style="bold")
+    out.print(describe(recipe, _cpu(result)), style="bold")
     built = f"{format_count(result.params)} parameters · " if result.params else ""
     out.print(f"{built}recipe {result.recipe_id}")
     where = result.environment
@@ -103,7 +110,7 @@ def _measured(result: Measurement) -> list[Line]:
 def show_training(recipe: Recipe, summary: "TrainSummary", *, out: Console | None = None) -> None:
     """Print a training run: status, losses, speed, memory, its newest checkpoint."""
     out = out or console()
-    heading(out, describe(recipe))
+    heading(out, describe(recipe, _cpu(summary)))
     good = summary.status in {"done", "stopped"}
     out.print(_ending(summary), style="bold green" if good else "bold red")
     rows(out, _trained(summary), "left", "right", "wrap")
@@ -188,13 +195,15 @@ def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[s
 def measurement_html(recipe: Recipe, result: Measurement) -> str:
     """Return the table of a measurement: status, memory, time, speed, device."""
     lines = [["device", result.environment.device], *_measured(result), *_parts(result)]
-    return _html(describe(recipe), _ending(result), lines, good=result.status == "done")
+    return _html(describe(recipe, _cpu(result)), _ending(result), lines, good=result.status == "done")
 
 
 def training_html(recipe: Recipe, summary: "TrainSummary") -> str:
     """Return the table of a training run: status, losses, speed, memory, its newest checkpoint."""
     lines = [*_trained(summary), *([["checkpoint", summary.checkpoint]] if summary.checkpoint else [])]
-    return _html(describe(recipe), _ending(summary), lines, good=summary.status in ("done", "stopped"))
+    return _html(
+        describe(recipe, _cpu(summary)), _ending(summary), lines, good=summary.status in ("done", "stopped")
+    )
 
 
 def usage_html(found: dict[str, Any]) -> str:

@@ -15,12 +15,14 @@ UNITS: dict[str, Callable[[float], str]] = {
 """How a number is written, by the first ending that its field's name has."""
 
 
-def describe(recipe: Recipe) -> str:
-    """Return one line: model, batch, technique and hardware."""
+def describe(recipe: Recipe, ran_on: str | None = None) -> str:
+    """Return one line: model, batch, technique and hardware; ``ran_on``: the machine it ran on instead."""
     size = batch_text(recipe) + (" accumulated" if recipe.batch.accumulate > 1 else "")
     nodes = recipe.hardware.nodes
     hosts = f" in {nodes} host{'s' * (nodes > 1)}" if nodes else ""
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}{hosts}"
+    if ran_on is not None:
+        hardware = f"{ran_on} (the recipe's: {hardware})"
     return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 

@@ -61,13 +61,28 @@ class StepTime(Value):
     memory_s: Seconds = 0.0
     communication_s: Seconds = 0.0
     """Collectives and copies to and from the host that the computation waits for."""
-    host_s: Seconds = 0.0
+    host_s: Seconds = 0.0  # The GPU waits for the host
     hidden_communication_s: Seconds = 0.0  # Collectives while the GPU computes
     bubble_s: Seconds = 0.0  # Waiting for other stages of a pipeline
+    attention_s: Seconds = 0.0  # Part of matmul_s
+    optimizer_s: Seconds = 0.0  # Part of memory_s: all of the update
+    issue_s: Seconds = 0.0
+    """The host's own work, most of it while the GPU computes."""
 
     @property
     def total(self) -> float:
         return self.matmul_s + self.memory_s + self.communication_s + self.host_s + self.bubble_s
+
+    @property
+    def busy(self) -> float:
+        """Share of the step in which the GPU runs kernels, as nvidia-smi prints it."""
+        return (self.matmul_s + self.memory_s) / self.total if self.total else 0.0
+
+    @property
+    def memory_bound(self) -> float:
+        """Share of the GPU's busy time in operations without matrix products."""
+        busy_s = self.matmul_s + self.memory_s
+        return self.memory_s / busy_s if busy_s else 0.0
 
 
 class Traffic(Value):

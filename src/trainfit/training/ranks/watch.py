@@ -27,7 +27,8 @@ BEAT_S = 0.5
 STOPPED_S = 10.0  # A process that is stopped for so long (SIGSTOP) ends the run
 SILENT_S = 30.0  # A rank on another host without a heartbeat for so long ends the run
 ANSWER_S = 2.0  # Longest wait for the store, whose process may be the one that is stopped
-SAVING_TIMES = 6  # A checkpoint may take so many times the limit of a phase
+LONG_PHASES = ("start", "checkpoint")  # Data and the model are made in the first
+LONG_TIMES = 6  # A long phase may take so many times the limit of another one
 LINGER_S = 5.0
 """A failed rank that has not ended after so long is ended: a communicator may wait for its peers."""
 VERDICT = "trainfit/verdict"
@@ -151,7 +152,7 @@ class Watch:
             problem = f"no answer of the store that rank 0 or its agent holds for {SILENT_S:.0f} s"
             self._end_all(problem, 0, beats.get(0))
         own = self._own(now_s)
-        if own.phase == "start" or own.age_s < self._limit_s(own.phase):
+        if own.age_s < self._limit_s(own.phase):
             return
         alive = beats | {self.rank: own}
         if all(beat.age_s >= self._limit_s(beat.phase) for beat in alive.values()):
@@ -189,7 +190,7 @@ class Watch:
         return here and _process(beat.pid)[1] == beat.started
 
     def _limit_s(self, phase: str) -> float:
-        return self.hang_timeout_s * (SAVING_TIMES if phase == "checkpoint" else 1)
+        return self.hang_timeout_s * (LONG_TIMES if phase in LONG_PHASES else 1)
 
     def _own(self, now_s: float) -> Beat:
         return Beat(os.getpid(), 0, self._host, self._events, *self._at, now_s - self._since_s, 0, False)

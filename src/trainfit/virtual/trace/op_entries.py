@@ -23,14 +23,14 @@ def op_entries(
     phase: str,
     segment: int,
     attention: AttentionKernel,
-    host: tuple[int, int, int],
+    host: tuple[int, int, int, int],
 ) -> list[Op]:
     """Return one entry; for an operation on a list of several groups' parameters, one per group.
 
     Args:
         counted: the result of ``flops.count``.
         owners: scope of each parameter of an operation on a list; else one scope, or none.
-        host: views, module calls and compiled graphs before it.
+        host: views, module calls, compiled graphs and reads before it.
     """
     dtype = dtype_of(args, out)
     groups = {owner.group for owner in owners}
@@ -50,7 +50,7 @@ def op_entries(
                 dtype,
                 int(number == 0),
                 scope.updating,
-                host=host if number == 0 else (0, 0, 0),
+                host=host if number == 0 else (0, 0, 0, 0),
             )
             for number, (group, num_bytes) in enumerate(shares)
         ]

@@ -1,6 +1,7 @@
 """Process-wide settings, random states and garbage collection, restored after a trace."""
 
 import gc
+import os
 import random
 import sys
 import warnings
@@ -39,6 +40,17 @@ def frozen_gc() -> Iterator[None]:
     finally:
         _gc_frozen.reset(token)
         gc.unfreeze()
+
+
+@contextmanager
+def restored_environment() -> Iterator[None]:
+    """Restore the environment's variables, which a user's code sets (Hugging Face's TrainingArguments)."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Tracer(TorchDispatchMode):
         self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
         """Called with each operation of ``torch.distributed``."""
         self._unknown: set[str] = set()
-        self._views = self._graphs = 0
+        self._views = self._graphs = self._reads = 0
         self._host: dict[int, tuple[Any, int]] = {}
         """Pinned host memory by address: the storage (on ``meta``) and the group that first copied it."""
         sole_reference_counts()  # Cached here, outside any dispatch.
@@ -98,10 +98,10 @@ class Tracer(TorchDispatchMode):
         """Count a call of a compiled graph."""
         self._graphs += 1
 
-    def _host_calls(self) -> tuple[int, int, int]:
-        """Return the views, module calls and compiled graphs since the entry before."""
-        found = self._views, self.scopes.num_entered, self._graphs
-        self._views = self.scopes.num_entered = self._graphs = 0
+    def _host_calls(self) -> tuple[int, int, int, int]:
+        """Return the views, module calls, compiled graphs and reads since the entry before."""
+        found = self._views, self.scopes.num_entered, self._graphs, self._reads
+        self._views = self.scopes.num_entered = self._graphs = self._reads = 0
         return found
 
     def tuned(self, scratch: Sequence[tuple[int, ...]]) -> None:
@@ -126,6 +126,7 @@ class Tracer(TorchDispatchMode):
                 self._record(func, args, kwargs, out)  # The device of a virtual CPU is the host.
             return out
         if func in READS_VALUE:
+            self._reads += 1
             return read(args[0])
         func = accumulate_in_place(func, args, kwargs)
         launched = dry_run(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None

@@ -18,7 +18,12 @@ from trainfit.virtual.gpu import transformers_sees_real_tensors
 from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import PlacementState, is_host
-from trainfit.virtual.trace.process_state import restored_random, restored_settings, restored_switches
+from trainfit.virtual.trace.process_state import (
+    restored_environment,
+    restored_random,
+    restored_settings,
+    restored_switches,
+)
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
@@ -74,6 +79,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         enter = stack.enter_context
         enter(restored_settings())
         enter(restored_switches())
+        enter(restored_environment())
         enter(restored_random())
         enter(own_generator())
         enter(transformers_sees_real_tensors())

@@ -38,20 +38,13 @@ Objects = list[Any]
 Replacement = tuple[Any, str, Callable[..., Any]]  # Owner, name and the function in place of it
 
 
-@contextmanager
-def environment_of(num_ranks: int, local_ranks: int) -> Iterator[None]:
-    """Set the variables of torchrun for rank 0; restore them, and those that the code sets."""
-    before = dict(os.environ)
+def set_environment(num_ranks: int, local_ranks: int) -> None:
+    """Set the variables of torchrun for rank 0."""
     values = {
         "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": local_ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager
@@ -68,7 +61,7 @@ def virtual_rank(
         )
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(environment_of(num_ranks, local_ranks))
+        set_environment(num_ranks, local_ranks)  # What a trace changes is restored at its end.
         stack.callback(setattr, sys, "excepthook", sys.excepthook)
         enter(torch._dynamo.config.patch(optimize_ddp=False))
         for owner, name, function in (

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Collective, Ledger, Op, Segment
-from trainfit.prediction.overlap import overlap
+from trainfit.prediction.timeline import QUEUE, Host, replay
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2
 
@@ -26,7 +26,7 @@ def one(op: int, segment: int, seconds: int, span: int = 2, **order: Any) -> Col
 
 
 def waits(found: Ledger) -> dict[int, float]:
-    return overlap(found, lambda op: 1.0, lambda collective: float(collective.num_bytes))
+    return replay(found, lambda op: 1.0, lambda collective: float(collective.num_bytes)).exposed_s
 
 
 def test_reductions_of_a_backward_are_waited_for_at_its_end() -> None:
@@ -62,3 +62,36 @@ def test_a_repeated_group_repeats_its_collectives(times: int) -> None:
     found = ledger([FORWARD] * 3, [reduced], [NO_LAYER, MIDDLE, NO_LAYER])
     found.repeats = (times,)
     assert waits(found) == {FORWARD: 2.0 * times}
+
+
+@pytest.mark.parametrize(
+    ("num_ops", "issue_s", "op_s", "reads", "step_s"),
+    [
+        (10, 1.0, 3.0, (), 30.0),  # The GPU decides.
+        (10, 3.0, 1.0, (), 30.0),  # The host decides.
+        (10, 1.0, 3.0, (5,), 31.0),  # A read: the GPU waits for the next operation.
+        (4 * QUEUE, 1.0, 1.0, (), 4.0 * QUEUE),
+    ],
+)
+def test_the_slower_of_host_and_gpu_decides_and_a_read_makes_both_wait(
+    num_ops: int, issue_s: float, op_s: float, reads: tuple[int, ...], step_s: float
+) -> None:
+    found = ledger([FORWARD] * num_ops, [])
+    for at in reads:
+        found.ops[at] = found.ops[at]._replace(host=(0, 0, 0, 1))
+    times = replay(found, lambda op: op_s, lambda one: 0.0, host=Host(lambda op: issue_s, 0.0, 0.0))
+    assert times.step_s == pytest.approx(step_s)
+    assert times.idle_s == pytest.approx(step_s - num_ops * op_s)
+    assert times.issue_s == pytest.approx(num_ops * issue_s)
+
+
+def test_the_host_runs_ahead_by_the_queue_and_no_further() -> None:
+    """Slow operations first: the host may issue QUEUE launches meanwhile, and the GPU idles for the rest."""
+    slow, quick = 50, 2 * QUEUE
+    found = ledger([FORWARD] * slow + [UPDATE] * quick, [])
+    seconds = {FORWARD: 100.0, UPDATE: 0.0}
+    times = replay(
+        found, lambda op: seconds[op.segment], lambda one: 0.0, host=Host(lambda op: 1.0, 0.0, 0.0)
+    )
+    # The last QUEUE operations are issued while the slow ones of the next step have not begun.
+    assert times.idle_s == pytest.approx(QUEUE, abs=slow + 1)

@@ -1,0 +1,54 @@
+"""Rates of a step, from rates.toml: the host's seconds, and operations in a step over those timed alone."""
+
+import functools
+import tomllib
+
+from trainfit.catalog.load import FOLDER
+from trainfit.spec.hardware import PositiveFloat
+from trainfit.spec.value import Seconds, Value, parse
+
+FILE = FOLDER / "rates.toml"
+
+
+class HostRates(Value):
+    """Seconds of the host's work; ``in_graph``: a launch of a compiled graph, ``graph``: a call of one."""
+
+    forward: Seconds
+    backward: Seconds
+    optimizer: Seconds
+    update_in_backward: Seconds
+    foreach: Seconds
+    in_graph: Seconds
+    view: Seconds
+    view_in_backward: Seconds
+    view_in_graph: Seconds
+    module: Seconds
+    module_in_backward: Seconds  # Of recomputation, which packs and unpacks saved tensors
+    graph: Seconds
+    read: Seconds  # Until the host goes on after it waited for a value
+    launch: Seconds  # From a launch by the host to its start on an idle GPU
+
+
+class Band(Value):
+    """Measured steps over predicted ones: the middle of those that may be learned from."""
+
+    low: PositiveFloat
+    high: PositiveFloat
+
+
+class Rates(Value):
+    """Times of products, attention and other operations in a step over those alone; the host's seconds."""
+
+    products: PositiveFloat
+    attention: PositiveFloat
+    memory: PositiveFloat
+    kernel_s: Seconds  # At least this for every launch
+    host: HostRates
+    device_bound: Band
+    host_bound: Band
+
+
+@functools.cache
+def rates() -> Rates:
+    """Return the rates, which are those of the calibrated GPU and its host."""
+    return parse(Rates, tomllib.loads(FILE.read_text(encoding="utf-8")), file=FILE.name)

@@ -1,0 +1,107 @@
+"""Seconds of one operation on the GPU: as calibrated, else by its share of the data sheet. No torch here.
+
+The calibrated operation that is nearest in size gives the rate (op_times.py); attention of which none
+is near takes attention_time.py's. A factor for products, attention and other operations leads from
+operations timed one by one to those of a step. Another GPU takes the calibrated one's time, by what both data
+sheets allow.
+"""
+
+from functools import lru_cache
+from typing import Literal
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.rates import rates
+from trainfit.ledger.ledger import Op
+from trainfit.prediction.attention_time import compute_share
+from trainfit.prediction.op_times import CALIBRATED, op_times
+from trainfit.spec.hardware import Gpu
+
+PEAK_DTYPE = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
+FP8 = 0.645
+"""Share of the fp8 peak that products sustain (`bench gpu --only sustained=fp8`, one H200, torch 2.11)."""
+UNKNOWN = 0.59
+"""Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
+Part = Literal["products", "attention", "memory"]
+
+
+def part_of(op: Op) -> Part:
+    """Return the part of the step's time that an operation counts for."""
+    return "attention" if op.kernel else "products" if op.causal_flops else "memory"
+
+
+def is_measured(op: Op) -> bool:
+    """Return whether the calibration has an operation like this one."""
+    return op_times().seconds(op) is not None
+
+
+def op_s(op: Op, gpu: Gpu) -> float:
+    """Return the seconds that one operation is expected to take, in one layer; the GPU's rates are known."""
+    if not op.calls and not op.num_bytes:
+        return 0.0
+    # The fields that decide it: equal layers and phases share the result.
+    return _seconds(op._replace(module="", segment=0, group=0, host=(0, 0, 0, 0)), gpu.name, _Sheet(gpu))
+
+
+class _Sheet:
+    """A GPU's row as part of a cache's key: rows of one name are equal but for their hosts."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+
+    def __hash__(self) -> int:
+        return hash(self.gpu.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sheet) and self.gpu.name == other.gpu.name
+
+
+@lru_cache(maxsize=65536)
+def _seconds(op: Op, name: str, sheet: _Sheet) -> float:
+    gpu, known = sheet.gpu, rates()
+    launch_s = op.calls * known.kernel_s
+    if not op.num_bytes and not op.causal_flops:
+        return launch_s
+    calibrated = find_gpu(CALIBRATED)
+    dtype = PEAK_DTYPE.get(op.dtype, "fp32")
+    taken_s = None if dtype == "fp8" else op_times().seconds(op)
+    if taken_s is None:
+        return _by_share(op, gpu, dtype) + launch_s
+    if name != calibrated.name:
+        taken_s *= max(least_s(op, gpu)) / max(least_s(op, calibrated))
+    return max(taken_s * getattr(known, part_of(op)), launch_s)
+
+
+def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:
+    compute_s, move_s = least_s(op, gpu)
+    if op.kernel:
+        return max(compute_s / compute_share(op, gpu), move_s / UNKNOWN)
+    return max(compute_s / (FP8 if dtype == "fp8" else UNKNOWN), move_s / UNKNOWN)
+
+
+def least_s(op: Op, gpu: Gpu) -> tuple[float, float]:
+    """Return the seconds at the data sheet's rates: to compute, and to move its bytes."""
+    assert gpu.memory_bytes_per_s is not None
+    peak = peak_flops_per_s(gpu, PEAK_DTYPE.get(op.dtype, "fp32"))
+    return op.causal_flops / peak, op.num_bytes / gpu.memory_bytes_per_s
+
+
+WIDER = {
+    "fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"),
+    "fp16": ("fp16", "fp32", "bf16"), "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32"),
+}  # fmt: skip
+
+
+def peak_flops_per_s(gpu: Gpu, dtype: str) -> float:
+    """Return the dense peak of a dtype; where the data sheet has none, that of the next wider one it has."""
+    peaks: dict[str, float] = {str(name): peak for name, peak in gpu.peak_flops_per_s.items()}
+    for name in WIDER[dtype]:
+        if name in peaks:
+            return peaks[name]
+    raise ValueError(f"{gpu.name}: peak_flops_per_s has no {dtype}: add it to the catalog's row")
