@@ -4,6 +4,10 @@ from trainfit.catalog.names import CPU
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
+from trainfit.virtual.cuda.scratch.gpu_traits import installed_torch
+
+COMPARED = (2, 13)
+"""The first PyTorch whose programs of a few layers were compared with those of all."""
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -15,10 +19,12 @@ def _trace_whole(recipe: Recipe) -> bool:
     """Return whether what a layer does depends on all layers, and not on its neighbours alone.
 
     A knapsack over all layers spends a memory budget. Gradients are reduced in buckets. An optimizer in the
-    backward follows autograd's order of equal nodes. A CPU's program has no estimate of peak memory.
+    backward follows autograd's order of equal nodes. A CPU's program has no estimate of peak memory. The order
+    in which an older Inductor runs kernels has not been compared with the whole model's.
     """
     return (
-        recipe.recompute not in ("none", "full", "selective")
+        installed_torch() < COMPARED
+        or recipe.recompute not in ("none", "full", "selective")
         or bool(recipe.optimizer.in_backward)
         or recipe.hardware.count > 1
         or recipe.hardware.gpu == CPU
