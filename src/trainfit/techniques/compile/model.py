@@ -4,7 +4,6 @@ from trainfit.catalog.names import CPU
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
-from trainfit.virtual.cuda.scratch.gpu_traits import installed_torch
 
 COMPARED = (2, 13)
 """The first PyTorch whose programs of a few layers were compared with those of all."""
@@ -22,6 +21,8 @@ def _trace_whole(recipe: Recipe) -> bool:
     backward follows autograd's order of equal nodes. A CPU's program has no estimate of peak memory. The order
     in which an older Inductor runs kernels has not been compared with the whole model's.
     """
+    from trainfit.virtual.cuda.scratch.gpu_traits import installed_torch  # Its package imports torch.
+
     return (
         installed_torch() < COMPARED
         or recipe.recompute not in ("none", "full", "selective")
