@@ -18,8 +18,8 @@ def _trace_whole(recipe: Recipe) -> bool:
     """Return whether what a layer does depends on all layers, and not on its neighbours alone.
 
     A knapsack over all layers spends a memory budget. Gradients are reduced in buckets. An optimizer in the
-    backward follows autograd's order of equal nodes. A CPU's program has no estimate of peak memory. The order
-    in which an older Inductor runs kernels has not been compared with the whole model's.
+    backward follows autograd's order of equal nodes. A CPU's program has no estimate of peak memory. The
+    order in which an older Inductor runs kernels has not been compared with the whole model's.
     """
     from trainfit.virtual.cuda.scratch.gpu_traits import installed_torch  # Its package imports torch.
 
