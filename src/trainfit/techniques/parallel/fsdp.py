@@ -39,6 +39,7 @@ COMPARED: dict[str, tuple[object, ...]] = {
     "offload.activations": (False,),
     "parallel.tensor": (1, 2),
     "parallel.context": (1,),
+    "parallel.expert": (1, 2),
     "parallel.prefetch": (None,),
 }
 """Field -> values of recipes for several GPUs whose peaks were compared with measured runs."""
