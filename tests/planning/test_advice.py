@@ -1,14 +1,16 @@
 """A recipe that does not fit: the changes and GPUs named do hold it, as predicted, and none smaller would."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
+from trainfit.planning.advice import first_fitting, more_gpus
+from trainfit.planning.estimates import Estimates
 from trainfit.planning.search import MARGIN
+from trainfit.spec.plan import Advice
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
@@ -38,27 +40,29 @@ def test_what_is_named_holds_the_recipe() -> None:
 
 
 def test_the_state_of_a_model_is_shared_by_more_gpus() -> None:
-    shape = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 64,
-    }
-    wide = {"model": {"config": LLAMA | shape}, "hardware": {"gpu": "h100-sxm"}, "batch": {"seq": 512}}
-    found = trainfit.predict(wide).advice()
-    assert found.gpus is not None
-    count = found.gpus.estimate.num_gpus
-    assert count & (count - 1) == 0
-    assert found.gpus.estimate.fits
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 16}
+    wide = {"model": {"config": LLAMA | shape}, "hardware": {"gpu": "rtx-4090"}, "batch": {"seq": 256}}
+    large = trainfit.predict(wide)
+    assert not large.fits
+    with Estimates(0) as estimates:
+        found = first_fitting(large.recipe, more_gpus(large.recipe, large), estimates)
+    assert found is not None
+    assert found.changes == (f"hardware.count: {found.estimate.num_gpus}",)
+    assert found.estimate.num_gpus in (2, 4)
+    assert found.estimate.fits
 
 
 def test_the_command_prints_it_after_the_prediction(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "large.yaml"
-    file.write_text(json.dumps(LARGE))
-    assert main(["predict", str(file), "--check"]) == 1
+    nothing = Advice(changes=(), gpu=None, gpus=None)
+    monkeypatch.setattr("trainfit.planning.advice.advise", lambda *_: nothing)
+    words = ["predict", "gpt2", "--gpu", "t4", "--set", "batch.micro=64"]
+    assert main([*words, "--check"]) == 1
     text = capsys.readouterr().out
-    assert text.index("DOES NOT FIT") < text.index("What would fit") < text.index("hardware.gpu: ")
-    assert main(["predict", str(file), "--json"]) == 0
-    assert "advice" not in json.loads(capsys.readouterr().out)
+    assert (
+        text.index("DOES NOT FIT") < text.index("What would fit") < text.index("no single change is enough")
+    )
+    for more, is_there in (([], False), (["--advice"], True)):
+        assert main([*words, "--json", *more]) == 0
+        assert ("advice" in json.loads(capsys.readouterr().out)) is is_there

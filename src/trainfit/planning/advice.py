@@ -35,8 +35,8 @@ def advise(recipe: Recipe, found: Estimate, estimates: Estimates) -> Advice:
     """
     return Advice(
         changes=tuple(changes_that_fit(recipe, Goal(), estimates, most=MOST_CHANGES, at_peak=found)),
-        gpu=_first_fitting(recipe, _larger_gpus(recipe, found), estimates),
-        gpus=_first_fitting(recipe, _more_gpus(recipe, found), estimates),
+        gpu=first_fitting(recipe, _larger_gpus(recipe, found), estimates),
+        gpus=first_fitting(recipe, more_gpus(recipe, found), estimates),
     )
 
 
@@ -54,7 +54,7 @@ def _larger_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
     return [{"hardware.gpu": one.name, "hardware.price_per_hour": None} for one in able[:TRIES]]
 
 
-def _more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
+def more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
     """Return the smallest numbers of GPUs that may hold the recipe with its state sharded over them."""
     if recipe.parallel not in (Parallel(), Parallel(strategy="fsdp")):
         return []
@@ -68,9 +68,8 @@ def _more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
     return [{"hardware.count": least * 2**more} for more in range(TRIES)]
 
 
-def _first_fitting(
-    recipe: Recipe, several: Iterable[dict[str, object]], estimates: Estimates
-) -> Found | None:
+def first_fitting(recipe: Recipe, several: Iterable[dict[str, object]], estimates: Estimates) -> Found | None:
+    """Return the recipe with the first of several sets of values that makes it fit; None: none does."""
     for values in several:
         try:
             other = changed(recipe, values)
