@@ -59,7 +59,10 @@ REFUSED = {
         MODEL + "recompute: {every: 2, budget: 1}",
         "does not go together with 'every'; keep one of",
     ),
-    "union neither": (MODEL + "recompute: 3", "should be one of none, full, selective, or a mapping with"),
+    "union neither": (
+        MODEL + "recompute: 3",
+        "should be one of none, full, selective, fit, or a mapping with",
+    ),
     "text for mapping": (
         "model: gpt2",
         "'gpt2': should be a mapping with config, implementation, name; write its",

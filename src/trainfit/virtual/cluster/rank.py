@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -75,6 +76,8 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
     - Each allocation gets the number of its stream: every stream has its own pools of blocks. Those of other
       streams than the first, and gathered parameters, are communication's.
     - Collectives are recorded with their bytes and group.
+    - DTensor's cached sharding rules are dropped before and after: each holds the first mesh that it was used
+      with, which stands for a real mesh of the same size in this process, but is always of rank 0.
     """
     live = tracer.live
     resize, add = torch.UntypedStorage.resize_, live.add
@@ -127,7 +130,9 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
             )
         )
 
+    _clear_sharding_prop_cache()
     with ExitStack() as stack:
+        stack.callback(_clear_sharding_prop_cache)
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(replaced(ShardingPropagator, PROPAGATE, unrecorded))
         stack.enter_context(replaced(live, "add", added))
