@@ -125,7 +125,14 @@ def test_a_step_takes_at_least_its_collectives_at_the_links_full_rate() -> None:
 
 
 def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long(capsys: Captured) -> None:
-    one = recipe(16)
+    # Large enough that twice the batch takes longer: tiny operations take their launch.
+    one = recipe_from(
+        {
+            "model": {"config": "llama-3.2-1b", "implementation": "native"},
+            "batch": {"micro": 1, "seq": 512},
+            "hardware": {"gpu": "h100-sxm", "count": 16},
+        }
+    )
     found = communication_bound(one, gpu("h100"), ledger_of(one))
     assert found is not None
     assert found.tokens == 16 * one.batch.tokens
@@ -138,9 +145,10 @@ def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long(cap
     assert not again.is_bound
     time = estimate(one, gpu("h100"), ledger_of(one)).time
     assert time is not None
-    assert sum(phase.exposed_s for phase in found.phases) == pytest.approx(time.communication_s)
-    assert again.compute_bound_tokens == pytest.approx(found.compute_bound_tokens, rel=0.1)
+    # The step's replay has the host, too, which hides some.
+    assert sum(phase.exposed_s for phase in found.phases) == pytest.approx(time.communication_s, rel=0.1)
+    assert again.compute_bound_tokens == pytest.approx(found.compute_bound_tokens, rel=0.15)
     show(one, explain(one), 1)
     text = " ".join(capsys.readouterr().out.split())
-    assert "Communication-bound at 32 tokens a GPU; compute-bound from" in text
+    assert "Communication-bound at 512 tokens a GPU; compute-bound from" in text
     assert communication_bound(recipe(1), gpu("h100"), Ledger()) is None
