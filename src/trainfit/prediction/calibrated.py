@@ -37,10 +37,6 @@ class Calibrated:
     rates: Rates
     origin: str
     """Where it is from, as a prediction states it."""
-    own_gpu: bool = False
-    """The user's file has operations of the recipe's GPU."""
-    own_host: bool = False
-    """The user's file rescaled the host's costs."""
 
 
 @contextlib.contextmanager
@@ -92,7 +88,8 @@ def _of_user(path: str, gpu: str) -> Calibrated:
     own_gpu = bool(found.ops) and found.gpu == gpu
     ratio = _host_ratio(found.host, _catalog().host)
     if not own_gpu and ratio is None:
-        return shipped
+        problem = f"it has neither operations of {gpu} nor enough costs of a host"
+        raise InputError(problem, "calibrate on that GPU", field="--calibration", value=path)
     own = f"{Path(path).name}, by calibrate on {found.gpu or found.environment.device}"
     known, origins = shipped.rates, []
     if own_gpu:
@@ -105,7 +102,7 @@ def _of_user(path: str, gpu: str) -> Calibrated:
         origins.append(f"the host {ratio:.2f} times as slow as an H200's, by {Path(path).name}")
     return Calibrated(
         gpu if own_gpu else shipped.gpu, OpTimes(found.ops) if own_gpu else shipped.times, known,
-        "; ".join(origins), own_gpu, ratio is not None,
+        "; ".join(origins),
     )  # fmt: skip
 
 
