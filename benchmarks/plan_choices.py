@@ -4,7 +4,8 @@
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
-drawn by a seed from the same space. ``python -m benchmarks.several_gpus measure`` measures such a file, in its order: first choices,
+drawn by a seed from the same space. ``python -m benchmarks.several_gpus measure`` measures such a file, in
+its order: first choices,
 then the rest.
 """
 
@@ -106,7 +107,7 @@ def drawn(goal: Goal) -> Iterator[Recipe]:
         values: dict[str, Any] = {}
         for family in dict.fromkeys(option.family for option in options):
             option = chance.choice([one for one in options if one.family == family])
-            if chance.random() < (0.25 if option.is_slow else 0.6):
+            if chance.random() < (0.25 if option.is_slow else 0.4):
                 values |= dict(option.values)
         most = goal.tokens_per_step // goal.seq
         micro = chance.choice([size for size in (1, 2, 4, 8, 16) if size <= most])
