@@ -83,8 +83,8 @@ def first_choices() -> str:
             f"{one.best:,.0f}" if one.best else NOTHING, NOTHING if one.share is None else f"{one.share:.1%}",
         ])  # fmt: skip
     titles = [
-        "model, training", "limit, GiB", "first choice, GiB", "recipes measured within", "first choice, tokens/s",
-        "fastest, tokens/s", "share",
+        "model, training", "limit, GiB", "first choice, GiB", "recipes measured within",
+        "first choice, tokens/s", "fastest, tokens/s", "share",
     ]  # fmt: skip
     return markdown_grid(titles, rows, is_number=[False, *[True] * 6])
 
