@@ -12,7 +12,7 @@ from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.calibrated import Calibrated, calibrated
 from trainfit.prediction.device_time import least_s, op_s, part_of
-from trainfit.prediction.host_time import issue_s
+from trainfit.prediction.host_time import Issue
 from trainfit.prediction.timeline import Host, replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
@@ -72,7 +72,7 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
         lambda op: op_s(op, gpu, known),
         lambda one: communication.collective_s(one, gpu),
         copy_s=lambda op: _copy_s(op, gpu),
-        host=Host(lambda op: issue_s(op, ledger, host), host.read, host.launch),
+        host=Host(Issue(ledger, host).seconds, host.read, host.launch),
     )
     waited_s = sum(found.exposed_s.values())
     lowest_s = max(least, max(copies_s.values()) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
