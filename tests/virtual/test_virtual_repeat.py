@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer
 from trainfit.virtual.trace.repeated_layers import find_period
 from virtual_runs import recipe_of, steady, sums, with_layers
 
@@ -35,6 +35,12 @@ CASES |= {
     ),
     "adafactor-foreach": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", implementation="foreach")}),
     "adafactor-momentum": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
+    "adafactor-fused": (
+        LLAMA, "native", {"optimizer": Optimizer(name="adafactor", implementation="fused")},
+    ),
+    "offload-compile": (
+        LLAMA, "native", {"recompute": "full", "offload": Offload(activations=True), "compile": "block"},
+    ),
     "in-backward-foreach-recompute": (
         LLAMA, "hf", {"optimizer": Optimizer(in_backward=True, implementation="foreach"),
         "recompute": "full"},
