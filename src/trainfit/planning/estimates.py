@@ -22,6 +22,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.planning.continued import continued, scaled
 from trainfit.planning.workers import Workers
 from trainfit.prediction import cache as ledgers
+from trainfit.prediction.calibrated import chosen_file, using
 from trainfit.prediction.communication import on_hosts
 from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, ledger_of
@@ -34,6 +35,7 @@ from trainfit.techniques import registry
 
 PARTS = (
     "prediction",
+    *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations/h200.json")),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
 )
 """Parts of our code, besides those of ``prediction.cache``, that decide an estimate."""
@@ -140,12 +142,14 @@ class Estimates:
             self._workers = Workers(self.processes, "trainfit.planning.estimates:answer_written", imports)
         workers = self._workers
         idle = list(workers.each)
+        calibration = chosen_file()  # A thread would not see it.
 
         def run(request: Request) -> Result:
             worker = idle.pop()
             try:
                 data = {"recipe": request.recipe.content(), "exact": request.exact}
-                return _read(request.recipe, worker.ask({**data, "use_cache": self.use_cache}))
+                data |= {"use_cache": self.use_cache, "calibration": calibration}
+                return _read(request.recipe, worker.ask(data))
             finally:
                 idle.append(worker)
 
@@ -163,7 +167,8 @@ class Estimates:
 def answer_written(data: dict[str, Any]) -> dict[str, Any]:
     """Return the result of one request, both as plain data."""
     request = Request(recipe_from(data["recipe"]), data["exact"])
-    return _written(answer(request, use_cache=data["use_cache"]))
+    with using(data["calibration"]):
+        return _written(answer(request, use_cache=data["use_cache"]))
 
 
 def answer(request: Request, *, use_cache: bool = True) -> Result:
@@ -255,7 +260,11 @@ def _version() -> str:
 
 def _path(request: Request) -> Path:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    parts = [ledgers.key(request.recipe), request.recipe.content(), request.key, _version(), allocator]
+    file = chosen_file()
+    calibration = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    parts = [
+        ledgers.key(request.recipe), request.recipe.content(), request.key, _version(), allocator, calibration
+    ]  # fmt: skip
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
     return ledgers.folder() / "estimates" / f"{name}.json"
 
