@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer
 from trainfit.virtual.trace.repeated_layers import find_period
 from virtual_runs import recipe_of, steady, sums, with_layers
 
@@ -39,6 +39,12 @@ CASES: dict[str, Case] = {
     "sliding-pattern-two-embeddings-recompute": (
         with_layers("gemma-3-1b", 8) | {"layer_types": ["sliding_attention", "full_attention"] * 4}, "hf",
         {"recompute": "full"},
+    ),
+    "adafactor-fused": (
+        LLAMA, "native", {"optimizer": Optimizer(name="adafactor", implementation="fused")},
+    ),
+    "offload-compile": (
+        LLAMA, "native", {"recompute": "full", "offload": Offload(activations=True), "compile": "block"},
     ),
     "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora"), "recompute": "full"}),
     "native-momentum": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),

@@ -10,6 +10,7 @@ from trainfit.catalog.load import link
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
+from trainfit.prediction.calibrated import Calibrated, calibrated
 from trainfit.prediction.device_time import least_s, op_s, part_of
 from trainfit.prediction.host_time import issue_s
 from trainfit.prediction.timeline import Host, replay
@@ -44,8 +45,12 @@ class Roofline:
         return known.host_bound if waits else known.device_bound
 
 
-def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
-    """Time of the steady step; None where the GPU's rates are not known."""
+def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofline | None:
+    """Time of the steady step; None where the GPU's rates are not known.
+
+    ``known``: what it is computed with; None: what is in use for the GPU.
+    """
+    known = known or calibrated(gpu)
     if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
     parts = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
@@ -60,11 +65,11 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
             continue
         least += times * max(least_s(op, gpu))
         is_update = op.is_update or segment.phase == "optimizer"
-        parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu)
-    host = rates().host
+        parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu, known)
+    host = known.rates.host
     found = replay(
         ledger,
-        lambda op: op_s(op, gpu),
+        lambda op: op_s(op, gpu, known),
         lambda one: communication.collective_s(one, gpu),
         copy_s=lambda op: _copy_s(op, gpu),
         host=Host(lambda op: issue_s(op, ledger, host), host.read, host.launch),
