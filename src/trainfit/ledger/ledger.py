@@ -121,7 +121,7 @@ class Op(NamedTuple):
     """What the host ran since the entry before: views, module calls, compiled graphs, and reads of a value,
     for each of which it waits until the device has computed it."""
     wrapped: tuple[int, int] = (0, 0)
-    """Operations on DTensors, or on other subclasses of tensors, since the entry before; and their tensors."""
+    """Operations on DTensors or other subclasses of tensors since the entry before, and their tensors."""
 
 
 class Collective(NamedTuple):

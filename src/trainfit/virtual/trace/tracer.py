@@ -89,9 +89,7 @@ class Tracer(TorchDispatchMode):
         """Record a kernel of compiled code, which is no operation of PyTorch."""
         scope, segment = self.scopes.current(), self.live.segment
         self.live.current_group = scope.group
-        op = Op(
-            name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, **self._host_calls()
-        )
+        op = Op(name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, **self._host_calls())
         self.ledger.ops.append(op)
 
     def entered_graph(self) -> None:
