@@ -1,6 +1,7 @@
 """``trainfit.plan``: the fastest recipe within a memory limit. No torch in this process."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from rich.console import Console
@@ -45,6 +46,7 @@ def plan(
     vary: Sequence[str] = (),
     margin: float | None = None,
     tokens: float | None = None,
+    calibration: str | Path | None = None,
     use_cache: bool = True,
     processes: int | None = None,
     **fields: Unpack[RecipeFields],
@@ -63,6 +65,7 @@ def plan(
         vary: fields that may vary, such as ``["batch.micro"]``; empty: every field.
         margin: share of the memory that stays free; None: 2 %.
         tokens: of the whole training run, for its time and cost.
+        calibration: as ``predict`` takes it.
         use_cache: False traces anew.
         processes: that trace at once; 0: this one; None: one a CPU core, at most 4.
         fields: as ``predict`` takes them.
@@ -73,7 +76,9 @@ def plan(
     chosen = wanted(recipe, fields, stacklevel=3)
     over, settings = fields_of(fields)
     given = [*_leaves(over), *(setting.partition("=")[0].strip() for setting in settings)]
-    with errors_name(recipe, fields):
+    from trainfit.prediction.calibrated import using
+
+    with using(calibration), errors_name(recipe, fields):
         return plan_recipe(
             chosen, given, tokens_per_step=tokens_per_step, tune=tune, memory_gib=memory_gib, margin=margin,
             keep_quality=keep_quality, vary=vary, tokens=tokens, use_cache=use_cache, processes=processes,

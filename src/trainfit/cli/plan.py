@@ -45,6 +45,7 @@ def run(
     price: options.Price = None,
     out: Annotated[Path | None, Option(metavar="FILE", help=OUT_HELP)] = None,
     plot: Annotated[Path | None, Option(metavar="FILE", help=PLOT_HELP)] = None,
+    calibration: options.CalibrationFile = None,
     check: Check = False,
     no_cache: bool = Option(False, "--no-cache", help="Trace again, even what is cached."),
     json: Json = False,
@@ -66,10 +67,15 @@ def run(
 
         require("matplotlib", "plots", field="--plot", value=str(plot))
     from trainfit.api.plans import plan_recipe
+    from trainfit.prediction.calibrated import using
     from trainfit.report.console import progress
 
     name = requested.model.display_name
-    with options.work(recipe, settings, json=json, record=None), progress(f"planning {name}") as say:
+    with (
+        using(calibration),
+        options.work(recipe, settings, json=json, record=None),
+        progress(f"planning {name}") as say,
+    ):
         found = plan_recipe(
             requested, given, tune=tune, memory_gib=memory_gib, keep_quality=keep_quality,
             tokens_per_step=None if tokens_per_step is None else round(tokens_per_step),

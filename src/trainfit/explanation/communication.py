@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
-from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.prediction import communication
+from trainfit.prediction.calibrated import calibrated
 from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import ledger_of
 from trainfit.prediction.host_time import collective_issue_s, issue_s
@@ -99,7 +99,7 @@ class _Phase:
     """Operations and collectives of one phase of the steady step, with a batch and with twice as much."""
 
     def __init__(self, once: Ledger, twice: Ledger, name: str, gpu: Gpu):
-        self.ledger, self.gpu, host = once, gpu, rates().host
+        self.ledger, self.gpu, host = once, gpu, calibrated(gpu).rates.host
         self.segments = _segments(once, name)
         issued = [op for op in once.ops if op.segment in self.segments]
         collectives = [one for one in once.collectives if one.segment in self.segments]

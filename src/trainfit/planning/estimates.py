@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import cache as ledgers
+from trainfit.prediction.calibrated import chosen_file, using
 from trainfit.prediction.communication import on_hosts
 from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, ledger_of
@@ -33,6 +34,7 @@ from trainfit.techniques import registry
 
 PARTS = (
     "prediction",
+    *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations/h200.json")),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
 )
 """Parts of our code, besides those of ``prediction.cache``, that decide an estimate."""
@@ -135,11 +137,12 @@ class Estimates:
         while len(self._workers) < self.processes:
             self._workers.append(_Worker())
         idle = list(self._workers)
+        calibration = chosen_file()  # A thread would not see it.
 
         def run(request: Request) -> Result:
             worker = idle.pop()
             try:
-                return worker.ask(request, use_cache=self.use_cache)
+                return worker.ask(request, calibration, use_cache=self.use_cache)
             finally:
                 idle.append(worker)
 
@@ -166,11 +169,12 @@ class _Worker:
             env=environment, start_new_session=True, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def ask(self, request: Request, *, use_cache: bool) -> Result:
+    def ask(self, request: Request, calibration: str | None, *, use_cache: bool) -> Result:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None, "opened as a pipe"
         assert stdout is not None, "opened as a pipe"
         data = {"recipe": request.recipe.content(), "exact": request.exact, "use_cache": use_cache}
+        data["calibration"] = calibration
         with suppress(BrokenPipeError):
             stdin.write(json.dumps(data) + "\n")
             stdin.flush()
@@ -199,7 +203,9 @@ def serve() -> None:
     for line in sys.stdin:
         data = json.loads(line)
         request = Request(recipe_from(data["recipe"]), data["exact"])
-        answers.write(json.dumps(_written(answer(request, use_cache=data["use_cache"]))) + "\n")
+        with using(data["calibration"]):
+            result = answer(request, use_cache=data["use_cache"])
+        answers.write(json.dumps(_written(result)) + "\n")
         answers.flush()
 
 
@@ -360,7 +366,11 @@ def _version() -> str:
 
 def _path(request: Request) -> Path:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    parts = [ledgers.key(request.recipe), request.recipe.content(), request.key, _version(), allocator]
+    file = chosen_file()
+    calibration = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    parts = [
+        ledgers.key(request.recipe), request.recipe.content(), request.key, _version(), allocator, calibration
+    ]  # fmt: skip
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
     return ledgers.folder() / "estimates" / f"{name}.json"
 

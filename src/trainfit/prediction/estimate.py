@@ -13,9 +13,9 @@ from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, UncachedAllocator, replay
 from trainfit.prediction import attention_time, cache, communication
+from trainfit.prediction.calibrated import calibrated
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
-from trainfit.prediction.op_times import CALIBRATED
 from trainfit.prediction.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
@@ -273,10 +273,10 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
 
 def timed_by(gpu: Gpu) -> str:
     """Return what the step time rests on."""
-    known = f"operations timed by calibrate on {CALIBRATED} (torch 2.11), and the host beside it"
-    if gpu.name == CALIBRATED:
-        return f"step time: {known}; a recipe's own host may be slower"
-    return f"step time: {known}, by the ratio of the data sheets; not calibrated on {gpu.name}"
+    known = calibrated(gpu)
+    if gpu.name == known.gpu:
+        return f"step time: {known.origin}; a recipe's own host may be slower"
+    return f"step time: {known.origin}, by the ratio of the data sheets; not calibrated on {gpu.name}"
 
 
 def least_headroom(gpu: Gpu) -> float:

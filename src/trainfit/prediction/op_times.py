@@ -5,16 +5,15 @@ nearest in size count, each by the rate that it reached; their logarithms are av
 """
 
 import functools
-import json
 import math
 from collections.abc import Iterable
 
-from trainfit.catalog.load import FOLDER, gpu
+from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Op
 from trainfit.spec.calibration import OpTime
 
-CALIBRATED = "h200"
-"""GPUs without a calibration take this one's rates, as shares of their data sheets."""
+BALANCE_OF = "h200"
+"""GPU whose FLOPs a byte say which products are bound by memory."""
 NEAREST = 4
 CLOSE = 0.15
 """Distance, in logarithms of sizes, within which measured points count alike."""
@@ -53,7 +52,7 @@ def work_of(op: Op | OpTime) -> float:
 
 @functools.cache
 def _flops_per_byte(dtype: str) -> float:
-    sheet = gpu(CALIBRATED)
+    sheet = gpu(BALANCE_OF)
     assert sheet.memory_bytes_per_s is not None
     return sheet.peak_flops_per_s["fp32" if dtype == "float32" else "bf16"] / sheet.memory_bytes_per_s
 
@@ -127,12 +126,3 @@ class OpTimes:
         near = sorted((math.dist(at, size), rate) for at, rate in points)[:NEAREST]
         weights = [1 / (CLOSE + distance) ** 2 for distance, _ in near]
         return sum(w * rate for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights)
-
-
-@functools.cache
-def op_times(name: str = CALIBRATED) -> OpTimes:
-    """Return the operations of a calibration that the catalog ships, by the GPU's name."""
-    data = json.loads((FOLDER / "calibrations" / f"{name}.json").read_text(encoding="utf-8"))
-    return OpTimes(
-        OpTime._make(tuple(cell) if isinstance(cell, list) else cell for cell in row) for row in data["ops"]
-    )

@@ -10,6 +10,7 @@ from trainfit.catalog.load import link
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
+from trainfit.prediction.calibrated import Calibrated, calibrated
 from trainfit.prediction.device_time import least_s, op_s, part_of
 from trainfit.prediction.host_time import collective_issue_s, issue_s
 from trainfit.prediction.timeline import Host, Overlap, Times, replay
@@ -44,8 +45,12 @@ class Roofline:
         return known.host_bound if waits else known.device_bound
 
 
-def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
-    """Time of the steady step; None where the GPU's rates are not known."""
+def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofline | None:
+    """Time of the steady step; None where the GPU's rates are not known.
+
+    ``known``: what it is computed with; None: what is in use for the GPU.
+    """
+    known = known or calibrated(gpu)
     if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
     parts = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
@@ -60,8 +65,8 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
             continue
         least += times * max(least_s(op, gpu))
         is_update = op.is_update or segment.phase == "optimizer"
-        parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu)
-    found = step_times(ledger, gpu)
+        parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu, known)
+    found = step_times(ledger, gpu, known)
     waited_s = sum(found.exposed_s.values())
     lowest_s = max(least, max(copies_s.values()) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
     expected = StepTime(
@@ -77,12 +82,13 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     return Roofline(expected, lowest_s)
 
 
-def step_times(ledger: Ledger, gpu: Gpu) -> Times:
-    """Replay the steady step; the GPU's rates are known."""
-    host, overlap = rates().host, rates().overlap
+def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Times:
+    """Replay the steady step; the GPU's rates are known, and ``known`` is as ``roofline`` takes it."""
+    known = known or calibrated(gpu)
+    host, overlap = known.rates.host, known.rates.overlap
     return replay(
         ledger,
-        lambda op: op_s(op, gpu),
+        lambda op: op_s(op, gpu, known),
         lambda one: communication.collective_s(one, gpu),
         copy_s=lambda op: _copy_s(op, gpu),
         host=Host(
