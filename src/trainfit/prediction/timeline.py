@@ -230,12 +230,15 @@ class _Replay:
         self.segment_began = self.now
 
     def _wait(self, flight: _Flight, segment: int) -> None:
+        """Wait for a collective; until the host has issued it, the wait is for the host."""
         began = self.now
         while flight.left_s > 0:
             self._advance(NEVER, computes=False)
-        if self.now > began:
-            exposed = self.times.exposed_s
-            exposed[segment] = exposed.get(segment, 0.0) + self.now - began
+        idle_s = max(0.0, min(flight.issued_at, self.now) - began)
+        self.times.idle_s += idle_s
+        exposed_s = self.now - began - idle_s
+        if exposed_s > 0:
+            self.times.exposed_s[segment] = self.times.exposed_s.get(segment, 0.0) + exposed_s
 
     def _work(self, work_s: float, segment: int) -> None:
         """Compute for so many seconds of an operation alone."""
