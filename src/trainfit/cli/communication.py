@@ -38,7 +38,8 @@ def run(
 ) -> None:
     """When blocks of two linears are bound by communication.
 
-    Also the memory that their states need. Closed forms for FSDP, data parallel, tensor parallel and FSDP with tensor parallel, in bf16.
+    Closed forms for FSDP, data parallel, tensor parallel and FSDP with tensor parallel, in bf16; also the
+    memory that the states need.
     """
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.prediction.calculators import communication as closed
