@@ -51,7 +51,7 @@ def _order(row: tuple[Recipe, float]) -> tuple[bool, bool, str]:
 
 
 def predicted(content: Data) -> Data | str:
-    """Return a recipe's row, or why it has none: the step's time as ``predict`` has it, without its memory."""
+    """Return a recipe's row, or why it has none: the step's time as ``predict`` has it, memory left out."""
     from trainfit.prediction.estimate import bounds, ledger_of
     from trainfit.prediction.roofline import roofline
 

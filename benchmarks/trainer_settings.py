@@ -2,15 +2,16 @@
 
     python -m benchmarks.trainer_settings OUT.jsonl [--model NAME ...] [--seconds N] [--tiny]
 
-bf16 weights and autocast, SDPA, fused AdamW; with and without recomputed blocks (gradient checkpointing),
-torch_compile and Liger's kernels. The micro-batch is the largest power of two within the tokens of a step
-that runs; the rest of the step is accumulated. Random weights and tokens. Every run is a process of its own.
-A row is not a Record: fields of the run, status, seconds of each step after the first two, peaks.
+bf16 weights and autocast, SDPA, fused AdamW, gradient checkpointing for large models; each also with
+torch_compile and with Liger's kernels. The micro-batch is the largest power of two within the tokens of a
+step that runs; the rest of the step is accumulated. Random weights and tokens. Every run is a process of its
+own. A row is not a Record: fields of the run, status, seconds of each step after the first two, peaks.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -28,11 +29,11 @@ from trainfit.spec.provenance import commit, now
 Row = dict[str, Any]
 
 LARGE_PARAMS = 3e9
-"""Models from this size are trained with recomputed blocks, smaller ones without and with."""
-STEPS, WARMUP = 6, 2
+"""Models from this size are trained with gradient checkpointing."""
+STEPS, WARMUP = 5, 2
 LIMIT_S = 150.0
 VARIANTS = ((False, False), (False, True), (True, False), (True, True))
-"""torch_compile, Liger's kernels."""
+"""torch_compile, Liger's kernels; of all models before the next, the quick ones first."""
 LIGER = ("llama", "mistral", "gemma", "qwen2", "qwen3")
 """Model types that Liger's kernels know, of those used here."""
 
@@ -126,23 +127,19 @@ def in_process(run: Row, limit_s: float) -> Row:
     return {"status": status, "message": last[:300]}
 
 
-def runs(goal: Goal, tiny: bool) -> list[Row]:
-    """Return the runs of a model, its micro-batch still to be found."""
+def run_of(goal: Goal, compiled: bool, liger: bool, tiny: bool) -> Row | None:
+    """Return the run of a model, its micro-batch still to be found; None: Liger does not know the model."""
     from trainfit.catalog.load import model, model_config
 
     row = model(goal.model)
-    is_large = row is not None and (row.published_params or 0) >= LARGE_PARAMS
-    knows_liger = model_config(goal.model)["model_type"] in LIGER
-    return [
-        {
-            "model": goal.model, "seq": 64 if tiny else goal.seq,
-            "tokens_per_step": 256 if tiny else goal.tokens_per_step, "tune": goal.tune,
-            "checkpointing": checkpointing, "compile": compiled, "liger": liger, "tiny": tiny,
-        }
-        for compiled, liger in VARIANTS
-        if knows_liger or not liger
-        for checkpointing in ((True,) if is_large else (False, True))
-    ]  # fmt: skip
+    if liger and model_config(goal.model)["model_type"] not in LIGER:
+        return None
+    return {
+        "model": goal.model, "seq": 64 if tiny else goal.seq, "tune": goal.tune,
+        "tokens_per_step": 256 if tiny else goal.tokens_per_step,
+        "checkpointing": row is not None and (row.published_params or 0) >= LARGE_PARAMS,
+        "compile": compiled, "liger": liger, "tiny": tiny,
+    }  # fmt: skip
 
 
 def measured(run: Row, largest: int, limit_s: float) -> Row:
@@ -157,7 +154,7 @@ def measured(run: Row, largest: int, limit_s: float) -> Row:
 
 
 def main() -> None:
-    """Measure every run that ``out`` lacks."""
+    """Measure every run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--model", action="append", help="only these")
@@ -172,27 +169,29 @@ def main() -> None:
         parser.error("OUT.jsonl is missing")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     deadline = time.monotonic() + args.seconds
-    fitting: dict[tuple[str, bool, bool], int] = {}
-    for goal in GOALS:
-        if goal.tune == "qlora" or (args.model and goal.model not in args.model):
-            continue  # 4-bit weights need bitsandbytes.
-        for run in runs(goal, args.tiny):
-            left = deadline - time.monotonic()
-            if left < LIMIT_S / 3:
-                say(f"stopped: {left:.0f} s are left")
-                return
-            # Compiled runs start with the micro-batch that fits uncompiled.
-            kind = (goal.model, run["checkpointing"], run["liger"])
-            row = measured(run, fitting.get(kind, run["tokens_per_step"] // run["seq"]), left)
-            if row["status"] == "done":
-                fitting.setdefault(kind, row["micro"])
-            with args.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({**row, "at": now(), "commit": commit()}) + "\n")
-            say(
-                f"{row['model']} micro {row['micro']} checkpointing {row['checkpointing']} compile "
-                f"{row['compile']} liger {row['liger']}: {row['status']} {row.get('tokens_per_s', 0):,.0f} "
-                f"tokens/s {row.get('message', '')}"
-            )
+    fitting: dict[tuple[str, bool], int] = {}
+    # 4-bit weights need bitsandbytes.
+    goals = [one for one in GOALS if one.tune != "qlora" and (not args.model or one.model in args.model)]
+    for variant, goal in itertools.product(VARIANTS, goals):
+        run = run_of(goal, *variant, args.tiny)
+        if run is None:
+            continue
+        left = deadline - time.monotonic()
+        if left < LIMIT_S / 3:
+            say(f"stopped: {left:.0f} s are left")
+            return
+        # Compiled runs start with the micro-batch that fits uncompiled.
+        kind = goal.model, run["liger"]
+        row = measured(run, fitting.get(kind) or int(run["tokens_per_step"] // run["seq"]), left)
+        if row["status"] == "done":
+            fitting.setdefault(kind, row["micro"])
+        with args.out.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({**row, "at": now(), "commit": commit()}) + "\n")
+        say(
+            f"{row['model']} micro {row['micro']} checkpointing {row['checkpointing']} compile "
+            f"{row['compile']} liger {row['liger']}: {row['status']} {row.get('tokens_per_s', 0):,.0f} "
+            f"tokens/s {row.get('message', '')}"
+        )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def calibrated(gpu: Gpu) -> Calibrated:
 def _shipped() -> Calibrated:
     found = _catalog()
     torch = found.environment.torch
-    origin = f"operations timed by calibrate on {CALIBRATED} (torch {torch}), and the host beside it"
+    origin = f"operations timed by calibrate on {CALIBRATED} (torch {torch}), and its host"
     return Calibrated(CALIBRATED, OpTimes(found.ops), rates(), origin)
 
 

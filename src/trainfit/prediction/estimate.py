@@ -94,7 +94,7 @@ def ledger_of(
 
     shorten = shorten and trace_whole(recipe)
     ledger = trace(recipe, deterministic=deterministic, shorten=shorten, stage=stage)
-    if not shorten:  # A shortened one is no prediction.
+    if not (shorten and ledger.repeats):  # A shortened one is no prediction.
         cache.save(recipe, ledger, deterministic=deterministic, stage=stage)
     return ledger
 

@@ -3,7 +3,7 @@
 import re
 
 from trainfit.catalog.rates import HostRates
-from trainfit.ledger.ledger import Ledger, Op
+from trainfit.ledger.ledger import Collective, Ledger, Op
 
 BLOCK = re.compile(r"\.\d+(?=\.|$)")
 
@@ -48,10 +48,16 @@ class Issue:
             launch_s = rates.backward if backward else rates.forward
         view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
         block_s = rates.checkpoint if id(op) in self._first else 0.0
-        return (
-            launch_s * bool(op.calls)
-            + views * view_s
-            + modules * rates.module
-            + graphs * rates.graph
-            + block_s
-        )
+        calls, tensors = op.wrapped
+        wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
+        called_s = views * view_s + modules * rates.module + graphs * rates.graph
+        return launch_s * bool(op.calls) + called_s + block_s + wrapped_s
+
+
+def collective_issue_s(one: Collective, rates: HostRates) -> float:
+    """Return the host's seconds to issue a collective, with all that FSDP2 does around it."""
+    if not one.num_parameters:
+        return rates.collective
+    if one.name == "all_gather":
+        return rates.unshard + one.num_parameters * rates.unshard_parameter
+    return rates.reduce + one.num_parameters * rates.reduce_parameter

@@ -14,6 +14,7 @@ from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.ledger.slices import check_slices
+from trainfit.models.deferred_init import deferred
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
@@ -176,9 +177,10 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
             virtual.tracer.ledger.repeats = repeats
             if recipe.compile == "model" and found:
                 virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
-            virtual.tracer.live.forget(
-                tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
-            )
+            trimmed = [one for layer in removed for one in (*layer.parameters(), *layer.buffers())]
+            virtual.tracer.live.forget(trimmed)
+            if (recorded := deferred()) is not None:
+                recorded.forget(trimmed)
 
         step = assemble(
             recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=virtual.mesh,
