@@ -1,0 +1,73 @@
+"""The table of step times: joined by recipe, grouped, and refused where a row was changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.step_time import measured, predicted
+from benchmarks.tables import step_time
+from tiny_recipe import tiny_recipe
+from trainfit.prediction.estimate import predict
+from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import DIGEST, digest_of
+from trainfit.spec.recipe import is_held_out
+from trainfit.spec.result import StepTime
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A file of predictions that are 10 % too long; odd ones wait for the host for half of the step."""
+    file = tmp_path / "predicted.jsonl"
+    lines = []
+    for number, (recipe, took_s) in enumerate(measured()):
+        step_s = 1.1 * took_s
+        host_s = step_s / 2 if number % 2 else 0.0
+        row = {
+            "recipe_id": recipe.id, "step_s": step_s, "low_s": 0.95 * step_s, "high_s": 1.05 * step_s,
+            "parts": StepTime(matmul_s=step_s - host_s, host_s=host_s).model_dump(),
+        }  # fmt: skip
+        lines.append(json.dumps(row | {DIGEST: digest_of(row)}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_the_suite_has_both_halves_of_eager_and_compiled_recipes() -> None:
+    kinds = [(recipe.compile is not False, is_held_out(recipe.id)) for recipe, _ in measured()]
+    assert kinds == sorted(kinds)
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        (False, False): 105, (False, True): 98, (True, False): 24, (True, True): 23
+    }  # fmt: skip
+
+
+def test_errors_bounds_and_order(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = step_time.steps(written)
+    assert len(found) == 250
+    assert {round(one.error, 6) for one in found} == {0.1}
+    assert not any(one.is_inside for one in found)
+    assert {round(one.width, 6) for one in found} == {0.05}
+    monkeypatch.setattr(step_time, "steps", lambda: found)
+    lines = step_time.table().splitlines()
+    assert len(lines) == 2 + 8
+    assert all("| 10.0 | 10.0 | +10.0 | 0 | 5 |" in line for line in lines[2:])
+    tau, pairs = step_time.kendall_tau()
+    assert tau == 1.0
+    assert pairs > 200
+    assert "1.000" in step_time.order()
+
+
+def test_a_changed_row_is_refused(written: Path) -> None:
+    first, _, rest = written.read_text().partition("\n")
+    row = json.loads(first) | {"step_s": 1.0}
+    written.write_text(json.dumps(row) + "\n" + rest)
+    with pytest.raises(InputError, match="SHA-256"):
+        step_time.rows(written)
+
+
+def test_a_row_has_the_time_that_predict_has() -> None:
+    recipe = tiny_recipe()
+    row, found = predicted(recipe.content()), predict(recipe)
+    assert isinstance(row, dict)
+    assert row["step_s"] == found.step_s
+    assert (row["low_s"], row["high_s"]) == (found.bounds["step_s"].low, found.bounds["step_s"].high)
+    assert row[DIGEST] == digest_of(row)
