@@ -27,6 +27,20 @@ class HostRates(Value):
     graph: Seconds
     read: Seconds  # Until the host goes on after it waited for a value
     launch: Seconds  # From a launch by the host to its start on an idle GPU
+    wrapped: Seconds  # An operation on DTensors or other subclasses of tensors, beside the one inside
+    wrapped_tensor: Seconds  # Each of its tensors
+    collective: Seconds
+    unshard: Seconds  # FSDP2: a group's gather, its copies and its release
+    unshard_parameter: Seconds
+    reduce: Seconds  # FSDP2: a group's reduction
+    reduce_parameter: Seconds
+
+
+class OverlapRates(Value):
+    """Speeds while computation and collectives run at the same time, of those alone."""
+
+    computation: PositiveFloat
+    collectives: PositiveFloat
 
 
 class Band(Value):
@@ -44,6 +58,7 @@ class Rates(Value):
     memory: PositiveFloat
     kernel_s: Seconds  # At least this for every launch
     host: HostRates
+    overlap: OverlapRates
     device_bound: Band
     host_bound: Band
 

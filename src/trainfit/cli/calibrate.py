@@ -12,7 +12,6 @@ from trainfit.spec.printable import say
 if TYPE_CHECKING:
     from trainfit.spec.calibration import Calibration
 
-MAX_FILE_BYTES = 2**27
 OUT_HELP = "Where to write the result; default: in the user's data folder."
 LIMIT_HELP = "Begin nothing further after this time (280; with --host 20)."
 
@@ -26,9 +25,10 @@ def run(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Measure the rates of this device and its host: under 5 minutes, the host alone 10 s.
+    """Measure the rates of this device and its host.
 
-    What was measured is kept after every part; a part that fails does not stop the others.
+    It takes under 5 minutes, the host alone 10 s. What was measured is kept after every part; a part that
+    fails does not stop the others.
     """
     from trainfit.bench.harness.runner import device_of
     from trainfit.calibration.run import HOST_LIMIT_S, LIMIT_S, Run, folder
@@ -52,7 +52,7 @@ def _check_ours(path: Path) -> None:
     """Refuse to replace a file that is no calibration."""
     from pydantic import ValidationError
 
-    from trainfit.spec.calibration import Calibration
+    from trainfit.spec.calibration import MAX_FILE_BYTES, Calibration
     from trainfit.spec.files import read_bytes
 
     try:

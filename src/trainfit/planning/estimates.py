@@ -38,7 +38,7 @@ PARTS = (
     *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations/h200.json")),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
 )
-"""Parts of our code, besides those of ``prediction.cache``, that decide an estimate."""
+"""Parts of our code, in addition to those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
 IMPORTS = (
     "trainfit.prediction.trace",

@@ -1,7 +1,7 @@
 """Seconds that the host needs to issue one operation: Python, dispatch, autograd, launch. No torch here."""
 
 from trainfit.catalog.rates import HostRates
-from trainfit.ledger.ledger import Ledger, Op
+from trainfit.ledger.ledger import Collective, Ledger, Op
 
 
 def issue_s(op: Op, ledger: Ledger, rates: HostRates) -> float:
@@ -26,4 +26,15 @@ def issue_s(op: Op, ledger: Ledger, rates: HostRates) -> float:
         launch_s = rates.backward if backward else rates.forward
     view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
     module_s = rates.module_in_backward if backward else rates.module
-    return launch_s * bool(op.calls) + views * view_s + modules * module_s + graphs * rates.graph
+    calls, tensors = op.wrapped
+    wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
+    return launch_s * bool(op.calls) + views * view_s + modules * module_s + graphs * rates.graph + wrapped_s
+
+
+def collective_issue_s(one: Collective, rates: HostRates) -> float:
+    """Return the host's seconds to issue a collective, with all that FSDP2 does around it."""
+    if not one.num_parameters:
+        return rates.collective
+    if one.name == "all_gather":
+        return rates.unshard + one.num_parameters * rates.unshard_parameter
+    return rates.reduce + one.num_parameters * rates.reduce_parameter

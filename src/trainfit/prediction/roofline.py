@@ -12,8 +12,8 @@ from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.calibrated import Calibrated, calibrated
 from trainfit.prediction.device_time import least_s, op_s, part_of
-from trainfit.prediction.host_time import issue_s
-from trainfit.prediction.timeline import Host, replay
+from trainfit.prediction.host_time import collective_issue_s, issue_s
+from trainfit.prediction.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
@@ -66,27 +66,39 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
         least += times * max(least_s(op, gpu))
         is_update = op.is_update or segment.phase == "optimizer"
         parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu, known)
-    host = known.rates.host
-    found = replay(
-        ledger,
-        lambda op: op_s(op, gpu, known),
-        lambda one: communication.collective_s(one, gpu),
-        copy_s=lambda op: _copy_s(op, gpu),
-        host=Host(lambda op: issue_s(op, ledger, host), host.read, host.launch),
-    )
+    found = step_times(ledger, gpu, known)
     waited_s = sum(found.exposed_s.values())
     lowest_s = max(least, max(copies_s.values()) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
     expected = StepTime(
         matmul_s=parts["products"] + parts["attention"],
         memory_s=parts["memory"] + parts["optimizer"],
         host_s=found.idle_s,
-        communication_s=found.copies_s + waited_s,
+        communication_s=found.copies_s + waited_s + sum(found.slowed_s.values()),
         hidden_communication_s=max(0.0, round(communication.all_s(ledger, gpu) - waited_s, 12)),
         attention_s=parts["attention"],
         optimizer_s=parts["optimizer"],
         issue_s=found.issue_s,
     )
     return Roofline(expected, lowest_s)
+
+
+def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Times:
+    """Replay the steady step; the GPU's rates are known, and ``known`` is as ``roofline`` takes it."""
+    known = known or calibrated(gpu)
+    host, overlap = known.rates.host, known.rates.overlap
+    return replay(
+        ledger,
+        lambda op: op_s(op, gpu, known),
+        lambda one: communication.collective_s(one, gpu),
+        copy_s=lambda op: _copy_s(op, gpu),
+        host=Host(
+            lambda op: issue_s(op, ledger, host),
+            host.read,
+            host.launch,
+            lambda one: collective_issue_s(one, host),
+        ),
+        overlap=Overlap(overlap.computation, overlap.collectives),
+    )
 
 
 def copy_bytes_per_s(gpu: Gpu) -> float:
