@@ -152,7 +152,7 @@ def budget(recipe: Recipe, num_bytes: float) -> Recipe:
 @pytest.mark.parametrize(
     ("recipe", "shares"),
     [
-        (DEEP, (1.0, 0.6, 0.3)),
+        (DEEP, (0.6, 0.3)),
         (recipe_of(DEEP.model.config, "hf", batch=DEEP.batch, adapter=LORA), (0.5,)),
     ],
     ids=["all weights", "lora"],

@@ -27,7 +27,7 @@ class HostRates(Value):
     graph: Seconds
     read: Seconds  # Until the host goes on after it waited for a value
     launch: Seconds  # From a launch by the host to its start on an idle GPU
-    wrapped: Seconds  # An operation on DTensors or other subclasses of tensors, beside the one inside
+    wrapped: Seconds  # An operation on DTensors or other subclasses, in addition to the one inside
     wrapped_tensor: Seconds  # Each of its tensors
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release
