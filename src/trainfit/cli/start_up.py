@@ -23,10 +23,11 @@ COMPILER = {
 """Packages whose import takes a second, and their modules that eager code needs: ``FakeTensorMode`` reads
 settings, transformers' masks use one class."""
 SCAN = "transformers.utils.import_utils"
-is_own_process = False
-"""Whether the process was started for one command."""
+SOURCE = "torch._dynamo.source"
 TORCHAO = "torchao.prototype.safetensors.safetensors_support"
 """Imported by transformers' quantizers for a function that saves checkpoints."""
+is_own_process = False
+"""Whether the process was started for one command."""
 
 
 def import_little(*, compiles: bool) -> None:
@@ -104,15 +105,35 @@ class _Torchao(ModuleType):
         return call
 
 
+class _Name:
+    """Name of a real tensor. It is read where sizes are symbols, which Dynamo makes."""
+
+    def __init__(self, *names: object):
+        self.names = names
+
+
+class _Source(ModuleType):
+    """Stand-in of a module of classes that name the real tensors that ``FakeTensorMode`` converts."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.endswith("Source"):
+            raise AttributeError(name)
+        made = type(name, (_Name,), {})
+        setattr(self, name, made)
+        return made
+
+
 class _Deferred(ModuleType):
     """A package whose ``__init__`` runs when anything in it but ``COMPILER``'s modules is used."""
 
     def __getattr__(self, name: str) -> Any:
         object.__setattr__(self, "__class__", ModuleType)
-        for own in DECORATORS:
+        for own in UNLOADED:
             vars(self).pop(own, None)
         spec: Any = self.__spec__
         self.__path__ = spec.submodule_search_locations
+        if isinstance(sys.modules.get(SOURCE), _Source):
+            del sys.modules[SOURCE]
         _runs[self.__name__](self)
         for each in _waiting.pop(self.__name__, ()):
             each(self)
@@ -121,12 +142,16 @@ class _Deferred(ModuleType):
 
 def _defer(module: Any, run: Callable[[Any], None]) -> None:
     _runs[module.__name__] = run
-    for inner in COMPILER[module.__name__]:
-        importlib.import_module(f"{module.__name__}.{inner}")
+    try:
+        for inner in COMPILER[module.__name__]:
+            importlib.import_module(f"{module.__name__}.{inner}")
+    except ImportError:
+        return run(module)  # Another version's modules.
     module.__class__ = _Deferred
     del module.__path__  # Without it the import of any other module in the package asks for it.
     if module.__name__ == "torch._dynamo":
-        vars(module).update(DECORATORS)
+        vars(module).update(UNLOADED)
+        sys.modules[SOURCE] = _Source(SOURCE)
 
 
 _runs: dict[str, Callable[[Any], None]] = {}
@@ -164,8 +189,10 @@ def _marked(name: str) -> Callable[[Any], Any]:
     return mark
 
 
-DECORATORS = {
+UNLOADED = {
+    "graph_break": lambda *_, **__: None,
     "disable": _disable,
     "assume_constant_result": _marked("assume_constant_result"),
     "allow_in_graph": _marked("allow_in_graph"),
 }
+"""Functions of Dynamo that eager code calls, while it is not loaded."""

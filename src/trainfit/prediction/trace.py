@@ -30,7 +30,7 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
-from trainfit.virtual.trace.process_state import restored_settings
+from trainfit.virtual.trace.process_state import restored_settings, running_gc
 from trainfit.virtual.trace.repeated_layers import trim_layers
 from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, part_of_module
 
@@ -189,7 +189,8 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
             for index in range(len(step.hosted.blocks)):
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
                 virtual.tracer.own_host(step.hosted.ring.host(index), scope)
-        run_steps(step, virtual)
+        with running_gc():  # Reference cycles hold tensors until they are collected, as on a GPU.
+            run_steps(step, virtual)
         if not whole:
             virtual.compiler.check_layers()
         ledger = virtual.finish()

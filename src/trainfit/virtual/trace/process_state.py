@@ -65,6 +65,20 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def running_gc() -> Iterator[None]:
+    """Run garbage collection where it is paused, over objects made from now on; within ``frozen_gc``."""
+    if gc.isenabled():
+        yield
+        return
+    gc.freeze()
+    gc.enable()
+    try:
+        yield
+    finally:
+        gc.disable()
+
+
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Functions that read and write a process-wide setting."""
 
