@@ -42,8 +42,8 @@ def import_little(*, compiles: bool) -> None:
     loaders: dict[str, Callable[[Any, Callable[[Any], None]], None]] = {SCAN: _scan_less}
     if not compiles:
         loaders |= dict.fromkeys(COMPILER, _defer)
-        if importlib.util.find_spec("torchao") is not None:
-            sys.modules.setdefault(TORCHAO, _Torchao(TORCHAO))
+    if importlib.util.find_spec("torchao") is not None:
+        sys.modules.setdefault(TORCHAO, _Torchao(TORCHAO))
     sys.meta_path.insert(0, _Finder(loaders))  # pyright: ignore[reportArgumentType]
 
 

@@ -65,18 +65,10 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def running_gc() -> Iterator[None]:
-    """Run garbage collection where it is paused, over objects made from now on; within ``frozen_gc``."""
-    if gc.isenabled():
-        yield
-        return
-    gc.freeze()
-    gc.enable()
-    try:
-        yield
-    finally:
-        gc.disable()
+def freeze_more() -> None:
+    """Exclude what was made since from garbage collection too, within ``frozen_gc``."""
+    if _gc_frozen.get():
+        gc.freeze()
 
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
