@@ -2,7 +2,7 @@
 #   make demo    the main job: predict, train, measure, compare
 #   make test    the tests
 #   make check   the tests, ruff, pyright, import-linter (what CI runs)
-# The README's output is refreshed by: make readme
+# The output that README and docs show is refreshed by: make outputs
 # PYTHON=python3.12 picks the interpreter; PIP_ARGS='...' is handed to pip, for example an index that
 # holds another build of torch, or --no-index; EXTRAS=dev,ray picks the extras.
 
@@ -15,7 +15,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal --durations=50
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo readme test check lint types floors setup clean
+.PHONY: demo outputs test check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" demo/run
 
-readme: setup
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python demo/readme.py
+outputs: setup
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.fill_outputs
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -216,7 +216,7 @@ def predict_all(into: Path, source: Path | None, jobs: int) -> None:
     """Predict the recipes that ``into`` lacks."""
     kept = _load(into)
     have = {one.recipe_id for one in kept}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_without_gpu) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=without_gpu) as pool:
         if source is not None:
             recipes = [parse(Recipe, one.recipe) for one in load(source) if one.recipe_id not in have]
             records: Iterable[Record | None] = pool.map(predicted, recipes)
@@ -231,7 +231,7 @@ def predict_all(into: Path, source: Path | None, jobs: int) -> None:
             say(f"[{number}/{count}] {_words(record)}")
 
 
-def _without_gpu() -> None:
+def without_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -31,8 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _caches_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the ledger caches of tests and user apart."""
-    os.environ["TRAINFIT_CACHE"] = str(tmp_path_factory.mktemp("trainfit-cache"))
+    """Keep the ledger caches of tests and user apart; xdist's workers share one."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["TRAINFIT_CACHE"] = str(shared / "trainfit-cache")
 
 
 @pytest.fixture(scope="session")

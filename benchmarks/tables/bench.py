@@ -139,25 +139,32 @@ def _before_backward(row: BenchRow) -> str:
 
 
 def transformer() -> str:
-    """Milliseconds of a whole step after five warm-up steps."""
+    """Milliseconds of a whole step after five warm-up steps: eager, compiled by block, compiled whole."""
     some = having(rows("transformer"), {"warm-up": 5})
-    some = in_order(some, {"model": SIZES, "precision": tuple(PRECISIONS)})
-    names: dict[Cell, str] = {"false": "eager", "block": "blocks", "model": "whole model"}
-    return pivot(some, {"model": "model", "precision": "precision"}, "compile", names, milliseconds)
+    lines = []
+    for model in SIZES:
+        ways = [
+            [milliseconds(row) for mode in ("false", "block", "model") for row in having(some, {
+                "model": model, "precision": precision, "compile": mode})]
+            for precision in PRECISIONS
+        ]  # fmt: skip
+        lines.append(
+            (model, *("throttled" if set(way) == {"throttled"} else " / ".join(way) for way in ways))
+        )
+    return markdown_grid(("model", *PRECISIONS), lines)
 
 
 def memory() -> str:
     """Return the peaks of a whole step of the 2.7B model; predicted where it runs out of memory."""
-    lines = []
+    lines: dict[tuple[str, str], list[str]] = {}
     predicted = having(rows("memory"), {"pass": "whole step", "source": "predicted"})
     for row in in_order(predicted, {"attention": ("eager", "sdpa"), "context": (), "precision": ("fp32",)}):
         (measured,) = having(rows("memory"), {**row.point, "source": "measured"})
         fits = measured.status != "out-of-memory"
         cells = [_gib(measured if fits else row, name) for name in ("first_peak_bytes", "peak_bytes")]
-        lines.append(
-            (str(row.point["attention"]), f"{row.point['context']:,}", str(row.point["precision"]), *cells)
-        )
-    return markdown_grid(("attention", "context", "precision", "first step", "later steps"), lines, 3)
+        lines.setdefault((str(row.point["attention"]), f"{row.point['context']:,}"), []).extend(cells)
+    heads = [f"{precision}: {step}" for precision in ("fp32", "amp-bf16") for step in ("first step", "later")]
+    return markdown_grid(("attention", "context", *heads), [(*key, *line) for key, line in lines.items()], 2)
 
 
 def _gib(row: BenchRow, name: str) -> str:

@@ -158,7 +158,6 @@ def memory(name: str, also: str = "") -> str:
         Column("changes", lambda row: shown[row.variant], False),
         *_memory_columns(control),
         Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes, 2)),
-        HOST,
         *_training_columns(control),
         Column("published GiB", lambda row: or_dash(theirs.get(row.variant, {}).get("peak_gib"), "{:.2f}")),
     ]
@@ -167,14 +166,18 @@ def memory(name: str, also: str = "") -> str:
 
 def _memory_columns(control: Row) -> list[Column]:
     return [
-        Column("allocated GiB, predicted", lambda row: _gib(row.predicted_bytes)),
-        Column("measured", _measured),
+        Column("allocated GiB", _allocated),
         Column("less, %", lambda row: _per_cent(reduction(row, control), "z.1f")),
     ]
 
 
-def _measured(row: Row) -> str:
-    return ENDINGS.get(row.status, row.status) if row.measured_bytes is None else _gib(row.measured_bytes)
+def _allocated(row: Row) -> str:
+    """Return the measured peak, and the predicted one where it differs or there is no other."""
+    predicted = _gib(row.predicted_bytes)
+    if row.measured_bytes is None:
+        return f"{predicted}, {ENDINGS.get(row.status, row.status)}"
+    measured = _gib(row.measured_bytes)
+    return measured if measured == predicted else f"{measured} (predicted {predicted})"
 
 
 def _training_columns(control: Row) -> list[Column]:
@@ -198,18 +201,13 @@ def ladders() -> str:
     shown = _changes_of(rows, rows[0])
     columns = [NAME, Column("changes", lambda row: shown[row.variant], False)]
     for title, name in LADDERS.items():
-        # Llama's peaks are predicted to the byte (the page says so), so one column shows both.
-        found = _memory_columns(sweep(name)["control"])[title == "Llama" :]
-        found += _training_columns(sweep(name)["control"])
+        found = _memory_columns(sweep(name)["control"]) + _training_columns(sweep(name)["control"])
         columns += [_of_ladder(column, title, name) for column in found]
     return _markdown(columns, rows)
 
 
 def _of_ladder(column: Column, title: str, name: str) -> Column:
-    return Column(
-        f"{title}: {column.title.replace('measured', 'measured GiB')}",
-        lambda row: column.cell(sweep(name)[row.variant]),
-    )
+    return Column(f"{title}: {column.title}", lambda row: column.cell(sweep(name)[row.variant]))
 
 
 def _markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:

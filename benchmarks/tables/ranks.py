@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.tables.bench import having, milliseconds, of_number, results, rows
-from trainfit.bench.experiments.ddp import FIT, STRATEGIES, SWEEP
+from trainfit.bench.experiments.ddp import STRATEGIES, SWEEP
 from trainfit.bench.harness.discovery import experiment
 from trainfit.report.bench_plot import TIMELINE, in_order, number, plot_of
 from trainfit.report.table import markdown_grid
@@ -12,7 +12,7 @@ from trainfit.spec.units import GIB
 
 SHOWN = {"model": "xl", "precision": "bf16"}
 """The case whose timelines are drawn."""
-MEMORY = ("init", "before", "after", "state")
+MEMORY = ("before", "after", "state")
 
 
 def _of_results(some: Sequence[BenchRow]) -> list[BenchRow]:
@@ -21,16 +21,14 @@ def _of_results(some: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def collectives() -> str:
-    """Time and bandwidths of collectives by kind, size and number of GPUs."""
-    lines = [
-        (
-            str(row.point["processes"]), str(row.point["collective"]), f"{row.point['size_mb']:,}",
-            milliseconds(row), of_number("algorithm_gb_per_s", ".0f")(row),
-            of_number("bus_gb_per_s", ".0f")(row),
-        )
-        for row in _of_results(rows("collectives"))
-    ]  # fmt: skip
-    return markdown_grid(("GPUs", "collective", "MB", "ms", "algorithm GB/s", "bus GB/s"), lines, 2)
+    """Milliseconds and bus bandwidth of collectives by kind and size."""
+    lines: dict[str, list[str]] = {}
+    for row in _of_results(rows("collectives")):
+        assert row.point["processes"] == 2
+        cell = f"{milliseconds(row)} ({of_number('bus_gb_per_s', '.0f')(row)})"
+        lines.setdefault(str(row.point["collective"]), []).append(cell)
+    heads = [f"{size:,} MB" for size in dict.fromkeys(row.point["size_mb"] for row in rows("collectives"))]
+    return markdown_grid(("collective", *heads), [(name, *cells) for name, cells in lines.items()])
 
 
 def ddp() -> str:
@@ -42,18 +40,17 @@ def ddp() -> str:
         step_s, torch_s = number(row, "median_s"), torchs.get(_case(row))
         lines.append(
             (
-                *_case(row), str(row.point["strategy"]), milliseconds(row),
+                str(row.point["model"]), str(row.point["strategy"]), milliseconds(row),
                 f"{torch_s / step_s:.3f}" if step_s and torch_s else "",
-                of_number("exposed_s", ".1f", 1e3)(row), of_number("exposed_share", ".1f", 100.0)(row),
+                of_number("exposed_share", ".1f", 100.0)(row),
                 of_number("communication_s", ".1f", 1e3)(row), of_number("hidden_share", ".0f", 100.0)(row),
                 of_number("peak_bytes", ".2f", 1 / GIB)(row),
             )
         )  # fmt: skip
     heads = (
-        "model", "precision", "strategy", "step, ms", "DDP / this", "exposed, ms", "exposed, %", "NCCL, ms",
-        "hidden, %", "peak, GiB",
+        "model", "strategy", "step, ms", "DDP / this", "exposed, %", "NCCL, ms", "hidden, %", "peak, GiB",
     )  # fmt: skip
-    return markdown_grid(heads, lines, 3)
+    return markdown_grid(heads, lines, 2)
 
 
 def _case(row: BenchRow) -> tuple[str, str]:
@@ -62,51 +59,27 @@ def _case(row: BenchRow) -> tuple[str, str]:
 
 def buckets() -> str:
     """A data-parallel step by bucket size."""
-    lines = [
-        (
-            str(row.point[SWEEP]), f"{row.point['bucket_mb']:,}", of_number("all_reduces", ".0f")(row),
-            milliseconds(row), of_number("exposed_s", ".2f", 1e3)(row),
-        )
-        for row in _of_results(rows("ddp"))
-        if SWEEP in row.point
-    ]  # fmt: skip
-    return markdown_grid(("buckets of", "MiB", "all-reduces", "step, ms", "exposed, ms"), lines)
-
-
-def bucket_models() -> str:
-    """The bucket model fitted to the sizes, and its best size."""
-    lines = [
-        (
-            str(row.point[FIT]), of_number("link_gb_per_s", ".0f")(row),
-            of_number("overhead_s", ".1f", 1e6)(row),
-            of_number("best_predicted_mb", ".0f")(row), of_number("best_measured_mb", ".0f")(row),
-            of_number("r_squared", ".2f")(row), of_number("worst_s", ".2f", 1e3)(row),
-            str(row.numbers.get("fit", "")),
-        )
-        for row in _of_results(rows("ddp"))
-        if FIT in row.point
-    ]  # fmt: skip
-    heads = (
-        "buckets of", "w, GB/s", "o, us", "best MiB, predicted", "measured", "R²", "largest error, ms", "fit"
-    )  # fmt: skip
-    return markdown_grid(heads, lines)
+    lines: dict[str, list[str]] = {}
+    for row in _of_results(rows("ddp")):
+        if SWEEP in row.point:
+            cells = milliseconds(row), of_number("exposed_s", ".2f", 1e3)(row)
+            lines.setdefault(f"{row.point['bucket_mb']:,}", []).extend(cells)
+    heads = ("MiB", "bucketed: step, ms", "exposed, ms", "DDP: step, ms", "exposed, ms")
+    return markdown_grid(heads, [(size, *cells) for size, cells in lines.items()], 0)
 
 
 def sharding() -> str:
-    """Memory, traffic and time of a step by what is sharded."""
-    lines = [
-        (
-            str(row.point["precision"]), str(row.point["sharding"]),
-            *(of_number(f"{name}_bytes", ".2f", 1 / GIB)(row) for name in MEMORY),
-            of_number("traffic_of_weights", ".2f")(row), milliseconds(row),
-        )
-        for row in _of_results(rows("sharding"))
-    ]  # fmt: skip
-    heads = (
-        "precision", "sharding", "init, GiB", "before update, GiB", "update, GiB", "state, GiB",
-        "traffic / weights", "step, ms",
-    )  # fmt: skip
-    return markdown_grid(heads, lines, 2)
+    """Memory, traffic and time of a step by what is sharded, in bf16 and fp32."""
+    lines: dict[str, list[list[str]]] = {}
+    for row in _of_results(rows("sharding")):
+        cells = [of_number(f"{name}_bytes", ".2f", 1 / GIB)(row) for name in MEMORY]
+        cells += [of_number("traffic_of_weights", ".2f")(row), milliseconds(row)]
+        lines.setdefault(str(row.point["sharding"]), []).append(cells)
+    shown = [
+        (name, *(" / ".join(cells) for cells in zip(*both, strict=True))) for name, both in lines.items()
+    ]
+    heads = ("sharding", "before update, GiB", "update, GiB", "state, GiB", "traffic / weights", "step, ms")
+    return markdown_grid(heads, shown)
 
 
 def overlap_plot() -> str:

@@ -14,10 +14,13 @@ from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
 from trainfit.report.words import describe
+from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import Record
 
 FOLDER = RESULTS / "several-gpus"
 FILES = ("suite-predicted.jsonl", "suite-measured.jsonl")
+ANEW = "suite-predicted-anew.jsonl"
+"""Predictions of the same recipes by later code, if there are any."""
 PEAKS = {
     "allocated": "peak_allocated_bytes",
     "reserved": "peak_reserved_bytes",
@@ -29,6 +32,7 @@ SPEED_FILES = ("speed-predicted.jsonl", "speed-measured.jsonl")
 WITHIN = (0.0002, 0.005)
 """Sizes of errors whose share of recipes is shown."""
 NUM_LARGEST = 8
+HALVES = {False: "learned from", True: "held out"}
 
 
 def joined(some: Iterable[Record]) -> list[Comparison]:
@@ -51,6 +55,13 @@ def joined(some: Iterable[Record]) -> list[Comparison]:
 def suite() -> tuple[Comparison, ...]:
     """Return the committed recipes that were predicted and measured."""
     return tuple(joined(record for name in FILES for record in load(FOLDER / name)))
+
+
+@cache
+def anew() -> tuple[Comparison, ...]:
+    """Return the measured recipes with their predictions anew."""
+    files = (FOLDER / ANEW, FOLDER / FILES[1])
+    return tuple(joined(record for file in files if file.is_file() for record in load(file)))
 
 
 def strategy_of(one: Comparison) -> str:
@@ -97,20 +108,54 @@ def by_strategy() -> str:
     heads = [
         "strategy", "recipes", "allocated: exact", "within 0.02 %", "worst",
         "reserved: within 0.5 %", "worst", "device: worst", "step, measured / predicted: median (range)",
+        *(f"anew, {half}" for half in HALVES.values() if anew()),
     ]  # fmt: skip
     lines = [_group(name, some) for name, some in sorted(groups.items())]
     return markdown_grid(heads, [*lines, _group("all", pairs)])
 
 
+def halves() -> str:
+    """Errors of step times as first committed and predicted anew, by half of the recipes."""
+    lines = list[list[str]]()
+    for held_out, title in HALVES.items():
+        for name, pairs in {"as first committed": suite(), "predicted anew": anew()}.items():
+            errors = step_errors(pairs, held_out)
+            if errors:
+                cells = (median(errors), errors[round(0.95 * (len(errors) - 1))], errors[-1])
+                lines.append([title, name, str(len(errors)), *(f"{100 * each:.1f}" for each in cells)])
+    heads = [
+        "step, predicted / measured - 1",
+        "predicted",
+        "recipes",
+        "median, %",
+        "95th percentile, %",
+        "worst, %",
+    ]
+    return markdown_grid(heads, lines)
+
+
+def step_errors(pairs: Iterable[Comparison], held_out: bool) -> list[float]:
+    """Return the sizes of the errors of the step time, in order, of one half of the recipes."""
+    some = (one for one in pairs if is_held_out(one.recipe.id) == held_out)
+    return sorted(abs(error) for one in some if (error := one.error("step_s")) is not None)
+
+
 def _group(name: str, pairs: Sequence[Comparison]) -> list[str]:
     sizes = {title: _sizes(pairs, title) for title in PEAKS}
-    times = sorted(value for one in pairs if (value := ratio(one)) is not None)
     allocated, reserved, device = sizes.values()
-    least = [f"{median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})"] if times else [""]
+    ids = {one.recipe.id for one in pairs}
+    again = [one for one in anew() if one.recipe.id in ids]
+    by_half = ([one for one in again if is_held_out(one.recipe.id) == held_out] for held_out in HALVES)
+    least = [_ratios(some) for some in ((pairs, *by_half) if anew() else (pairs,))]
     return [
         name, str(len(pairs)), str(exact(allocated)), _within(allocated, WITHIN[0]), _worst(allocated),
         _within(reserved, WITHIN[1]), _worst(reserved), _worst(device), *least,
     ]  # fmt: skip
+
+
+def _ratios(pairs: Sequence[Comparison]) -> str:
+    times = sorted(value for one in pairs if (value := ratio(one)) is not None)
+    return f"{median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})" if times else ""
 
 
 def _within(values: Sequence[float], limit: float) -> str:

@@ -210,14 +210,13 @@ def combinations() -> str:
     never, partly = refusals()
     rows = []
     for number, (name, title) in enumerate(TITLES.items()):
-        earlier = list(TITLES)[:number]
         refused = [
-            ", ".join(TITLES[other] for other in earlier if other in found[name]) for found in (never, partly)
+            TITLES[other] + "*" * (other in partly[name])
+            for other in list(TITLES)[:number]
+            if other in never[name] | partly[name]
         ]
-        rows.append([f"[{title}](#{_anchor(title)})", in_a_recipe(name), *refused])
-    return markdown_grid(
-        ["technique", "in a recipe", "refused with", "refused with some variants of"], rows, num_text=4
-    )
+        rows.append([f"[{title}](#{_anchor(title)})", in_a_recipe(name), ", ".join(refused)])
+    return markdown_grid(["technique", "in a recipe", "refused with (*: some variants)"], rows, num_text=3)
 
 
 def _anchor(title: str) -> str:

@@ -11,6 +11,7 @@ from trainfit.calibration import run as run_module
 from trainfit.calibration.op_timer import OpTimer
 from trainfit.calibration.run import Run
 from trainfit.calibration.workloads import one_step, recipes, tiny_recipe
+from trainfit.cli.main import main
 from trainfit.prediction.estimate import ledger_of
 from trainfit.spec.calibration import Calibration
 from trainfit.spec.recipe_file import recipe_from
@@ -81,6 +82,26 @@ def test_every_part_has_a_result_or_a_reason(tmp_path: Path, monkeypatch: pytest
     kept = Calibration.model_validate_json(out.read_text())
     assert kept.host == {"another": 1e-6}
     assert kept.failures == ("host, a call: RuntimeError: no such kernel",)
+
+
+def test_a_file_that_is_no_calibration_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "costs", lambda device: [("a call", lambda: 1e-6)])
+    out = tmp_path / "recipe.yaml"
+    arguments = ["calibrate", "--host", "--device", "cpu", "--out", str(out)]
+    for content in ("model: {config: gpt2}\n", "", '{"format": 1}'):
+        out.write_text(content)
+        assert main(arguments) == 65
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "--out" in error and "move it away" in error  # noqa: PT018
+        assert out.read_text() == content
+    assert main([*arguments[:-1], str(tmp_path)]) == 65
+    out.unlink()
+    assert main(arguments) == 0
+    assert main(arguments) == 0  # A calibration is replaced by a newer one.
+    assert Calibration.model_validate_json(out.read_text()).host == {"a call": 1e-6}
 
 
 def test_every_recipe_of_the_calibration_is_allowed() -> None:

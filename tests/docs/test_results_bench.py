@@ -116,6 +116,11 @@ def small_forward() -> Figures:
     return tuple(value("attention", name, 1e6, **at) for name in ("median_s", "host_s"))
 
 
+def bucket_model() -> Figures:
+    at = partial(value, "ddp", bucket_model_of="bucketed")
+    return tuple(at(name) for name in ("best_predicted_mb", "r_squared", "best_measured_mb"))
+
+
 def forward_softmax() -> Figures:
     return extremes([100 * share for share in every("kernels", "softmax_share", **FORWARD).values()])
 
@@ -201,7 +206,8 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"On a CPU only # do": lambda: (len(fp32_outputs("cpu")),),
     r"a thousand times gives # in fp32, # in fp16 and # where": totals,
     r"fp32 forward reads # us here; it takes # ms": unsynchronised,
-    r"the device needs # us for a bf16 forward of 256 tokens .* the host # us": small_forward,
+    r"bf16 forward of 256 tokens the device needs # us, the host #\.": small_forward,
+    r"best size is # MiB \(R² #\); # was the best measured": bucket_model,
     r"measured # to # %, by size": forward_softmax,
 }  # fmt: skip
 KERNEL_CLAIMS: dict[str, Callable[[], Figures]] = {

@@ -46,7 +46,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, __file__], cwd=self.folder,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"TRAINFIT_CACHE": str(self.folder / "cache"), "COLUMNS": "200"},
+            env=os.environ | {"COLUMNS": "200"},
         )  # fmt: skip
         self.pid = self._process.pid
         return self

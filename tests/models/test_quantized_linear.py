@@ -159,15 +159,13 @@ def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None):
 
 def test_predicted_bytes_of_an_8b_base():
     """nf4: 4.127 bits a weight (QLoRA, section 3); int8: 8 and 32 a row. What is not quantised: 16 bits."""
-    quantized = 32 * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
-    num_rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
-    whole = 2 * 128_256 * 4096 + 65 * 4096
+    layers = 4
+    quantized = layers * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
+    num_rows = layers * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    whole = 2 * 128_256 * 4096 + (2 * layers + 1) * 4096
+    config, adapter = with_layers("llama-3.1-8b", layers), Adapter(kind="lora", dtype="base")
     for kind, num_bytes in (("nf4", quantized * 4.127 / 8), ("int8", quantized + 4 * num_rows)):
-        adapter, batch = Adapter(kind="lora", dtype="base"), Batch(seq=128)
-        recipe = recipe_of(
-            "llama-3.1-8b", "native", adapter=adapter, quantize=kind, precision="bf16", batch=batch
-        )
-        ledger = trace(recipe)
+        ledger = trace(recipe_of(config, "native", adapter=adapter, quantize=kind, precision="bf16"))
         assert ledger.params == quantized + whole + ledger.trainable_params
         expected = num_bytes + 2 * (whole + ledger.trainable_params)
         assert sums(ledger)["phases"]["after_init"] == pytest.approx(expected, rel=2e-3)

@@ -8,8 +8,8 @@ import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.planning.advice import first_fitting, more_gpus
+from trainfit.planning.combinations import MARGIN
 from trainfit.planning.estimates import Estimates
-from trainfit.planning.search import MARGIN
 from trainfit.spec.plan import Advice
 
 LLAMA = {

@@ -11,10 +11,10 @@ from tiny_recipe import TINY_LLAMA
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
+from trainfit.planning.combinations import Goal
 from trainfit.planning.composed import Sizes, within
 from trainfit.planning.estimates import Estimates, Request
 from trainfit.planning.frontier import pareto
-from trainfit.planning.search import Goal
 from trainfit.planning.search import plan as search
 from trainfit.prediction.estimate import predict
 from trainfit.spec.plan import Plan

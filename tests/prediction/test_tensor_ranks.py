@@ -11,8 +11,8 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
-from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, replay_on
+from trainfit.prediction.roofline import step_times
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
@@ -112,9 +112,10 @@ def test_the_computation_waits_for_the_tensor_group_and_not_for_the_shards() -> 
     assert {one.is_synchronous for one in found.collectives if one.span == 2} == {True}
     assert {one.is_synchronous for one in found.collectives if one.span == 3} == {False}
     latency_s = communication.ring(2, 2, gpu("h200")).latency_s
-    for at, (total, exposed) in communication.collectives_s(found, gpu("h200"), op_s).items():
-        waited = [one for one in found.collectives if one.segment == at and one.is_synchronous]
-        assert len(waited) * latency_s <= exposed <= total
+    for at, exposed_s in step_times(found, gpu("h200")).exposed_s.items():
+        here = [one for one in found.collectives if one.segment == at]
+        total_s = sum(communication.collective_s(one, gpu("h200")) for one in here)
+        assert sum(one.is_synchronous for one in here) * latency_s <= exposed_s <= total_s
 
 
 def test_shards_of_a_tensor_parallel_rank_are_gathered_over_their_own_group(

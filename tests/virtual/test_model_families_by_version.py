@@ -1,5 +1,5 @@
 """Peaks of the catalog's transformers families, by the version of transformers and of torch that is
-installed.
+installed; their products are those of the closed form.
 
 Supported are transformers 5.17 to 5.23 and torch 2.11 to 2.13. A family whose peak differs between the two
 ends holds both numbers; a difference that is not here fails. Where the virtual GPU itself changes, run this
@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from trainfit.prediction.estimate import predict
+from trainfit.catalog.load import gpu, model, models
+from trainfit.prediction.closed_form import product_step_flops
+from trainfit.prediction.estimate import estimate, ledger_of
 from trainfit.spec.recipe import Batch
-from virtual_runs import recipe_of, with_layers
+from virtual_runs import recipe_of, steady_sum, with_layers
 
 OLDEST, NEWEST = (5, 17), (5, 23)
 BEFORE_LT_IS_SHARED = (2, 12)
@@ -91,5 +93,15 @@ def test_a_family_takes_what_this_version_is_known_to_take(family: Family, atten
         precision="bf16",
         attention=attention,
     )
-    found = predict(recipe).phases.steady.peak
+    ledger = ledger_of(recipe)
+    found = estimate(recipe, gpu("h200"), ledger).phases.steady.peak
     assert found in known_peaks(getattr(family, attention), family.biased)
+    for pairs, quantity in (("causal", "model_flops"), ("full", "model_flops_full")):
+        closed = product_step_flops(dict(recipe.model.config), batch=2, seq=1024, attention=pairs)
+        assert closed.model_flops == steady_sum(ledger, quantity)
+
+
+def test_every_family_of_the_catalog_is_here() -> None:
+    known = {model(family.model).config["model_type"] for family in FAMILIES}
+    every = {row.config["model_type"] for row in models().values()}
+    assert every - known == {"deepseek_v3", "trainfit"}  # Their products are in test_mfu_accounting.py.

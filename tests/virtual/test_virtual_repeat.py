@@ -11,46 +11,51 @@ from torch.nn import functional as F
 
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer
 from trainfit.virtual.trace.repeated_layers import find_period
 from virtual_runs import recipe_of, steady, sums, with_layers
 
-FAMILIES = {
-    "gpt2": 4, "bloom-560m": 4, "falcon-7b": 4, "mixtral-8x7b": 4, "qwen3-0.6b": 4, "gemma-2-2b": 8,
-    "phi-2": 4, "deepseek-v2-lite": 5, "gpt-oss-20b": 8,
-}  # fmt: skip
-"""Catalog name and number of layers."""
-LLAMA, GPT2 = with_layers("llama-3.2-1b", 4), with_layers("gpt2", 4)
+LLAMA = with_layers("llama-3.2-1b", 4)
+IN_BACKWARD = {"in_backward": True}
 Case = tuple[dict[str, Any], str, dict[str, Any]]
-CASES: dict[str, Case] = {name: (with_layers(name, layers), "hf", {}) for name, layers in FAMILIES.items()}
-CASES |= {
+
+
+def case(name: str, layers: int = 4, implementation: str = "hf", **fields: Any) -> Case:
+    return with_layers(name, layers), implementation, fields
+
+
+CASES: dict[str, Case] = {
+    "gpt2": case("gpt2", precision="amp-fp16", batch=Batch(micro=2, seq=32, accumulate=2),
+                 optimizer=Optimizer(implementation="foreach")),
+    "lora-dropout-gpt2": case("gpt2", adapter=Adapter(kind="lora", dropout=0.1)),
+    "bloom": case("bloom-560m", optimizer=Optimizer(name="adafactor", implementation="foreach")),
+    "falcon": case("falcon-7b", precision="fp32", optimizer=Optimizer(implementation="forloop")),
+    "mixtral": case("mixtral-8x7b", precision="amp-bf16", optimizer=Optimizer(name="sgd")),
+    "qwen3": case("qwen3-0.6b", attention="eager"),
+    "gemma-2": case("gemma-2-2b", 8),
+    "phi-2": case("phi-2", recompute="full", optimizer=Optimizer(implementation="foreach", **IN_BACKWARD)),
+    "deepseek-v2": case("deepseek-v2-lite", 5),
+    "gpt-oss": case("gpt-oss-20b", 8),
     "sliding-pattern-two-embeddings-recompute": (
         with_layers("gemma-3-1b", 8) | {"layer_types": ["sliding_attention", "full_attention"] * 4}, "hf",
         {"recompute": "full"},
     ),
-    "fp32-forloop": (LLAMA, "hf", {"precision": "fp32", "optimizer": Optimizer(implementation="forloop")}),
-    "amp-bf16-sgd": (LLAMA, "hf", {"precision": "amp-bf16", "optimizer": Optimizer(name="sgd")}),
-    "amp-fp16-gpt2-foreach": (
-        GPT2, "hf", {"precision": "amp-fp16", "optimizer": Optimizer(implementation="foreach")},
+    "adafactor-fused": (
+        LLAMA, "native", {"optimizer": Optimizer(name="adafactor", implementation="fused")},
     ),
-    "adafactor-foreach": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", implementation="foreach")}),
-    "adafactor-momentum": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
-    "in-backward-foreach-recompute": (
-        LLAMA, "hf", {"optimizer": Optimizer(in_backward=True, implementation="foreach"),
-        "recompute": "full"},
-    ),
-    "in-backward-adafactor": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", in_backward=True)}),
-    "accumulate-fp16": (
-        GPT2, "hf", {"precision": "amp-fp16", "batch": Batch(micro=2, seq=32, accumulate=2)},
+    "offload-compile": (
+        LLAMA, "native", {"recompute": "full", "offload": Offload(activations=True), "compile": "block"},
     ),
     "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora"), "recompute": "full"}),
-    "lora-dropout-gpt2": (GPT2, "hf", {"adapter": Adapter(kind="lora", dropout=0.1)}),
-    "lora-native-base": (LLAMA, "native", {"adapter": Adapter(kind="lora", dtype="base")}),
-    "attention-math": (LLAMA, "native", {"attention": "math"}),
-    "attention-eager": (LLAMA, "hf", {"attention": "eager"}),
-    "native-post-norm-alibi": (with_layers("deep-one-1.6b", 4), "native", {"precision": "amp-bf16"}),
+    "native-momentum": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
+    "native-in-backward-math": (
+        LLAMA, "native", {"optimizer": Optimizer(name="adafactor", **IN_BACKWARD), "attention": "math"},
+    ),
+    "native-lora-base": (LLAMA, "native", {"adapter": Adapter(kind="lora", dtype="base")}),
+    "native-post-norm-alibi": case("deep-one-1.6b", 4, "native", precision="amp-bf16"),
     "virtual-cpu": (LLAMA, "native", {"hardware": Hardware(gpu="cpu")}),
 }  # fmt: skip
+"""Families and techniques, each of both in at least one case."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -167,4 +172,4 @@ def test_find_period() -> None:
 
 def test_gpu_without_cuda_is_refused() -> None:
     with pytest.raises(InputError, match=r"hardware\.gpu"):
-        trace(recipe_of(GPT2, hardware=Hardware(gpu="tpu-v5p")))
+        trace(recipe_of(LLAMA, hardware=Hardware(gpu="tpu-v5p")))

@@ -5,6 +5,7 @@ Torch is imported by the function that needs it: ``predict`` only where the reci
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from trainfit.api.planned import planned
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
 
 
 def predict(
-    recipe: Source, *, deterministic: bool = False, use_cache: bool = True, **fields: Unpack[RecipeFields]
+    recipe: Source,
+    *,
+    deterministic: bool = False,
+    calibration: str | Path | None = None,
+    use_cache: bool = True,
+    **fields: Unpack[RecipeFields],
 ) -> Prediction:
     """Return what one training step takes on its GPU: memory, FLOPs, time and cost. Needs no GPU.
 
     Args:
         recipe: a model's or a recipe's name, a path, a mapping or a Recipe, as ``load_recipe`` takes them.
         deterministic: with kernels that repeat bit by bit, which ``train`` uses by default.
+        calibration: file that ``trainfit calibrate`` wrote, for the step's time; None: the catalog's.
         use_cache: False traces anew, even where a ledger is cached.
         fields: fields of the recipe, such as ``gpu="h100-sxm", seq=8192``; see RecipeFields.
 
@@ -35,7 +42,9 @@ def predict(
         InputError: an unknown name, a wrong value, or techniques that exclude each other.
     """
     chosen = wanted(recipe, fields, stacklevel=3)
-    with errors_name(recipe, fields):
+    from trainfit.prediction.calibrated import using
+
+    with using(calibration), errors_name(recipe, fields):
         return predict_recipe(chosen, deterministic=deterministic, use_cache=use_cache)
 
 

@@ -3,7 +3,8 @@
 A dispatch mode records how each tensor of a block's forward was computed. If a tensor that autograd saves
 follows by elementwise work from other saved tensors, its expression is saved instead and evaluated in the
 backward. Matrix products, attention, random draws and unknown operations are never recomputed. Related:
-Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4; Jain et al., https://arxiv.org/abs/1910.02653.
+Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4;
+Jain et al., https://arxiv.org/abs/1910.02653.
 Results are bitwise equal: the same operations run below autocast and autograd.
 """
 

@@ -52,7 +52,7 @@ def run(
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
-    """Run an experiment: times with their spread, never a number from a failed or throttled run.
+    """Run an experiment: times of this device with their spread.
 
     Stopped by SIGTERM or Ctrl-C (exit 75), it prints and records what was measured; other rows are not-run.
     """

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from trainfit.cli.options import Device, Json, finite, only_json, print_json
+from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
 if TYPE_CHECKING:
@@ -24,25 +25,42 @@ def run(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Measure the rates of this device and its host: under 5 minutes, the host alone 10 s.
+    """Measure the rates of this device and its host.
 
-    What was measured is kept after every part; a part that fails does not stop the others.
+    It takes under 5 minutes, the host alone 10 s. What was measured is kept after every part; a part that
+    fails does not stop the others.
     """
     from trainfit.bench.harness.runner import device_of
     from trainfit.calibration.run import HOST_LIMIT_S, LIMIT_S, Run, folder
 
+    path = out or folder() / "calibration.json"
+    _check_ours(path)
     with only_json(json):
         chosen = device_of(device)
         limit_s = limit or (HOST_LIMIT_S if host else LIMIT_S)
-        draft = out or folder() / "calibration.json"
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        run = Run(chosen, host_only=host, limit_s=limit_s, say=lambda line: say(line, err=True), out=draft)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run = Run(chosen, host_only=host, limit_s=limit_s, say=lambda line: say(line, err=True), out=path)
         found = run.run()
     if json:
         print_json(found)
     else:
-        show(found, draft)
+        show(found, path)
     return 0
+
+
+def _check_ours(path: Path) -> None:
+    """Refuse to replace a file that is no calibration."""
+    from pydantic import ValidationError
+
+    from trainfit.spec.calibration import MAX_FILE_BYTES, Calibration
+    from trainfit.spec.files import read_bytes
+
+    try:
+        if path.exists():
+            Calibration.model_validate_json(read_bytes(path, MAX_FILE_BYTES))
+    except ValidationError:
+        problem, remedy = "exists, and is no calibration", "name another file with --out, or move it away"
+        raise InputError(problem, remedy, field="--out", value=str(path)) from None
 
 
 def show(found: "Calibration", path: Path) -> None:

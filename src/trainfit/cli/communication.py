@@ -36,9 +36,10 @@ def run(
     ] = None,
     json: Json = False,
 ) -> None:
-    """When blocks of two linears are bound by communication, and what memory their states need.
+    """When blocks of two linears are bound by communication.
 
-    Closed forms for FSDP, data parallel, tensor parallel and FSDP with tensor parallel, in bf16.
+    Closed forms for FSDP, data parallel, tensor parallel and FSDP with tensor parallel, in bf16; also the
+    memory that the states need.
     """
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.prediction.calculators import communication as closed

@@ -108,7 +108,7 @@ def _communication(out: Console, found: CommunicationBound, num_gpus: int) -> No
     bound = "Communication-bound" if found.is_bound else "Compute-bound"
     smallest = "so is every batch"
     if found.compute_bound_tokens is None:
-        smallest = "no batch is compute-bound: communication grows with it"
+        smallest = "none: communication, or the host, takes longer at every batch"
     elif found.compute_bound_tokens:
         smallest = f"compute-bound from {_from(found.compute_bound_tokens, num_gpus)}"
         smallest += f", {math.ceil(found.compute_bound_tokens):,} in all"

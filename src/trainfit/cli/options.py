@@ -64,6 +64,10 @@ PeakFlops = Annotated[
     float | None, typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP)
 ]
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:1.")]
+CALIBRATION_HELP = "Time the step with what trainfit calibrate wrote here."
+CalibrationFile = Annotated[
+    Path | None, typer.Option("--calibration", metavar="FILE.json", help=CALIBRATION_HELP)
+]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 where it does not fit.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RECORD_HELP = "Append the result to this SQLite file."

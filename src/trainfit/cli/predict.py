@@ -31,6 +31,7 @@ def run(
     gpu: Annotated[str | None, Option(metavar="NAME[,NAME]", help=GPUS_HELP)] = None,
     price: options.Price = None,
     tokens: Annotated[float | None, Option(metavar="N", parser=count, help=TOKENS_HELP)] = None,
+    calibration: options.CalibrationFile = None,
     json: Json = False,
     record: RecordFile = None,
     deterministic: Annotated[bool, Option("--deterministic", help=DETERMINISTIC)] = False,
@@ -42,24 +43,28 @@ def run(
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
     if tokens is not None and tokens <= 0:
         raise typer.BadParameter("--tokens must be above 0")
+    from trainfit.prediction.calibrated import using
+
     names = [None] if gpu is None else list(dict.fromkeys(map(str.strip, gpu.split(","))))
     several = len(names) > 1
     found: list[Prediction | InputError] = []
     given = [options.with_hardware(settings, name, price) for name in names]
     requested = [options.read_recipe(recipe, one) for one in given]
     import_little(compiles=any(one.compile for one in requested))
-    for wanted, its_settings in zip(requested, given, strict=True):
-        try:
-            with options.work(recipe, its_settings, json=json, record=record):
-                found.append(_predict(wanted, record, deterministic, use_cache=not no_cache))
-        except InputError as error:
-            if not several:
-                raise
-            found.append(error)
-    if several or isinstance(found[0], InputError):
-        _compare(requested, found, tokens, json=json)
-    else:
-        _show(found[0], tokens, json=json, verbose=verbose, advice=not json if advice is None else advice)
+    with using(calibration):
+        for wanted, its_settings in zip(requested, given, strict=True):
+            try:
+                with options.work(recipe, its_settings, json=json, record=record):
+                    found.append(_predict(wanted, record, deterministic, use_cache=not no_cache))
+            except InputError as error:
+                if not several:
+                    raise
+                found.append(error)
+        if several or isinstance(found[0], InputError):
+            _compare(requested, found, tokens, json=json)
+        else:
+            advised = not json if advice is None else advice
+            _show(found[0], tokens, json=json, verbose=verbose, advice=advised)
     fits = all(not isinstance(one, InputError) and one.fits for one in found)
     return EXIT_DOES_NOT_FIT if check and not fits else 0
 

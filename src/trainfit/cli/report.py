@@ -21,7 +21,7 @@ def run(
     markdown: Annotated[bool, Option("--markdown", help="Print every column as a Markdown table.")] = False,
     json: Json = False,
 ) -> None:
-    """Compare predictions with measurements; write a page with plots."""
+    """Compare predictions with measurements."""
     from trainfit.records import load, replace_text
     from trainfit.report.compare import compare
 

@@ -68,7 +68,7 @@ def run(
     markdown: Annotated[bool, Option("--markdown", help="Print the table as Markdown.")] = False,
     json: Json = False,
 ) -> int:
-    """Predict, measure and train variants of a recipe, or a list of recipes; compare them.
+    """Predict, measure and train variants; compare them.
 
     A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others continue.
     Stopped (exit 75) or killed, the same command continues.

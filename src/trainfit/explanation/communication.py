@@ -1,22 +1,31 @@
 """When a recipe of several GPUs is bound by communication, from its ledger.
 
-A phase is compute-bound where its operations take at least as long as its collectives.
-Both are linear in the batch: lines through the recipe's step and one of twice its micro-batch. The
-optimizer's collectives are left out, which no larger batch hides.
+A phase is compute-bound where its operations take at least as long as its collectives, and as its host to
+issue them. Each operation and collective has a size that is linear in the batch, drawn through the recipe's
+step and one of twice its micro-batch; its time is the prediction's for that size. The optimizer's collectives
+are left out, which no larger batch hides.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
 
-from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.prediction import communication
+from trainfit.prediction.calibrated import calibrated
 from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import ledger_of
+from trainfit.prediction.host_time import Issue, collective_issue_s
+from trainfit.prediction.roofline import step_times
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CommunicationBound, PhaseCommunication
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
+Entry = TypeVar("Entry", Op, Collective)
 PHASES: tuple[str, ...] = ("forward", "backward")
+MOST_DOUBLINGS = 12
+"""Of the micro-batch, until a phase that still is not compute-bound counts as one that never is."""
 
 
 def communication_bound(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> CommunicationBound | None:
@@ -29,57 +38,120 @@ def communication_bound(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Communicati
     gpu = communication.on_hosts(gpu, recipe.hardware)
     if not ledger.collectives or gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
-    batch = recipe.batch.model_copy(update={"micro": 2 * recipe.batch.micro})
-    twice = _by_phase(ledger_of(recipe.model_copy(update={"batch": batch})), gpu)
+    micro = recipe.batch.micro
+    batch = recipe.batch.model_copy(update={"micro": 2 * micro})
+    twice = ledger_of(recipe.model_copy(update={"batch": batch}))
+    times = step_times(ledger, gpu)
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
-    phases = tuple(
-        PhaseCommunication(
-            phase=phase,
-            compute_s=one.compute_s,
-            communication_s=one.moved_s,
-            exposed_s=one.exposed_s,
-            compute_bound_tokens=_compute_bound(tokens, one, twice[phase]),
+    phases = list[PhaseCommunication]()
+    for name in PHASES:
+        phase = _Phase(ledger, twice, name, gpu)
+        here = phase.at(1.0)
+        if not here.moved_s:
+            continue
+        exposed = (each.get(at, 0.0) for each in (times.exposed_s, times.slowed_s) for at in phase.segments)
+        smallest = _smallest(micro, lambda some, phase=phase: phase.at(some / micro).is_compute_bound)
+        phases.append(
+            PhaseCommunication(
+                phase=name,
+                compute_s=here.compute_s,
+                communication_s=here.moved_s,
+                exposed_s=sum(exposed),
+                compute_bound_tokens=None if smallest is None else smallest * tokens / micro,
+            )
         )
-        for phase, one in _by_phase(ledger, gpu).items()
-        if one.moved_s
-    )
     least = [one.compute_bound_tokens for one in phases]
     return CommunicationBound(
         tokens=tokens,
-        phases=phases,
+        phases=tuple(phases),
         compute_bound_tokens=None if None in least else max((one for one in least if one), default=0.0),
     )
 
 
+def _smallest(micro: int, is_compute_bound: Callable[[int], bool]) -> int | None:
+    """Return the smallest compute-bound micro-batch, 0 if one sample is enough; None: there is none."""
+    low, high = 0, micro
+    for _ in range(MOST_DOUBLINGS):
+        if is_compute_bound(high):
+            break
+        low, high = high, 2 * high
+    else:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_compute_bound(middle) else (middle, high)
+    return 0 if high == 1 else high
+
+
 class Times(NamedTuple):
-    """Expected seconds of a phase's operations, of its collectives, and of those that are not hidden."""
+    """Seconds of a phase's operations, of its collectives, and of its host."""
 
-    compute_s: float = 0.0
-    moved_s: float = 0.0
-    exposed_s: float = 0.0
+    compute_s: float
+    moved_s: float
+    issued_s: float
 
-
-def _compute_bound(tokens: int, once: Times, twice: Times) -> float | None:
-    """Return the tokens at which the computation takes as long as the communication; None: never."""
-    lead_s, lead_twice_s = (one.compute_s - one.moved_s for one in (once, twice))
-    growth_s = lead_twice_s - lead_s
-    if growth_s <= 0:
-        return 0.0 if lead_s > 0 else None
-    return max(0.0, tokens * (1 - lead_s / growth_s))
+    @property
+    def is_compute_bound(self) -> bool:
+        return self.compute_s >= max(self.moved_s, self.issued_s)
 
 
-def _by_phase(ledger: Ledger, gpu: Gpu) -> dict[str, Times]:
-    """Return the times of the steady step's forward and backward."""
-    busy_s: dict[int, float] = {}
-    for op in ledger.steady_ops:
-        if op.name not in COPY_DIRECTIONS:
-            busy_s[op.segment] = busy_s.get(op.segment, 0.0) + ledger.times(op) * op_s(op, gpu)
-    moved = communication.collectives_s(ledger, gpu, op_s)
-    found = dict.fromkeys(PHASES, Times())
-    for segment, compute_s in busy_s.items():
-        all_s, exposed_s = moved.get(segment, (0.0, 0.0))
-        phase = ledger.segments[segment].phase
-        if phase in found:
-            one = found[phase]
-            found[phase] = Times(one.compute_s + compute_s, one.moved_s + all_s, one.exposed_s + exposed_s)
-    return found
+class _Phase:
+    """Operations and collectives of one phase of the steady step, with a batch and with twice as much."""
+
+    def __init__(self, once: Ledger, twice: Ledger, name: str, gpu: Gpu):
+        self.ledger, self.gpu, host = once, gpu, calibrated(gpu).rates.host
+        self.segments = _segments(once, name)
+        issued = [op for op in once.ops if op.segment in self.segments]
+        collectives = [one for one in once.collectives if one.segment in self.segments]
+        issue = Issue(once, host)
+        self.issued_s = sum(once.times(op) * issue.seconds(op) for op in issued)
+        self.issued_s += sum(once.times(one) * collective_issue_s(one, host) for one in collectives)
+        of_twice = _segments(twice, name)
+        self.ops = _pairs(issued, (op for op in twice.ops if op.segment in of_twice))
+        self.collectives = _pairs(collectives, (one for one in twice.collectives if one.segment in of_twice))
+
+    def at(self, size: float) -> Times:
+        """Return the times with a batch of a size, that of the recipe being 1."""
+        compute_s = moved_s = 0.0
+        for pair in self.ops:
+            op, number = _sized(pair, size)
+            if op.name not in COPY_DIRECTIONS:
+                compute_s += number * self.ledger.times(op) * op_s(op, self.gpu)
+        for pair in self.collectives:
+            one, number = _sized(pair, size)
+            moved_s += number * self.ledger.times(one) * communication.collective_s(one, self.gpu)
+        return Times(compute_s, moved_s, self.issued_s)
+
+
+def _segments(ledger: Ledger, phase: str) -> set[int]:
+    return {at for at, one in enumerate(ledger.segments) if (one.step, one.phase) == ("steady", phase)}
+
+
+def _pairs(once: Iterable[Entry], twice: Iterable[Entry]) -> list[tuple[Entry | None, Entry | None]]:
+    """Return the entries of two batches that stand for the same call; None where one has more calls."""
+    calls: dict[tuple[object, ...], tuple[list[Entry], list[Entry]]] = {}
+    for number, entries in enumerate((once, twice)):
+        for entry in entries:
+            same = entry.name, entry.segment, entry.group, getattr(entry, "module", "")
+            calls.setdefault(same, ([], []))[number].append(entry)
+    return [pair for both in calls.values() for pair in zip_longest(*both)]
+
+
+def _sized(pair: tuple[Entry | None, Entry | None], size: float) -> tuple[Entry, float]:
+    """Return an entry at a size of the batch, and how often there is one."""
+    once, twice = pair
+    if once is None:
+        assert twice is not None
+        return twice, max(0.0, size - 1)
+    if twice is None:
+        return once, max(0.0, 2 - size)
+    fields: dict[str, Any] = {"num_bytes": _line(once.num_bytes, twice.num_bytes, size)}
+    if isinstance(once, Op) and isinstance(twice, Op):
+        fields["causal_flops"] = _line(once.causal_flops, twice.causal_flops, size)
+        lengths = zip(once.shape, twice.shape, strict=False)
+        fields["shape"] = tuple(max(1, _line(*both, size)) for both in lengths)
+    return once._replace(**fields), 1.0
+
+
+def _line(once: float, twice: float, size: float) -> int:
+    return max(0, round(once + (twice - once) * (size - 1)))

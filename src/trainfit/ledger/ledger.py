@@ -120,6 +120,8 @@ class Op(NamedTuple):
     host: tuple[int, int, int, int] = (0, 0, 0, 0)
     """What the host ran since the entry before: views, module calls, compiled graphs, and reads of a value,
     for each of which it waits until the device has computed it."""
+    wrapped: tuple[int, int] = (0, 0)
+    """Operations on DTensors or other subclasses of tensors since the entry before, and their tensors."""
 
 
 class Collective(NamedTuple):
@@ -144,6 +146,8 @@ class Collective(NamedTuple):
     waited_at: int = -1
     """Index of the operation after which the computation waits for it; -1: at once, or in a backward at its
     end."""
+    num_parameters: int = 0
+    """Parameters that FSDP2 gathers or reduces with it; 0: another's."""
 
 
 class Event(NamedTuple):

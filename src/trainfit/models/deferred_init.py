@@ -90,9 +90,15 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def deferred() -> DeferredInit | None:
+    """Return what records operations on meta; None: nothing does."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, DeferredInit)), None)
+
+
 def is_deferred() -> bool:
     """Return whether operations on meta are recorded, so that weights are to be initialised there."""
-    return any(isinstance(mode, DeferredInit) for mode in _get_current_dispatch_mode_stack())
+    return deferred() is not None
 
 
 class DeferredInit(TorchDispatchMode):
@@ -151,6 +157,11 @@ class DeferredInit(TorchDispatchMode):
         args, kwargs = tree_map_only(Tensor, place, (args, kwargs))
         overwrites = _overwritten(func, args)
         self._calls.append(Call(func, args, kwargs, [place(t) for t in results], frozenset(uses), overwrites))
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Drop the operations that only write these tensors, which the model no longer has."""
+        dropped = {GENERATOR, *map(address, tensors)}
+        self._calls = [call for call in self._calls if not call.uses <= dropped]
 
     @torch.no_grad()
     def materialise(self, module: nn.Module, device: torch.device) -> None:

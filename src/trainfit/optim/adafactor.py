@@ -11,7 +11,7 @@ Shapes: parameter and gradient [b, r, c] (b: leading dimensions); vectors are up
 
 import math
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels.custom_op import declare, triton_kernels
 from trainfit.kernels.stochastic_rounding.op import seed_of, write
-from trainfit.optim.per_parameter import PerParameterOptimizer
+from trainfit.optim.per_parameter import PerParameterOptimizer, local
 
 BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
 """Decay of beta2, clipping threshold d and epsilon2 of the paper; PyTorch's defaults."""
@@ -49,11 +49,12 @@ class FusedAdafactor(PerParameterOptimizer):
         self._stochastic, self._seed = stochastic, seed
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        wide = {"dtype": torch.float32, "device": parameter.device}
+        # Made of the parameter, so that a trace finds which layer the state belongs to.
+        zeros = partial(local(parameter).new_zeros, dtype=torch.float32)
         if parameter.dim() < 2:
-            return {"variance": torch.zeros(parameter.shape, **wide)}
+            return {"variance": zeros(parameter.shape)}
         b, r, c = _sizes(parameter)
-        return {"row_var": torch.zeros(b, r, **wide), "col_var": torch.zeros(b, c, **wide)}
+        return {"row_var": zeros((b, r)), "col_var": zeros((b, c))}
 
     def _update(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], number: int

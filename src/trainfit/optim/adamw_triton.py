@@ -44,7 +44,9 @@ def adamw_kernel(
     g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(M + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
-    p, m, v = _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)  # pyright: ignore[reportGeneralTypeIssues]
+    p, m, v = _updated(  # pyright: ignore[reportGeneralTypeIssues]
+        p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2
+    )
     if STOCHASTIC:
         noise_p, noise_m, noise_v, _ = tl.randint4x(seed, at.to(tl.int32))
         p, m, v = _rounded_for(P, p, noise_p), _rounded_for(M, m, noise_m), _rounded_for(V, v, noise_v)
@@ -90,7 +92,9 @@ def adamw8_kernel(
     v_code = tl.load(VC + at, mask=inside, other=0).to(tl.int32)
     m = tl.load(LEVELS + m_code) * tl.load(MS + blocks, mask=first, other=0.0)[:, None]
     v = tl.load(LEVELS + 512 + v_code) * tl.load(VS + blocks, mask=first, other=0.0)[:, None]
-    p, m, v = _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)  # pyright: ignore[reportGeneralTypeIssues]
+    p, m, v = _updated(  # pyright: ignore[reportGeneralTypeIssues]
+        p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2
+    )
     # Code 0 past the end need not stand for 0.
     m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
     m_scale, v_scale = _largest(tl.abs(m)), _largest(v)

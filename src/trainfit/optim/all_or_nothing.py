@@ -32,4 +32,6 @@ class AllOrNothing:
 
 def one_update(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """Return the only optimizer, or one that updates the weights of all."""
-    return optimizers[0] if len(optimizers) == 1 else AllOrNothing(optimizers)  # pyright: ignore[reportReturnType]
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return AllOrNothing(optimizers)  # pyright: ignore[reportReturnType]

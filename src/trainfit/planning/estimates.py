@@ -8,7 +8,6 @@ since each further one adds the same. The parent needs no torch.
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,10 @@ from typing import Any, NamedTuple, Self
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger
+from trainfit.planning.continued import continued, scaled
+from trainfit.planning.workers import Workers
 from trainfit.prediction import cache as ledgers
+from trainfit.prediction.calibrated import chosen_file, using
 from trainfit.prediction.communication import on_hosts
 from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, ledger_of
@@ -33,18 +35,20 @@ from trainfit.techniques import registry
 
 PARTS = (
     "prediction",
+    *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations/h200.json")),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
 )
-"""Parts of our code, besides those of ``prediction.cache``, that decide an estimate."""
+"""Parts of our code, in addition to those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
-PROGRAM = "from trainfit.planning.estimates import serve; serve()"
-SERVED = (
+IMPORTS = (
     "trainfit.prediction.trace",
     "trainfit.virtual.gpu",
     "trainfit.models.native.decoder",
     "torch.optim",
+    "transformers.models.auto.configuration_auto",
 )
-"""Modules that a process imports before its first request."""
+"""Modules that every trace needs."""
+SEVERAL_GPUS_IMPORT = ("trainfit.prediction.several_ranks", "torch.distributed.fsdp")
 
 
 class Result(NamedTuple):
@@ -54,7 +58,7 @@ class Result(NamedTuple):
     """With a budget for recomputation solved."""
     estimate: Estimate | None
     update_s: float = 0.0
-    """Seconds of the optimizer's phase on the GPU, part of the step."""
+    """Seconds of the optimizer's phase on the GPU, part of the step; 0 where a budget was solved."""
     refused: InputError | None = None
 
 
@@ -94,7 +98,7 @@ class Estimates:
         self.use_cache, self.on_progress = use_cache, on_progress
         self.count = self.num_traced = 0
         self._known: dict[tuple[str, bool], Result] = {}
-        self._workers: list[_Worker] = []
+        self._workers: Workers | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -102,8 +106,8 @@ class Estimates:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        for worker in self._workers:
-            worker.close()
+        if self._workers is not None:
+            self._workers.close()
 
     def of(self, requests: Sequence[Request]) -> list[Result]:
         """Return the requests' results, in their order."""
@@ -132,14 +136,20 @@ class Estimates:
         self.on_progress(len(self._known))
 
     def _spread(self, new: list[Request]) -> None:
-        while len(self._workers) < self.processes:
-            self._workers.append(_Worker())
-        idle = list(self._workers)
+        if self._workers is None:
+            several = any(one.recipe.hardware.count > 1 for one in new)
+            imports = IMPORTS + (SEVERAL_GPUS_IMPORT if several else ())
+            self._workers = Workers(self.processes, "trainfit.planning.estimates:answer_written", imports)
+        workers = self._workers
+        idle = list(workers.each)
+        calibration = chosen_file()  # A thread would not see it.
 
         def run(request: Request) -> Result:
             worker = idle.pop()
             try:
-                return worker.ask(request, use_cache=self.use_cache)
+                data = {"recipe": request.recipe.content(), "exact": request.exact}
+                data |= {"use_cache": self.use_cache, "calibration": calibration}
+                return _read(request.recipe, worker.ask(data))
             finally:
                 idle.append(worker)
 
@@ -148,59 +158,17 @@ class Estimates:
             for request, result in zip(new, threads.map(run, new), strict=True):
                 self._take(request, result)
         except BaseException:
-            for worker in self._workers:
-                worker.close()  # So that no thread waits for an answer.
+            workers.close()  # So that no thread waits for an answer.
             raise
         finally:
             threads.shutdown(cancel_futures=True)
 
 
-class _Worker:
-    """A process that answers one request after another, a JSON line each way."""
-
-    def __init__(self) -> None:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment, start_new_session=True, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def ask(self, request: Request, *, use_cache: bool) -> Result:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "opened as a pipe"
-        assert stdout is not None, "opened as a pipe"
-        data = {"recipe": request.recipe.content(), "exact": request.exact, "use_cache": use_cache}
-        with suppress(BrokenPipeError):
-            stdin.write(json.dumps(data) + "\n")
-            stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise RuntimeError(f"a process that traces recipes ended with {self._process.wait()}")
-        return _read(request.recipe, json.loads(line))
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-
-
-def serve() -> None:
-    """Answer requests from standard input until it ends."""
-    import importlib
-
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What libraries print is no answer.
-    for name in SERVED:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        data = json.loads(line)
-        request = Request(recipe_from(data["recipe"]), data["exact"])
-        answers.write(json.dumps(_written(answer(request, use_cache=data["use_cache"]))) + "\n")
-        answers.flush()
+def answer_written(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of one request, both as plain data."""
+    request = Request(recipe_from(data["recipe"]), data["exact"])
+    with using(data["calibration"]):
+        return _written(answer(request, use_cache=data["use_cache"]))
 
 
 def answer(request: Request, *, use_cache: bool = True) -> Result:
@@ -210,7 +178,8 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
         if recipe.plans_recompute:
             from trainfit.planning.recompute import plan
 
-            recipe = plan(recipe).recipe
+            recipe, found = plan(recipe)
+            return Result(recipe, found)
         return _exact(recipe, use_cache) if request.exact else _for_ranking(recipe, use_cache)
     except InputError as error:
         return Result(recipe, None, refused=error)
@@ -225,7 +194,7 @@ def _exact(recipe: Recipe, use_cache: bool) -> Result:
         return Result(recipe, found, update_s)
     two, update_s = _traced(recipe, 2, use_cache)
     three, _ = _traced(recipe, 3, use_cache)
-    return Result(recipe, _continued(recipe, two, three), update_s)
+    return Result(recipe, continued(recipe, two, three), update_s)
 
 
 def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:
@@ -233,7 +202,7 @@ def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:
     found, update_s = _traced(recipe, min(2, accumulate), use_cache, shorten=True)
     if accumulate > 2 and found.step_s:
         share = 1 + max(0.0, found.step_s - update_s) / 2 / found.step_s
-        found = _continued(recipe, found, _scaled(found, share))
+        found = continued(recipe, found, scaled(found, share))
     return Result(recipe, found.model_copy(update={"recipe_id": recipe.id}), update_s)
 
 
@@ -253,75 +222,6 @@ def _update_s(ledger: Ledger, recipe: Recipe) -> float:
         return 0.0
     updates = (op for op in ledger.steady_ops if ledger.segments[op.segment].phase == "optimizer")
     return sum(ledger.times(op) * op_s(op, gpu) for op in updates)
-
-
-LINEAR = ("model_flops", "hardware_flops", "step_s")
-
-
-def _scaled(found: Estimate, factor: float) -> Estimate:
-    """Return an estimate with what a step adds up multiplied."""
-    time = found.time and found.time.model_copy(update={name: value * factor for name, value in found.time})
-    traffic = tuple(
-        one.model_copy(
-            update={"calls": round(one.calls * factor), "bytes_sent": round(one.bytes_sent * factor)}
-        )
-        for one in found.traffic
-    )
-    sums = {name: getattr(found, name) * factor for name in LINEAR if getattr(found, name) is not None}
-    return found.model_copy(update={**sums, "time": time, "traffic": traffic})
-
-
-def _continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
-    """Return the estimate of ``accumulate`` micro-batches from those of two and three: each adds the same.
-
-    Memory is that of three: nothing more is kept from one micro-batch to the next.
-    """
-    more = recipe.batch.accumulate - 3
-    if two.step_s is None or three.step_s is None or three.time is None or two.time is None:
-        return three.model_copy(update={"recipe_id": recipe.id})
-
-    def on(before: float, after: float) -> float:
-        return max(0.0, after + more * (after - before))
-
-    step_s = on(two.step_s, three.step_s)
-    model_flops = on(two.model_flops, three.model_flops)
-    before = dict(two.time)
-    times = {name: on(before[name], value) for name, value in three.time}
-    traffic = tuple(
-        last.model_copy(
-            update={
-                name: round(on(getattr(first, name), getattr(last, name))) for name in ("calls", "bytes_sent")
-            }
-        )
-        for first, last in zip(two.traffic, three.traffic, strict=True)
-    )
-    tokens = recipe.batch.tokens * recipe.mesh.data_ranks
-    tokens_per_s = tokens / step_s
-    faster = step_s / three.step_s
-    hardware_flops = on(two.hardware_flops, three.hardware_flops)
-    cost = three.cost
-    if cost is not None:
-        cost = cost.model_copy(update={"per_million_tokens": cost.per_hour / 3600 / tokens_per_s * 1e6})
-    bounds = {
-        name: one.model_copy(update={"low": one.low * faster, "high": one.high * faster})
-        for name, one in three.bounds.items()
-    }
-    shares = {
-        name: share and share * flops / before_flops / faster
-        for name, share, flops, before_flops in (
-            ("mfu", three.mfu, model_flops, three.model_flops),
-            ("hfu", three.hfu, hardware_flops, three.hardware_flops),
-        )
-    }
-    note = f"{recipe.batch.accumulate} micro-batches continued from two and three, each adding the same"
-    return three.model_copy(
-        update={
-            "recipe_id": recipe.id, "step_s": step_s, "time": three.time.model_copy(update=times),
-            "model_flops": model_flops, "hardware_flops": hardware_flops, "tokens_per_s": tokens_per_s,
-            "traffic": traffic, "cost": cost, "bounds": bounds, **shares,
-            "assumptions": (*three.assumptions, note),
-        }
-    )  # fmt: skip
 
 
 def _expected_work(request: Request) -> int:
@@ -360,7 +260,11 @@ def _version() -> str:
 
 def _path(request: Request) -> Path:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    parts = [ledgers.key(request.recipe), request.recipe.content(), request.key, _version(), allocator]
+    file = chosen_file()
+    calibration = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    parts = [
+        ledgers.key(request.recipe), request.recipe.content(), request.key, _version(), allocator, calibration
+    ]  # fmt: skip
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
     return ledgers.folder() / "estimates" / f"{name}.json"
 

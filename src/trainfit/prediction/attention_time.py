@@ -38,17 +38,17 @@ def compute_share(op: Op, gpu: Gpu) -> float:
 
 
 def assumptions(
-    ledger: Ledger, gpu: Gpu, is_measured: Callable[[Op], bool] = lambda op: False
+    ledger: Ledger, gpu: Gpu, is_measured: Callable[[Op, Gpu], bool] = lambda op, gpu: False
 ) -> tuple[str, ...]:
     """Return the origin of the rates of the steady step's attention, one line a kernel.
 
     Args:
-        is_measured: says that a calibration has the operation, which then needs no line.
+        is_measured: says that the GPU's calibration has the operation, which then needs no line.
     """
     ops = {
         (op.kernel, op.dtype, _computed_head(op), op.head, op.seq, op.masked)
         for op in ledger.steady_ops
-        if op.kernel and not is_measured(op)
+        if op.kernel and not is_measured(op, gpu)
     }
     return tuple(dict.fromkeys(_origin(gpu, *measured) for measured in sorted(ops)))
 

@@ -5,19 +5,24 @@ link, and twice that for an all-reduce. An all-to-all sends 1 / n of a rank's te
 g ranks in each host, (g - 1) / n through the link inside it and (n - g) / n through the GPU's own port.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import link
-from trainfit.ledger.ledger import Collective, Ledger, Op
-from trainfit.prediction.timeline import replay
+from trainfit.ledger.ledger import Collective, Ledger
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
 
-SUSTAINED = 0.75
-"""Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
+SUSTAINED = {
+    "all_gather": 0.61, "reduce_scatter": 0.61, "all_reduce": 0.74, "broadcast": 0.82,
+    "all_to_all": 0.75, "send": 0.75,
+}  # fmt: skip
+"""Share of the rate inside a host that NCCL reaches with tensors of a GB: 2 H200s, torch 2.11
+(docs/results/bench.md); the last two were not measured."""
+SUSTAINED_BETWEEN_HOSTS = 0.75
+START_S = 20e-6
+"""Of a collective, in addition to its bytes and the link's latency: as measured there for small ones."""
 BUS_SHARE = {
     "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2
 }  # fmt: skip
@@ -102,33 +107,21 @@ def _in_host(num_ranks: int, span: int, gpu: Gpu) -> int:
     return max(1, gpu.gpus_per_host // ((span - 1) // (num_ranks - 1)))
 
 
-def collectives_s(
-    ledger: Ledger, gpu: Gpu, op_s: Callable[[Op, Gpu], float]
-) -> dict[int, tuple[float, float]]:
-    """Return, for each segment of the steady step, the seconds of its collectives and of waiting for any.
-
-    Args:
-        op_s: the expected seconds of an operation.
-    """
-
-    if not ledger.collectives:
-        return {}
-    waited = replay(ledger, lambda op: op_s(op, gpu), lambda one: collective_s(one, gpu)).exposed_s
-    found = {segment: (0.0, exposed_s) for segment, exposed_s in waited.items()}
-    for one in _steady(ledger):
-        total_s, exposed_s = found.get(one.segment, (0.0, 0.0))
-        found[one.segment] = total_s + ledger.times(one) * collective_s(one, gpu), exposed_s
-    return found
-
-
 def collective_s(one: Collective, gpu: Gpu) -> float:
     """Return the seconds of a collective alone."""
     # A ring's bytes pass from rank to rank, an all-to-all's all at once.
     turns = 1 if one.name == "all_to_all" else one.num_ranks - 1
     return max(
-        num_bytes / (used.bytes_per_s * SUSTAINED) + turns * used.latency_s
+        (one.num_bytes if one.name == "broadcast" else num_bytes) / sustained_bytes_per_s(one.name, used)
+        + turns * used.latency_s
+        + START_S
         for used, num_bytes in sent(one, gpu)
     )
+
+
+def sustained_bytes_per_s(name: str, used: Ring) -> float:
+    """Return the rate that a kind of collective reaches on a link."""
+    return used.bytes_per_s * (SUSTAINED_BETWEEN_HOSTS if used.between_hosts else SUSTAINED[name])
 
 
 def all_s(ledger: Ledger, gpu: Gpu) -> float:
@@ -164,10 +157,11 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         if ledger.repeat > 1 and not all(one.is_synchronous for one in ledger.collectives)
         else ()
     )
+    shares = {one.name: f"{SUSTAINED[one.name]:.0%}" for one in ledger.collectives}
+    rate = ", ".join(f"{name.replace('_', '-')} {share}" for name, share in sorted(shares.items()))
     return (
         *repeated,
-        f"collectives: rings{', all-to-alls' * exchanges} at {SUSTAINED:.0%} of the rate of "
-        f"{gpu.link}{between}; "
+        f"collectives: rings{', all-to-alls' * exchanges}, of the rate of {gpu.link}: {rate}{between}; "
         "each begins as soon as its data is there, and the computation waits where the code does",
         "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group"
         + ", 446 MiB more where it exchanges tokens" * exchanges,

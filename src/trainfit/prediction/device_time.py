@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import Literal
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.rates import rates
+from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.attention_time import compute_share
-from trainfit.prediction.op_times import CALIBRATED, op_times
+from trainfit.prediction.calibrated import Calibrated, calibrated
 from trainfit.spec.hardware import Gpu
 
 PEAK_DTYPE = {
@@ -36,17 +36,21 @@ def part_of(op: Op) -> Part:
     return "attention" if op.kernel else "products" if op.causal_flops else "memory"
 
 
-def is_measured(op: Op) -> bool:
+def is_measured(op: Op, gpu: Gpu) -> bool:
     """Return whether the calibration has an operation like this one."""
-    return op_times().seconds(op) is not None
+    return calibrated(gpu).times.seconds(op) is not None
 
 
-def op_s(op: Op, gpu: Gpu) -> float:
-    """Return the seconds that one operation is expected to take, in one layer; the GPU's rates are known."""
+def op_s(op: Op, gpu: Gpu, known: Calibrated | None = None) -> float:
+    """Return the seconds that one operation is expected to take, in one layer; the GPU's rates are known.
+
+    ``known``: what the time is computed with; None: what is in use for the GPU.
+    """
     if not op.calls and not op.num_bytes:
         return 0.0
     # The fields that decide it: equal layers and phases share the result.
-    return _seconds(op._replace(module="", segment=0, group=0, host=(0, 0, 0, 0)), gpu.name, _Sheet(gpu))
+    same = op._replace(module="", segment=0, group=0, host=(0, 0, 0, 0))
+    return _seconds(same, _Sheet(gpu), known or calibrated(gpu))
 
 
 class _Sheet:
@@ -63,19 +67,26 @@ class _Sheet:
 
 
 @lru_cache(maxsize=65536)
-def _seconds(op: Op, name: str, sheet: _Sheet) -> float:
-    gpu, known = sheet.gpu, rates()
-    launch_s = op.calls * known.kernel_s
+def _seconds(op: Op, sheet: _Sheet, known: Calibrated) -> float:
+    gpu, launch_s = sheet.gpu, op.calls * known.rates.kernel_s
     if not op.num_bytes and not op.causal_flops:
         return launch_s
-    calibrated = find_gpu(CALIBRATED)
     dtype = PEAK_DTYPE.get(op.dtype, "fp32")
-    taken_s = None if dtype == "fp8" else op_times().seconds(op)
+    taken_s = None if dtype == "fp8" else known.times.seconds(op)
     if taken_s is None:
         return _by_share(op, gpu, dtype) + launch_s
-    if name != calibrated.name:
-        taken_s *= max(least_s(op, gpu)) / max(least_s(op, calibrated))
-    return max(taken_s * getattr(known, part_of(op)), launch_s)
+    if gpu.name != known.gpu:
+        taken_s *= max(least_s(op, gpu)) / max(least_s(op, find_gpu(known.gpu)))
+    return max(taken_s * _factor(op, known.rates), launch_s)
+
+
+def _factor(op: Op, rates: Rates) -> float:
+    part = part_of(op)
+    if part == "products":
+        if op.dtype == "float32":
+            return rates.products_fp32
+        return rates.grouped if "grouped" in op.name else rates.products
+    return rates.attention if part == "attention" else rates.memory
 
 
 def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:

@@ -13,9 +13,9 @@ from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, UncachedAllocator, replay
 from trainfit.prediction import attention_time, cache, communication
+from trainfit.prediction.calibrated import calibrated
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
-from trainfit.prediction.op_times import CALIBRATED
 from trainfit.prediction.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
@@ -94,7 +94,7 @@ def ledger_of(
 
     shorten = shorten and trace_whole(recipe)
     ledger = trace(recipe, deterministic=deterministic, shorten=shorten, stage=stage)
-    if not shorten:  # A shortened one is no prediction.
+    if not (shorten and ledger.repeats):  # A shortened one is no prediction.
         cache.save(recipe, ledger, deterministic=deterministic, stage=stage)
     return ledger
 
@@ -118,7 +118,7 @@ def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: R
             "tokens_per_s": tokens_per_s,
             "cost": _cost(recipe, tokens_per_s),
             "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
-            "bounds": _bounds(time, gpu, recipe),
+            "bounds": bounds(time, gpu, recipe),
             "warnings": (
                 *found.warnings,
                 *communication.large_hosts(gpu),
@@ -273,10 +273,10 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
 
 def timed_by(gpu: Gpu) -> str:
     """Return what the step time rests on."""
-    known = f"operations timed by calibrate on {CALIBRATED} (torch 2.11), and the host beside it"
-    if gpu.name == CALIBRATED:
-        return f"step time: {known}; a recipe's own host may be slower"
-    return f"step time: {known}, by the ratio of the data sheets; not calibrated on {gpu.name}"
+    known = calibrated(gpu)
+    if gpu.name == known.gpu:
+        return f"step time: {known.origin}; a recipe's own host may be slower"
+    return f"step time: {known.origin}, by the ratio of the data sheets; not calibrated on {gpu.name}"
 
 
 def least_headroom(gpu: Gpu) -> float:
@@ -306,7 +306,8 @@ def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
     )
 
 
-def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interval]:
+def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interval]:
+    """Return the bounds of a step's time, by the name of the Estimate's field."""
     if time is None:
         return {}
     expected, measured = time.expected.total, gpu.step_time_range
@@ -321,7 +322,7 @@ def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interv
         band = time.band
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         basis = (
-            f"{band.low:g} to {band.high:g} times the expected time, as 95 % of the measured H200 steps that "
+            f"{band.low:g} to {band.high:g} times the expected time, as 90 % of the measured H200 steps that "
             "the rates were learned from; a slower host or other clocks can exceed it"
         )
     else:

@@ -10,9 +10,10 @@ from trainfit.catalog.load import link
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
+from trainfit.prediction.calibrated import Calibrated, calibrated
 from trainfit.prediction.device_time import least_s, op_s, part_of
-from trainfit.prediction.host_time import issue_s
-from trainfit.prediction.timeline import Host, replay
+from trainfit.prediction.host_time import Issue, collective_issue_s
+from trainfit.prediction.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
@@ -44,8 +45,12 @@ class Roofline:
         return known.host_bound if waits else known.device_bound
 
 
-def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
-    """Time of the steady step; None where the GPU's rates are not known."""
+def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofline | None:
+    """Time of the steady step; None where the GPU's rates are not known.
+
+    ``known``: what it is computed with; None: what is in use for the GPU.
+    """
+    known = known or calibrated(gpu)
     if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
     parts = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
@@ -60,28 +65,40 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
             continue
         least += times * max(least_s(op, gpu))
         is_update = op.is_update or segment.phase == "optimizer"
-        parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu)
-    host = rates().host
-    found = replay(
-        ledger,
-        lambda op: op_s(op, gpu),
-        lambda one: communication.collective_s(one, gpu),
-        copy_s=lambda op: _copy_s(op, gpu),
-        host=Host(lambda op: issue_s(op, ledger, host), host.read, host.launch),
-    )
+        parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu, known)
+    found = step_times(ledger, gpu, known)
     waited_s = sum(found.exposed_s.values())
     lowest_s = max(least, max(copies_s.values()) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
     expected = StepTime(
         matmul_s=parts["products"] + parts["attention"],
         memory_s=parts["memory"] + parts["optimizer"],
         host_s=found.idle_s,
-        communication_s=found.copies_s + waited_s,
+        communication_s=found.copies_s + waited_s + sum(found.slowed_s.values()),
         hidden_communication_s=max(0.0, round(communication.all_s(ledger, gpu) - waited_s, 12)),
         attention_s=parts["attention"],
         optimizer_s=parts["optimizer"],
         issue_s=found.issue_s,
     )
     return Roofline(expected, lowest_s)
+
+
+def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Times:
+    """Replay the steady step; the GPU's rates are known, and ``known`` is as ``roofline`` takes it."""
+    known = known or calibrated(gpu)
+    host, overlap = known.rates.host, known.rates.overlap
+    return replay(
+        ledger,
+        lambda op: op_s(op, gpu, known),
+        lambda one: communication.collective_s(one, gpu),
+        copy_s=lambda op: _copy_s(op, gpu),
+        host=Host(
+            Issue(ledger, host).seconds,
+            host.read,
+            host.launch,
+            lambda one: collective_issue_s(one, host),
+        ),
+        overlap=Overlap(overlap.computation, overlap.collectives),
+    )
 
 
 def copy_bytes_per_s(gpu: Gpu) -> float:

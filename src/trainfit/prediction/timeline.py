@@ -1,15 +1,16 @@
-"""One steady step on three timelines: the host, the GPU's computation, its communication. No torch here.
+"""Two steady steps on three timelines: the host, the GPU's computation, its communication. No torch here.
 
 The host issues operations one after another, at most ``QUEUE`` launches ahead of the GPU; the GPU waits for
 the host, and the host for the GPU where it reads a value. Collectives of a group follow one another, each
 begins when the operations that it needs are done, and the computation waits where the code waits: FSDP2 at a
-block's first use, for reductions at the end of the backward, elsewhere at once. Copies to and from the host
-overlap the phase that issues them.
+block's first use, for reductions at the end of the backward, elsewhere at once. While both run, each slows
+the other down. Copies to and from the host overlap the phase that issues them.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
@@ -17,16 +18,27 @@ from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 QUEUE = 1000
 """Launches that CUDA queues before the host has to wait."""
 STEPS = 2
-"""Steps replayed with a host: the first one fills the queue."""
+"""Steps replayed: the first one fills the queue."""
+NEVER = float("inf")
+LEAST_S = 1e-12
+"""What is shorter is an error of rounding."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host's work: seconds to issue an operation, after a read, and until an idle GPU starts."""
+    """The host: seconds to issue an operation or a collective, after a read, and until an idle GPU starts."""
 
-    issue_s: Callable[[Op], float]
-    read_s: float
-    launch_s: float
+    issue_s: Callable[[Op], float] = lambda op: 0.0
+    read_s: float = 0.0
+    launch_s: float = 0.0
+    collective_s: Callable[[Collective], float] = lambda one: 0.0
+
+
+class Overlap(NamedTuple):
+    """Speeds, of those alone, while computation and collectives of a group run at the same time."""
+
+    computation: float = 1.0
+    collectives: float = 1.0
 
 
 @dataclass
@@ -42,6 +54,8 @@ class Times:
     """The computation waits for copies to or from the host."""
     exposed_s: dict[int, float] = field(default_factory=dict)
     """By segment: the computation waits for collectives."""
+    slowed_s: dict[int, float] = field(default_factory=dict)
+    """By segment: the computation takes longer, because collectives run meanwhile."""
 
 
 def replay(
@@ -51,6 +65,7 @@ def replay(
     *,
     copy_s: Callable[[Op], float] = lambda op: 0.0,
     host: Host | None = None,
+    overlap: Overlap = Overlap(),  # noqa: B008
 ) -> Times:
     """Return the times of the steady step.
 
@@ -59,8 +74,18 @@ def replay(
         collective_s: seconds of a collective alone.
         copy_s: seconds of a copy between the GPU and the host.
         host: None: it issues everything at once.
+        overlap: speeds while computation and collectives overlap.
     """
-    return _Replay(ledger, op_s, collective_s, copy_s, host).run()
+    return _Replay(ledger, op_s, collective_s, copy_s, host or Host(), overlap).run()
+
+
+class _Flight:
+    """An issued collective: when the host issued it, the operation that it needs, and what is left of it."""
+
+    __slots__ = ("issued_at", "left_s", "needs", "segment")
+
+    def __init__(self, issued_at: float, needs: int, left_s: float, segment: int):
+        self.issued_at, self.needs, self.left_s, self.segment = issued_at, needs, left_s, segment
 
 
 class _Replay:
@@ -70,117 +95,204 @@ class _Replay:
         op_s: Callable[[Op], float],
         collective_s: Callable[[Collective], float],
         copy_s: Callable[[Op], float],
-        host: Host | None,
+        host: Host,
+        overlap: Overlap,
     ):
-        self.ledger, self.collective_s, self.host = ledger, collective_s, host
-        self.now = self.host_now = self.segment_began = 0.0
-        self.times = Times()
-        self.order = list(self._order())
-        used = set(self.order)
-        self.copies: dict[str, float] = {}
-        """Direction -> seconds of the segment's copies."""
-        self.copy_s = {i: copy_s(ledger.ops[i]) for i in used if ledger.ops[i].name in COPY_DIRECTIONS}
-        self.op_s = {i: 0.0 if i in self.copy_s else op_s(ledger.ops[i]) for i in used}
-        self.issue_s = {i: host.issue_s(ledger.ops[i]) for i in used} if host else {}
-        self.queue = deque[float](maxlen=QUEUE)
-        self.done_at: dict[int, float] = {}
-        """Operation -> when it was done last."""
-        self.ends: dict[int, float] = {}
-        """Collective -> when it ends, until the computation waited for it."""
-        self.free_at: dict[tuple[int, int], float] = {}
-        """Group of ranks -> when its last collective ends."""
+        self.ledger, self.host, self.overlap = ledger, host, overlap
+        self.order = list(_order(ledger))
+        self.ops = {i: ledger.ops[i] for i in set(self.order)}
+        self.copy_s = {i: copy_s(op) for i, op in self.ops.items() if op.name in COPY_DIRECTIONS}
+        self.op_s = {i: 0.0 if i in self.copy_s else op_s(op) for i, op in self.ops.items()}
+        self.issue_s = {i: host.issue_s(op) for i, op in self.ops.items()}
+        self.collective_s = [collective_s(one) for one in ledger.collectives]
         self.issued: dict[int, list[int]] = {}
         self.waited: dict[int, list[int]] = {}
         for index, one in enumerate(ledger.collectives):
             self.issued.setdefault(one.op, []).append(index)
             self.waited.setdefault(one.waited_at, []).append(index)
 
+        self.times = Times()
+        self.now = self.host_now = self.segment_began = 0.0
+        self.copies: dict[str, float] = {}
+        """Direction -> seconds of the segment's copies."""
+        self.next = 0
+        """Position that the host issues next."""
+        self.launched_at: list[float] = []
+        """By position: when the host had issued it."""
+        self.ended_at: list[float] = []
+        """By position: when the GPU had done it."""
+        self.last_of: dict[int, int] = {}
+        """Operation -> position where the host issued it last."""
+        self.pending: dict[int, _Flight] = {}
+        """Collective -> the one issued last, until its wait is issued."""
+        self.waits: dict[int, list[_Flight]] = {}
+        """Position -> what the computation waits for after it."""
+        self.flights: dict[tuple[int, int], deque[_Flight]] = {}
+        """Group of ranks -> its collectives that are not done, in their order."""
+
     def run(self) -> Times:
-        for _ in range(STEPS if self.host else 1):
+        num_ops = len(self.order)
+        began = 0.0
+        for step in range(STEPS):
             began, self.times = self.now, Times()
-            self._step()
+            for position in range(step * num_ops, (step + 1) * num_ops):
+                self._compute(position)
             self.times.step_s = self.now - began
+        self.times.issue_s = sum(self.issue_s[i] for i in self.order) + sum(
+            self.host.collective_s(self.ledger.collectives[each]) * self.ledger.times(one)
+            for each, one in enumerate(self.ledger.collectives)
+            if one.op in self.ops
+        )
         return self.times
 
-    def _step(self) -> None:
-        segment = -1
-        self.segment_began = self.now
-        for index in self.order:
-            op = self.ledger.ops[index]
-            if op.segment != segment:
-                self._end(segment)
-                segment = op.segment
-            if self.host is not None:
-                self._issue_op(index, op, self.host)
-            self.now += self.op_s[index]
-            self.queue.append(self.now)
-            if index in self.copy_s:
-                way = COPY_DIRECTIONS[op.name]
-                self.copies[way] = self.copies.get(way, 0.0) + self.copy_s[index]
-            if self.issued or self.waited:
-                self.done_at[index] = self.now
-                for collective in self.issued.get(index, ()):
-                    self._issue(collective)
-                for collective in self.waited.get(index, ()):
-                    self._wait(collective, segment)
-        self._end(segment)
+    # The host
 
-    def _issue_op(self, index: int, op: Op, host: Host) -> None:
-        """Let the host issue an operation; the GPU waits for it if it has nothing else to do."""
-        if reads := op.host[-1]:
-            self.host_now = max(self.host_now, self.now) + reads * host.read_s
-        issue_s = self.issue_s[index]
-        self.times.issue_s += issue_s
-        self.host_now += issue_s
-        if len(self.queue) == QUEUE:
-            self.host_now = max(self.host_now, self.queue[0])
-        idle_s = self.host_now + host.launch_s - self.now
-        if idle_s > 0 and op.calls:
-            self.times.idle_s += idle_s
-            self.now += idle_s
+    def _issue_ahead(self, position: int, until: float) -> None:
+        """Let the host issue what it can by a time, while the GPU is at a position."""
+        last = min(position + QUEUE - 1, STEPS * len(self.order) - 1)
+        while self.next <= last and (self.next <= position or self.host_now <= until):
+            index = self.order[self.next % len(self.order)]
+            op = self.ops[index]
+            if reads := op.host[-1]:
+                if self.next > position:
+                    return  # It waits until the GPU has come here.
+                self.host_now = max(self.host_now, self.now) + reads * self.host.read_s
+            if self.next >= QUEUE:
+                self.host_now = max(self.host_now, self.ended_at[self.next - QUEUE])
+            self.host_now += self.issue_s[index]
+            self._issue(self.next, index, op)
+            self.next += 1
 
-    def _end(self, segment: int) -> None:
-        """End a segment: wait for its copies and for collectives that nothing else waits for."""
+    def _issue(self, position: int, index: int, op: Op) -> None:
+        """Issue an operation, the collectives after it, and what the computation waits for after it."""
+        self.launched_at.append(self.host_now)
+        self.last_of[index] = position
+        waits = list[_Flight]()
+        for each in self.issued.get(index, ()):
+            one = self.ledger.collectives[each]
+            self.host_now += self.host.collective_s(one)
+            flight = _Flight(self.host_now, self._needs(one, position), self.collective_s[each], one.segment)
+            self.flights.setdefault((one.num_ranks, one.span), deque()).append(flight)
+            in_backward = self.ledger.segments[one.segment].phase == "backward"
+            if one.is_synchronous or (one.begins_after < 0 and not in_backward):
+                waits.append(flight)
+            else:
+                self.pending[each] = flight
+        waits += [self.pending.pop(each) for each in self.waited.get(index, ()) if each in self.pending]
+        if self._ends_segment(position, op):
+            at_end = [each for each in self.pending if self.ledger.collectives[each].waited_at < 0]
+            waits += map(self.pending.pop, at_end)
+        if waits:
+            self.waits[position] = waits
+
+    def _needs(self, one: Collective, position: int) -> int:
+        """Return the position that must be done before a collective begins."""
+        if one.begins_after < 0:
+            return position
+        # What an operation of the step before decides begins with this step.
+        return self.last_of.get(one.begins_after, position // len(self.order) * len(self.order) - 1)
+
+    def _ends_segment(self, position: int, op: Op) -> bool:
+        after = (position + 1) % len(self.order)
+        return not after or self.ops[self.order[after]].segment != op.segment
+
+    # The GPU
+
+    def _compute(self, position: int) -> None:
+        """Compute the operation at a position, when the host has issued it."""
+        index = self.order[position % len(self.order)]
+        op = self.ops[index]
+        self._issue_ahead(position, self.now)
+        start = self.launched_at[position] + self.host.launch_s
+        if start > self.now and op.calls:
+            self._issue_ahead(position, start)
+            self.times.idle_s += start - self.now
+            self._pass(start)
+        work_s = self.op_s[index]
+        self._issue_ahead(position, self.now + work_s)
+        if work_s:
+            self._work(work_s, op.segment)
+        self.ended_at.append(self.now)
+        if index in self.copy_s:
+            way = COPY_DIRECTIONS[op.name]
+            self.copies[way] = self.copies.get(way, 0.0) + self.copy_s[index]
+        for flight in self.waits.pop(position, ()):
+            self._wait(flight, op.segment)
+        if self._ends_segment(position, op):
+            self._end_copies()
+
+    def _end_copies(self) -> None:
         excess_s = max(self.copies.values(), default=0.0) - (self.now - self.segment_began)
         if excess_s > 0:
             self.times.copies_s += excess_s
-            self.now += excess_s
+            self._pass(self.now + excess_s)
         self.copies = {}
-        for index in [each for each in self.ends if self.ledger.collectives[each].waited_at < 0]:
-            self._wait(index, segment)
         self.segment_began = self.now
 
-    def _order(self) -> Iterator[int]:
-        """Yield indices of the steady step's operations, the middle group's as often as it runs."""
-        ledger, run = self.ledger, list[int]()
-        for index, op in enumerate(ledger.ops):
-            segment = ledger.segments[op.segment]
-            if segment.step != "steady" or segment.phase == "data":
-                continue
-            if run and (op.group, op.segment) != (ledger.ops[run[0]].group, ledger.ops[run[0]].segment):
-                yield from self._repeated(run)
-                run = []
-            run.append(index)
-        yield from self._repeated(run)
+    def _wait(self, flight: _Flight, segment: int) -> None:
+        """Wait for a collective; until the host has issued it, the wait is for the host."""
+        began = self.now
+        while flight.left_s > 0:
+            self._advance(NEVER, computes=False)
+        idle_s = max(0.0, min(flight.issued_at, self.now) - began)
+        self.times.idle_s += idle_s
+        exposed_s = self.now - began - idle_s
+        if exposed_s > 0:
+            self.times.exposed_s[segment] = self.times.exposed_s.get(segment, 0.0) + exposed_s
 
-    def _repeated(self, run: list[int]) -> Iterator[int]:
-        times = self.ledger.times(self.ledger.ops[run[0]]) if run else 0
-        yield from run * times
+    def _work(self, work_s: float, segment: int) -> None:
+        """Compute for so many seconds of an operation alone."""
+        began, left_s = self.now, work_s
+        while left_s > LEAST_S:
+            left_s -= self._advance(left_s, computes=True)
+        slowed_s = self.now - began - work_s
+        if slowed_s > LEAST_S:
+            self.times.slowed_s[segment] = self.times.slowed_s.get(segment, 0.0) + slowed_s
 
-    def _issue(self, index: int) -> None:
-        one = self.ledger.collectives[index]
-        seconds = self.collective_s(one)
-        group = one.num_ranks, one.span
-        after = self.done_at.get(one.begins_after, 0.0) if one.begins_after >= 0 else self.now
-        end = max(after, self.host_now, self.free_at.get(group, 0.0)) + seconds
-        self.free_at[group] = self.ends[index] = end
-        in_backward = self.ledger.segments[one.segment].phase == "backward"
-        if one.is_synchronous or (one.begins_after < 0 and not in_backward):
-            self._wait(index, one.segment)
+    def _pass(self, until: float) -> None:
+        """Let time pass without computation."""
+        while self.now < until - LEAST_S:
+            self._advance(until - self.now, computes=False)
+        self.now = max(self.now, until)
 
-    def _wait(self, index: int, segment: int) -> None:
-        end = self.ends.pop(index, 0.0)
-        if end > self.now:
-            exposed = self.times.exposed_s
-            exposed[segment] = exposed.get(segment, 0.0) + end - self.now
-            self.now = end
+    def _advance(self, limit_s: float, *, computes: bool) -> float:
+        """Let time pass until a collective begins or ends, or the limit; return the seconds of the limit."""
+        if not self.flights:
+            self.now += limit_s
+            return limit_s
+        running = list[tuple[tuple[int, int], _Flight]]()
+        next_s = NEVER
+        for group, queue in self.flights.items():
+            first = queue[0]
+            if first.needs < len(self.ended_at):
+                if first.issued_at <= self.now + LEAST_S:
+                    running.append((group, first))
+                else:
+                    next_s = min(next_s, first.issued_at - self.now)
+        speed = self.overlap.computation if computes and running else 1.0
+        of_collectives = self.overlap.collectives if computes else 1.0
+        passed_s = min(limit_s / speed, next_s, *(one.left_s / of_collectives for _, one in running))
+        self.now += passed_s
+        for group, one in running:
+            one.left_s -= passed_s * of_collectives
+            if one.left_s <= LEAST_S:
+                one.left_s = 0.0
+                self.flights[group].popleft()
+                if not self.flights[group]:
+                    del self.flights[group]
+        return passed_s * speed
+
+
+def _order(ledger: Ledger) -> Iterator[int]:
+    """Yield indices of the steady step's operations, the middle group's as often as it runs."""
+    run = list[int]()
+    for index, op in enumerate(ledger.ops):
+        segment = ledger.segments[op.segment]
+        if segment.step != "steady" or segment.phase == "data":
+            continue
+        if run and (op.group, op.segment) != (ledger.ops[run[0]].group, ledger.ops[run[0]].segment):
+            yield from run * ledger.times(ledger.ops[run[0]])
+            run = []
+        run.append(index)
+    if run:
+        yield from run * ledger.times(ledger.ops[run[0]])

@@ -15,7 +15,8 @@ from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.ledger.slices import check_slices
-from trainfit.models.layers import layer_lists, num_quantized
+from trainfit.models.deferred_init import deferred
+from trainfit.models.layers import layer_lists
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
@@ -33,7 +34,7 @@ from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
 from trainfit.virtual.trace.repeated_layers import trim_layers
-from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, part_of_module
+from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, ScopeTracker, part_of_module
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
@@ -150,15 +151,13 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
     with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
-        quantized = 0
 
         def on_model(model: nn.Module) -> None:
-            nonlocal quantized, repeats
+            nonlocal repeats
             if stage is not None:
                 from trainfit.parallel.pipeline import cut
 
                 virtual.tracer.live.forget(cut(model, stage, recipe))
-            quantized = num_quantized(model)
             if whole:
                 return
             for technique in _applied(recipe):
@@ -177,9 +176,10 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
             virtual.tracer.ledger.repeats = repeats
             if recipe.compile == "model" and found:
                 virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
-            virtual.tracer.live.forget(
-                tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
-            )
+            trimmed = [one for layer in removed for one in (*layer.parameters(), *layer.buffers())]
+            virtual.tracer.live.forget(trimmed)
+            if (recorded := deferred()) is not None:
+                recorded.forget(trimmed)
 
         step = assemble(
             recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=virtual.mesh,
@@ -206,7 +206,9 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
         ledger.params, ledger.trainable_params = _count_parameters(step.model, ledger, virtual)
-        ledger.params += quantized  # Codes are no parameters.
+        for name, module in step.model.named_modules():
+            times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
+            ledger.params += times * getattr(module, "num_quantized", 0)  # Codes are no parameters.
     return ledger
 
 

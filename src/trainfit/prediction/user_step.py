@@ -47,25 +47,9 @@ def trace(
     world_size: int | None = None,
     nodes: int | None = None,
 ) -> Estimate:
-    """Run ``step`` on a virtual GPU and return what it would take on a real one.
+    """Return the estimate of ``trainfit.trace``, which documents arguments and errors.
 
-    One trace or prediction runs at a time in a process; another thread's waits. PyTorch's random state,
-    defaults and switches, those that ``step`` itself sets included, are afterwards what they were.
-
-    Args:
-        step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run.
-            It is called once without arguments; wrap one that takes some: ``trace(lambda: main(epochs=1))``.
-            Values on the device are not computed: what is read back (a loss) is 0 unless it follows from the
-            host alone.
-        gpu: name of a GPU of the catalog that is measured or modelled.
-        steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
-        world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
-        nodes: hosts that share the ranks equally; None: with the catalog's GPUs each.
-
-    Raises:
-        InputError: an unknown GPU, code that trains nothing or needs device values, or code of several ranks
-            without ``world_size``.
-        Exception: whatever the callable itself raises.
+    One trace or prediction runs at a time in a process; another thread's waits.
     """
     row = find_gpu(gpu)
     if steps < 1:

@@ -121,7 +121,7 @@ def draw(
                 axes.set_ylabel("")
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
-        _draw_heads(figure, grid, title)
+        _draw_heads(figure, grid, "" if is_themed else title)  # A page has headings of its own.
         for panel, axes in zip(panels, grid.flat, strict=False):
             _draw_texts(figure, axes, panel)
         file = io.StringIO()

@@ -71,7 +71,8 @@ def written(recipe: Recipe) -> str:
     if recipe_from(data).id != recipe.id:  # A default that derives from another field.
         data = recipe.content()
     text, writer = io.StringIO(), YAML(typ="safe", pure=True)
-    writer.default_flow_style, writer.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
+    writer.default_flow_style = False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     writer.dump(data, text)
     return text.getvalue()
 

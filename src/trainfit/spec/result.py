@@ -60,7 +60,7 @@ class StepTime(Value):
     matmul_s: Seconds = 0.0
     memory_s: Seconds = 0.0
     communication_s: Seconds = 0.0
-    """Collectives and copies to and from the host that the computation waits for."""
+    """The computation waits for collectives and copies to and from the host, and is slower meanwhile."""
     host_s: Seconds = 0.0  # The GPU waits for the host
     hidden_communication_s: Seconds = 0.0  # Collectives while the GPU computes
     bubble_s: Seconds = 0.0  # Waiting for other stages of a pipeline
@@ -342,9 +342,9 @@ class PhaseCommunication(Value):
     phase: str
     compute_s: Seconds
     communication_s: Seconds
-    exposed_s: Seconds  # Communication that the computation does not hide
+    exposed_s: Seconds  # The computation waits for it, or is slower meanwhile
     compute_bound_tokens: float | None
-    """Tokens of all GPUs in a step from which the computation takes as long; None: no batch does."""
+    """Tokens of all GPUs in a step from which the computation takes as long, and as its host; None: never."""
 
 
 class CommunicationBound(Value):
@@ -353,7 +353,8 @@ class CommunicationBound(Value):
     tokens: Count  # Of all GPUs in one step, as the recipe has them
     phases: tuple[PhaseCommunication, ...]  # Those with collectives
     compute_bound_tokens: float | None
-    """Smallest batch, in tokens of all GPUs, at which no phase is bound by communication; None: none is."""
+    """Smallest batch, in tokens of all GPUs, at which no phase is bound by communication or its host; None:
+    there is none."""
 
     @property
     def is_bound(self) -> bool:

@@ -71,7 +71,8 @@ def _train(request: PartRequest, folder: Path) -> PartResult:
     _limit(request)  # Of the steps: what counting took is there already.
     options = train_options(request.train, out=str(folder / "run"), device=request.device)
     batch = request.recipe.batch
-    speed = Speed(batch.micro * batch.accumulate)  # pyright: ignore[reportAbstractUsage] - defaults do nothing
+    # Speed's other methods do nothing.
+    speed = Speed(batch.micro * batch.accumulate)  # pyright: ignore[reportAbstractUsage]
     summary = train(request.built, options, flops=flops, observers=[speed])
     status = "killed" if summary.status == "stopped" else summary.status
     content = summary.content()

@@ -79,7 +79,9 @@ def loss_with_gradients(
     """
     register()
     grad_enabled = torch.is_grad_enabled()
-    return _LossWithGradients.apply(hidden, weight, bias, run, grad_enabled, expected_gradient)  # pyright: ignore[reportReturnType]
+    return _LossWithGradients.apply(  # pyright: ignore[reportReturnType]
+        hidden, weight, bias, run, grad_enabled, expected_gradient
+    )
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -102,7 +104,9 @@ class _LossWithGradients(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         # The engine copies a gradient that something else still references.
         gradients, ctx.gradients = ctx.gradients, None

@@ -47,7 +47,9 @@ def cross_entropy_kernel(
     else:
         valid = (target >= 0) & (target < v)
         # Read here: the barriers of the reductions below order this read before any thread's writes.
-        right, _t = _logits(LOGITS + target, valid, scale, softcap, SOFTCAP)  # pyright: ignore[reportGeneralTypeIssues]
+        right, _t = _logits(  # pyright: ignore[reportGeneralTypeIssues]
+            LOGITS + target, valid, scale, softcap, SOFTCAP
+        )
         right = tl.where(valid, right, float("nan"))
         highest = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)  # finite: -inf less -inf would be NaN
         sums = tl.zeros((BLOCK,), tl.float32)

@@ -46,6 +46,5 @@ TECHNIQUE = Technique(
     describe=lambda recipe: "activations on the host",
     needs={"recompute": "full"},
     draw=Draw(alone=lambda chance, _: {"recompute": "full", "offload": {"activations": True}}),
-    trace_whole=lambda recipe: bool(recipe.compile),
     offers=lambda recipe: (Offer({"offload": {"activations": True}, "recompute": "full"}),),
 )

@@ -90,6 +90,5 @@ TECHNIQUE = Technique(
     build=_build,
     min_repeated=_num_buffers,
     # Which weights are still on the device depends on timing between compiled layers.
-    trace_whole=lambda recipe: bool(recipe.compile),
     offers=_offers,
 )

@@ -6,8 +6,8 @@ import os
 
 from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import value_at
+from trainfit.spec.recipe import Parallel, Recipe
+from trainfit.techniques.base import refusal, value_at
 
 
 def check_gpus(recipe: Recipe) -> None:
@@ -42,6 +42,18 @@ def check_values(recipe: Recipe, allowed: dict[str, tuple[object, ...]], kind: s
                 field=field,
                 value=value,
             )
+
+
+def check_buckets(recipe: Recipe, kind: str) -> None:
+    """Refuse a size of buckets where gradients are not reduced in buckets.
+
+    Raises:
+        InputError: naming the field.
+    """
+    if recipe.mesh.bucket_mb != Parallel().bucket_mb:
+        problem = f"{kind} has no buckets of gradients"
+        remedy = "leave it out, or use parallel.strategy: ddp, zero1 or bucketed"
+        raise refusal(recipe, "parallel.bucket_mb", problem, remedy)
 
 
 def check_processes(recipe: Recipe, device_type: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
+from trainfit.techniques.parallel._ranks import check_buckets, check_gpus, check_processes, check_values
 
 if TYPE_CHECKING:
     from trainfit.parallel.data_parallel import Strategy
@@ -29,6 +29,8 @@ TITLES = {
 }
 OURS = ("naive", "flat", "overlapped", "bucketed")
 """Strategies of ``trainfit.parallel.DataParallel``."""
+BUCKETED = ("ddp", "zero1", "bucketed")
+"""Strategies that ``parallel.bucket_mb`` is for."""
 
 
 def check(recipe: Recipe) -> None:
@@ -40,6 +42,8 @@ def check(recipe: Recipe) -> None:
         remedy = "use parallel.strategy: fsdp, or only replicas and a pipeline"
         raise refusal(recipe, "parallel.strategy", problem, remedy)
     check_values(recipe, ALLOWED, mesh.strategy)
+    if mesh.strategy not in BUCKETED:
+        check_buckets(recipe, mesh.strategy)
     if not mesh.reshard_after_forward:
         problem = f"{mesh.strategy} keeps whole weights on every rank, and gathers none"
         remedy = "leave it out, or use parallel.strategy: fsdp"

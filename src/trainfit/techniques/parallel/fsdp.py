@@ -12,7 +12,7 @@ from trainfit.catalog.load import gpu, model_config
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Offer, Technique, refusal, value_at
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
+from trainfit.techniques.parallel._ranks import check_buckets, check_gpus, check_processes, check_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +56,7 @@ def check(recipe: Recipe) -> None:
     """
     check_gpus(recipe)
     check_values(recipe, ALLOWED, "FSDP2")
+    check_buckets(recipe, "FSDP2")
     if recipe.optimizer.name == "sgd" and recipe.optimizer.implementation == "fused":
         problem = "PyTorch's fused SGD does not update shards"
         raise refusal(recipe, "optimizer.implementation", problem, "use foreach")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -75,7 +76,7 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
     - What DTensor runs only for the shape of a result is not recorded.
     - Each allocation gets the number of its stream: every stream has its own pools of blocks. Those of other
       streams than the first, and gathered parameters, are communication's.
-    - Collectives are recorded with their bytes and group.
+    - Collectives are recorded with their bytes and group, those of FSDP2 with their number of parameters.
     - DTensor's cached sharding rules are dropped before and after: each holds the first mesh that it was used
       with, which stands for a real mesh of the same size in this process, but is always of rank 0.
     """
@@ -130,8 +131,21 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
             )
         )
 
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(fsdp_params: list[Any], *args: Any) -> Any:
+            first, number = len(live.ledger.collectives), len(fsdp_params)
+            result = function(fsdp_params, *args)
+            for index, one in enumerate(live.ledger.collectives[first : first + 1], first):
+                live.ledger.collectives[index] = one._replace(num_parameters=number)
+            return result
+
+        return call
+
     _clear_sharding_prop_cache()
     with ExitStack() as stack:
+        for name in ("foreach_all_gather", "foreach_reduce"):
+            function = counted(getattr(_fsdp_param_group, name))
+            stack.enter_context(replaced(_fsdp_param_group, name, function))
         stack.callback(_clear_sharding_prop_cache)
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(replaced(ShardingPropagator, PROPAGATE, unrecorded))

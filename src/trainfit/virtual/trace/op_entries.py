@@ -23,14 +23,14 @@ def op_entries(
     phase: str,
     segment: int,
     attention: AttentionKernel,
-    host: tuple[int, int, int, int],
+    host: dict[str, Any],
 ) -> list[Op]:
     """Return one entry; for an operation on a list of several groups' parameters, one per group.
 
     Args:
         counted: the result of ``flops.count``.
         owners: scope of each parameter of an operation on a list; else one scope, or none.
-        host: views, module calls, compiled graphs and reads before it.
+        host: fields that count the host's work before it.
     """
     dtype = dtype_of(args, out)
     groups = {owner.group for owner in owners}
@@ -50,7 +50,7 @@ def op_entries(
                 dtype,
                 int(number == 0),
                 scope.updating,
-                host=host if number == 0 else (0, 0, 0, 0),
+                **(host if number == 0 else {}),
             )
             for number, (group, num_bytes) in enumerate(shares)
         ]
@@ -63,7 +63,7 @@ def op_entries(
     return [
         Op(
             str(func), scope.module, segment, scope.group, full, causal, model, model_full, num_bytes, dtype,
-            1, scope.updating, *attention, product_shape(func, args), layout(func, args, out), host,
+            1, scope.updating, *attention, product_shape(func, args), layout(func, args, out), **host,
         )
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ number of autograd's current node, as modules' first and last numbers are record
 import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,8 +103,20 @@ class ScopeTracker:
         """Register the scope of every module and parameter."""
         for name, module in model.named_modules():
             self._of_module[id(module)] = self.locate(name, groups)
+            compiled: Any = module._compiled_call_impl
+            if compiled is not None:
+                module._compiled_call_impl = partial(self._call_compiled, module, compiled)
         for name, parameter in model.named_parameters():
             self._of_parameter[id(parameter)] = self.locate(name, groups)
+
+    def _call_compiled(
+        self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call compiled code; what wraps it, such as a recomputed block's node, is in the module's scope."""
+        scope = self._of_module[id(module)]
+        self._after_layer = None if scope.group == NO_LAYER else scope
+        self._mark(scope)
+        return compiled(*args, **kwargs)
 
     def of_parameter(self, parameter: torch.Tensor) -> Scope:
         """Return the scope of a parameter of the bound model."""

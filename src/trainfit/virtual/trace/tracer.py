@@ -52,7 +52,7 @@ class Tracer(TorchDispatchMode):
         self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
         """Called with each operation of ``torch.distributed``."""
         self._unknown: set[str] = set()
-        self._views = self._graphs = self._reads = 0
+        self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = 0
         self._host: dict[int, tuple[Any, int]] = {}
         """Pinned host memory by address: the storage (on ``meta``) and the group that first copied it."""
         sole_reference_counts()  # Cached here, outside any dispatch.
@@ -89,20 +89,20 @@ class Tracer(TorchDispatchMode):
         """Record a kernel of compiled code, which is no operation of PyTorch."""
         scope, segment = self.scopes.current(), self.live.segment
         self.live.current_group = scope.group
-        op = Op(
-            name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, host=self._host_calls()
-        )
+        op = Op(name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, **self._host_calls())
         self.ledger.ops.append(op)
 
     def entered_graph(self) -> None:
         """Count a call of a compiled graph."""
         self._graphs += 1
 
-    def _host_calls(self) -> tuple[int, int, int, int]:
-        """Return the views, module calls, compiled graphs and reads since the entry before."""
+    def _host_calls(self) -> dict[str, Any]:
+        """Return the fields of an entry that count the host's work since the entry before."""
         found = self._views, self.scopes.num_entered, self._graphs, self._reads
+        wrapped = self._wrapped, self._wrapped_tensors
         self._views = self.scopes.num_entered = self._graphs = self._reads = 0
-        return found
+        self._wrapped = self._wrapped_tensors = 0
+        return {"host": found, "wrapped": wrapped}
 
     def tuned(self, scratch: Sequence[tuple[int, ...]]) -> None:
         """Record a kernel's autotuning, which belongs to no group: each tuple is freed together."""
@@ -118,6 +118,8 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper subclass (torchao's) runs its own rule, whose operations come back here.
+            self._wrapped += 1
+            self._wrapped_tensors += len(tensors_of((args, kwargs)))
             return NotImplemented
         tensors = tensors_of((args, kwargs))
         if self._stays_on_host(func, tensors):

@@ -1,6 +1,7 @@
 # Gluon's compiler supports neither starred lists nor Python's types in these functions.
 # ruff: noqa: RUF005
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """FlashAttention's backward for Hopper in Gluon: one warp loads by TMA, two groups of four warps compute.
 

@@ -1,6 +1,7 @@
 # Gluon's compiler supports neither starred lists nor Python's types in these functions.
 # ruff: noqa: SIM102
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """Parts of FlashAttention's Hopper kernels in Gluon: barriers, the online softmax, steps of the forward.
 

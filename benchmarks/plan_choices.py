@@ -1,0 +1,205 @@
+"""Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted, for one H200.
+
+    python -m benchmarks.plan_choices results/plan-choices [--jobs N] [--only MODEL]
+
+Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
+``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
+drawn by a seed from the same space. ``python -m benchmarks.several_gpus measure`` measures such a file, in
+its order: first choices,
+then the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trainfit
+from benchmarks.several_gpus import predicted, without_gpu
+from trainfit.api.plans import Tune
+from trainfit.planning.combinations import MARGIN
+from trainfit.planning.space import changed, space
+from trainfit.spec.errors import InputError
+from trainfit.spec.printable import say
+from trainfit.spec.provenance import commit, to_line
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import Record
+from trainfit.spec.units import GIB
+
+GPU, SEED = "h200", 15
+
+
+class Goal(NamedTuple):
+    """A model and how it is trained."""
+
+    model: str
+    seq: int
+    tokens_per_step: int
+    tune: Tune
+    caps_gib: tuple[int, ...] = (24, 48, 139)
+
+    @property
+    def name(self) -> str:
+        """Model and kind of training."""
+        return f"{self.model}-{self.tune}"
+
+
+GOALS = (
+    Goal("qwen2.5-0.5b", 2048, 16384, "full"),
+    Goal("llama-3.2-1b", 2048, 16384, "full"),
+    Goal("gemma-2b", 2048, 16384, "full"),
+    Goal("pythia-2.8b", 2048, 16384, "full"),
+    Goal("mistral-7b-v0.1", 4096, 8192, "lora"),
+    Goal("qwen3-14b", 4096, 8192, "lora", (48, 139)),
+    Goal("qwen3-14b", 4096, 8192, "qlora", (24,)),
+)
+"""Six families, 0.5B to 14B. The large ones train an adapter, so that some recipe fits."""
+NUM_DRAWN = 64
+"""Recipes drawn for a model."""
+FASTEST, OTHERS = 9, 4
+"""Of the drawn recipes within a limit: those predicted fastest, and others, that are measured."""
+RECOMPUTE = ("none", "full", "selective", {"every": 2}, {"every": 3})
+FOUND = 3
+"""Recipes of a plan that are measured."""
+
+
+def start(goal: Goal) -> Recipe:
+    """Return the recipe that is planned from."""
+    data: dict[str, Any] = {
+        "model": {"config": goal.model}, "batch": {"micro": 1, "seq": goal.seq}, "hardware": {"gpu": GPU},
+    }  # fmt: skip
+    if goal.tune != "full":
+        data["adapter"] = {"kind": "lora"}
+    if goal.tune == "qlora":
+        data["quantize"] = "nf4"
+    return recipe_from(data)
+
+
+def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the line of a plan, and the contents of the recipes found."""
+    plan = trainfit.plan(
+        goal.model, gpu=GPU, seq=goal.seq, tokens_per_step=goal.tokens_per_step, tune=goal.tune,
+        memory_gib=cap_gib, keep_quality=True, processes=0,
+    )  # fmt: skip
+    recipes = [one.as_recipe() for one in plan.found]
+    line = {
+        "model": goal.model, "seq": goal.seq, "tokens_per_step": goal.tokens_per_step, "tune": goal.tune,
+        "memory_gib": cap_gib, "commit": commit(), "found": [recipe.id for recipe in recipes],
+        "least_bytes": plan.least.estimate.peak_device_bytes if plan.least else None,
+    }  # fmt: skip
+    return line, [recipe.content() for recipe in recipes]
+
+
+def drawn(goal: Goal) -> Iterator[Recipe]:
+    """Yield different recipes of the planner's space, by the seed; none changes the mathematics."""
+    recipe, chance = start(goal), random.Random(f"{SEED} {goal.name}")
+    options = space(recipe, keep_quality=True).options
+    seen: set[str] = set()
+    for _ in range(50 * NUM_DRAWN):
+        values: dict[str, Any] = {}
+        for family in dict.fromkeys(option.family for option in options):
+            option = chance.choice([one for one in options if one.family == family])
+            if chance.random() < (0.25 if option.is_slow else 0.4):
+                values |= dict(option.values)
+        most = goal.tokens_per_step // goal.seq
+        micro = chance.choice([size for size in (1, 2, 4, 8, 16) if size <= most])
+        values |= {"batch.micro": micro, "batch.accumulate": most // micro}
+        values["recompute"] = chance.choice(RECOMPUTE)
+        try:
+            one = changed(recipe, values)
+        except InputError:
+            continue
+        if one.id not in seen:
+            seen.add(one.id)
+            yield one
+        if len(seen) == NUM_DRAWN:
+            return
+
+
+def prediction(content: dict[str, Any]) -> Record | None:
+    """Return the record of a recipe's prediction; None if it is refused."""
+    try:
+        return predicted(recipe_from(content))
+    except InputError as error:
+        say(f"refused: {error}", err=True)
+        return None
+
+
+def chosen(goal: Goal, lines: list[dict[str, Any]], records: dict[str, Record], ids: list[str]) -> list[str]:
+    """Return ids of the recipes to measure: first choices, other recipes found, then drawn ones by limit."""
+    wanted = [line["found"][0] for line in lines if line["found"]]
+    wanted += [one for line in lines for one in line["found"][1:FOUND]]
+    chance = random.Random(f"{SEED} {goal.name} measured")
+    rest: list[list[str]] = []
+    for cap in goal.caps_gib:
+        within = [one for one in ids if one in records and _bytes(records[one]) <= cap * GIB * (1 - MARGIN)]
+        within.sort(key=lambda one: -_speed(records[one]))
+        others = within[FASTEST:]
+        rest.append(within[:FASTEST] + chance.sample(others, min(OTHERS, len(others))))
+    for place in range(FASTEST + OTHERS):
+        wanted += [some[place] for some in rest if place < len(some)]
+    return [one for one in dict.fromkeys(wanted) if one in records]
+
+
+def _bytes(record: Record) -> int:
+    assert record.estimate is not None
+    return record.estimate.peak_device_bytes
+
+
+def _speed(record: Record) -> float:
+    assert record.estimate is not None
+    return record.estimate.tokens_per_s or 0.0
+
+
+def write(folder: Path, goals: list[Goal], jobs: int) -> None:
+    """Plan, draw, predict and write the files of ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=without_gpu) as pool:
+        plans = {goal: [pool.submit(planned, goal, cap) for cap in goal.caps_gib] for goal in goals}
+        ids: dict[Goal, list[str]] = {}
+        asked: dict[str, Future[Record | None]] = {}
+        for goal in goals:
+            some = list(drawn(goal))
+            ids[goal] = [one.id for one in some]
+            asked |= {one.id: pool.submit(prediction, one.content()) for one in some}
+        for goal in goals:
+            lines = []
+            for cap, future in zip(goal.caps_gib, plans[goal], strict=True):
+                try:
+                    line, contents = future.result()
+                except InputError as error:
+                    sys.exit(f"{goal.model}, {cap} GiB: {error}")
+                lines.append(line)
+                for name, content in zip(line["found"], contents, strict=True):
+                    asked.setdefault(name, pool.submit(prediction, content))
+                say(f"{goal.name}, {cap} GiB: {len(line['found'])} found")
+            names = [*ids[goal], *(name for line in lines for name in line["found"])]
+            records = {one: found for one in names if (found := asked[one].result()) is not None}
+            rows = [records[one] for one in chosen(goal, lines, records, ids[goal])]
+            text = "".join(to_line(row) + "\n" for row in rows)
+            (folder / f"predicted-{goal.name}.jsonl").write_text(text, encoding="utf-8")
+            with (folder / "choices.jsonl").open("a", encoding="utf-8") as out:
+                out.writelines(json.dumps(line) + "\n" for line in lines)
+            say(f"{goal.name}: {len(rows)} recipes to measure")
+
+
+def main() -> None:
+    """Write predictions of every goal."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--only", help="one model")
+    chosen_ = parser.parse_args()
+    write(chosen_.folder, [goal for goal in GOALS if chosen_.only in (None, goal.model)], chosen_.jobs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Tables of docs/results/plan.md: what ``plan`` chose, measured beside recipes drawn from its space."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from benchmarks.plan_choices import GOALS, Goal
+from benchmarks.tables.joined import RESULTS
+from trainfit.records import load
+from trainfit.report.compare import Comparison
+from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import Measurement
+from trainfit.spec.units import GIB
+
+FOLDER = RESULTS / "plan-choices"
+
+
+class Choice(NamedTuple):
+    """A plan's first choice and what was measured beside it."""
+
+    goal: Goal
+    cap_gib: int
+    first: Measurement | None
+    """None: nothing fits, or the first choice was not measured."""
+    fits: bool
+    within: tuple[Measurement, ...]
+    """Measured recipes within the limit."""
+
+    @property
+    def best(self) -> float:
+        """Tokens a second of the fastest of them."""
+        return max((one.tokens_per_s or 0.0 for one in self.within), default=0.0)
+
+    @property
+    def share(self) -> float | None:
+        """Speed of the first choice over the fastest."""
+        return (self.first.tokens_per_s or 0.0) / self.best if self.first and self.best else None
+
+
+def measured(goal: Goal) -> dict[str, Measurement]:
+    """Return the measurements of a goal's recipes by id."""
+    path = FOLDER / f"measured-{goal.name}.jsonl"
+    records = load(path) if path.is_file() else []
+    return {one.recipe_id: one.measurement for one in records if one.measurement is not None}
+
+
+def choices() -> list[Choice]:
+    """Return each goal's and limit's choice."""
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (FOLDER / "choices.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    found: list[Choice] = []
+    for goal in GOALS:
+        # A model's recipes of other kinds of training are no rivals: an adapter is part of the goal.
+        results = measured(goal)
+        for line in lines:
+            if (line["model"], line["tune"]) == (goal.model, goal.tune):
+                cap = line["memory_gib"]
+                within = [
+                    one for one in results.values() if one.status == "done" and _bytes(one) <= cap * GIB
+                ]
+                first = results.get(line["found"][0]) if line["found"] else None
+                found.append(Choice(goal, cap, first, bool(line["found"]), tuple(within)))
+    return found
+
+
+def _bytes(one: Measurement) -> int:
+    return one.peak_device_bytes or one.peak_reserved_bytes or 0
+
+
+def first_choices() -> str:
+    """Return a row a model and limit."""
+    rows = []
+    for one in choices():
+        speed = f"{one.first.tokens_per_s:,.0f}" if one.first and one.first.tokens_per_s else NOTHING
+        if not one.fits:
+            speed = "nothing fits"
+        memory = f"{_bytes(one.first) / GIB:.1f}" if one.first and one.first.status == "done" else NOTHING
+        rows.append([
+            f"{one.goal.model}, {one.goal.tune}", str(one.cap_gib), memory, str(len(one.within)), speed,
+            f"{one.best:,.0f}" if one.best else NOTHING, NOTHING if one.share is None else f"{one.share:.1%}",
+        ])  # fmt: skip
+    titles = [
+        "model, training", "limit, GiB", "first choice, GiB", "recipes measured within",
+        "first choice, tokens/s", "fastest, tokens/s", "share",
+    ]  # fmt: skip
+    return markdown_grid(titles, rows, is_number=[False, *[True] * 6])
+
+
+def trainer_rows() -> list[dict[str, Any]]:
+    """Return the runs of transformers' Trainer."""
+    path = FOLDER / "trainer.jsonl"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def against_trainer() -> str:
+    """Return a row a model: the planned recipe's speed over the Trainer's, by its settings."""
+    runs = trainer_rows()
+    rows = []
+    for one in choices():
+        if one.cap_gib != max(one.goal.caps_gib) or one.goal.tune == "qlora" or one.first is None:
+            continue
+        ours = one.first.tokens_per_s or 0.0
+
+        def factor(compiled: bool, liger: bool, goal: Goal = one.goal, ours: float = ours) -> str:
+            some = [
+                run for run in runs
+                if run["model"] == goal.model and (run["compile"], run["liger"]) == (compiled, liger)
+            ]  # fmt: skip
+            best = max((run.get("tokens_per_s", 0.0) for run in some), default=0.0)
+            if best:
+                return f"{best:,.0f} ({ours / best:.2f})"
+            return ", ".join(dict.fromkeys(run["status"] for run in some)) or NOTHING
+
+        settings = [factor(*each) for each in ((False, False), (True, False), (False, True), (True, True))]
+        rows.append([f"{one.goal.model}, {one.goal.tune}", f"{ours:,.0f}", *settings])
+    titles = ["model, training", "planned, tokens/s", "Trainer", "compiled", "Liger", "compiled, Liger"]
+    return markdown_grid(titles, rows, is_number=[False, *[True] * 5])
+
+
+def found_recipes() -> str:
+    """Return the first choice of each model and limit as a list."""
+    lines: list[str] = []
+    for line in (FOLDER / "choices.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if not row["found"]:
+            continue
+        path = FOLDER / f"predicted-{row['model']}-{row['tune']}.jsonl"
+        content = next((one.recipe for one in load(path) if one.recipe_id == row["found"][0]), None)
+        if content is not None:
+            one = Comparison(recipe_from(content), None, None)
+            said = markdown_cell(f"{one.model}, {one.batch}, {one.technique}")
+            lines.append(f"- {row['memory_gib']} GiB: {said}")
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""Step times on one H200, predicted anew and measured, of docs/results/accuracy.md."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.step_time import measured
+from benchmarks.tables.errors import percentile_95, worst
+from benchmarks.tables.joined import RESULTS
+from trainfit.prediction.roofline import HOST_BOUND
+from trainfit.report.table import markdown_grid
+from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import DIGEST, REPAIR, digest_of
+from trainfit.spec.recipe import Recipe, is_held_out
+from trainfit.spec.result import StepTime
+from trainfit.spec.value import parse
+
+FILE = RESULTS / "step-time" / "predicted.jsonl"
+
+
+class Step(NamedTuple):
+    """A recipe's measured step and its prediction, in seconds."""
+
+    recipe: Recipe
+    measured_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    parts: StepTime
+
+    @property
+    def error(self) -> float:
+        """Predicted minus measured, over measured."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measured step is within the printed bounds."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def width(self) -> float:
+        """Half the distance of the bounds, over the expected step."""
+        return (self.high_s - self.low_s) / 2 / self.predicted_s
+
+    @property
+    def is_held_out(self) -> bool:
+        return is_held_out(self.recipe.id)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.recipe.compile is not False
+
+    @property
+    def host_decides(self) -> bool:
+        """Whether the GPU is expected to wait for the host for a good part of the step."""
+        return self.parts.host_s > HOST_BOUND * self.parts.total
+
+
+def rows(file: Path = FILE) -> list[dict[str, Any]]:
+    """Return the rows of the file of predictions.
+
+    Raises:
+        InputError: a row's digest is not that of its content.
+    """
+    found = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    for number, row in enumerate(found, 1):
+        if row[DIGEST] != digest_of(row):
+            problem = "the content is not what was written (its SHA-256 differs)"
+            raise InputError(problem, REPAIR, file=f"{file}:{number}")
+    return found
+
+
+@cache
+def steps(file: Path = FILE) -> tuple[Step, ...]:
+    """Return the recipes that are measured and predicted, ordered by id."""
+    by_id = {row["recipe_id"]: row for row in rows(file)}
+    return tuple(
+        Step(
+            recipe, took_s, row["step_s"], row["low_s"], row["high_s"], parse(StepTime, row["parts"])
+        )
+        for recipe, took_s in sorted(measured(), key=lambda each: each[0].id)
+        if (row := by_id.get(recipe.id))
+    )  # fmt: skip
+
+
+def groups() -> dict[str, list[Step]]:
+    """Return the steps by half, kind of code and what decides."""
+    halves = {"learned from": False, "held out": True}
+    kinds = {"eager": False, "compiled": True}
+    deciding = {"the GPU decides": False, "the host decides": True}
+    return {
+        ", ".join(names): [
+            one
+            for one in steps()
+            if (one.is_compiled, one.is_held_out, one.host_decides)
+            == (kinds[names[0]], halves[names[1]], deciding[names[2]])
+        ]
+        for names in itertools.product(kinds, halves, deciding)
+    }
+
+
+def table() -> str:
+    """Return the errors and the bounds of each group."""
+    cells = [[name, *_cells(mine)] for name, mine in groups().items() if mine]
+    heads = ["steps", "recipes", "median, %", "95th percentile, %", "worst, %", "within the bounds, %",
+             "bounds, median, +- %"]  # fmt: skip
+    return markdown_grid(heads, cells)
+
+
+def _cells(mine: Sequence[Step]) -> list[str]:
+    errors = [one.error for one in mine]
+    inside = sum(one.is_inside for one in mine) / len(mine)
+    most = percentile_95(errors) if len(errors) > 1 else abs(errors[0])
+    return [
+        str(len(mine)),
+        *(f"{100 * value:.1f}" for value in (median(map(abs, errors)), most)),
+        f"{100 * worst(errors):+.1f}",
+        f"{100 * inside:.0f}",
+        f"{100 * median(one.width for one in mine):.0f}",
+    ]
+
+
+def kendall_tau(keep: Callable[[Step], bool] = lambda one: one.is_held_out) -> tuple[float, int]:
+    """Return Kendall's tau over the pairs of recipes of one model, and the number of pairs.
+
+    Args:
+        keep: says which steps count.
+    """
+    signs = [
+        1 if (one.predicted_s - other.predicted_s) * (one.measured_s - other.measured_s) > 0 else -1
+        for mine in _by_model(filter(keep, steps()))
+        for one, other in itertools.combinations(mine, 2)
+    ]
+    return sum(signs) / len(signs), len(signs)
+
+
+def _by_model(some: Iterable[Step]) -> Iterable[list[Step]]:
+    found: dict[str, list[Step]] = {}
+    for one in some:
+        model = one.recipe.model
+        found.setdefault(f"{model.config} {model.implementation}", []).append(one)
+    return found.values()

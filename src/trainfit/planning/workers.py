@@ -1,0 +1,125 @@
+"""Processes that answer requests, a JSON line each way. On Linux torch is imported once, then forked.
+
+They end when their requests' pipe closes, as it does when the parent ends in any way.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, Any
+
+CAN_FORK = sys.platform == "linux"
+"""Elsewhere a process that has loaded the system's mathematics libraries cannot be forked safely."""
+PROGRAM = "import sys; from trainfit.planning.workers import serve; serve(*sys.argv[1:])"
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Worker:
+    """The parent's end of one process."""
+
+    def __init__(self, requests: int, answers: int):
+        self._requests: IO[str] = os.fdopen(requests, "w")
+        self._answers: IO[str] = os.fdopen(answers)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request.
+
+        Raises:
+            RuntimeError: the process ended.
+        """
+        with suppress(BrokenPipeError):
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError("a process that traces recipes ended")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Close the pipes."""
+        for pipe in (self._requests, self._answers):
+            with suppress(OSError):
+                pipe.close()
+
+
+class Workers:
+    """Several processes.
+
+    Args:
+        count: of processes.
+        answer: importable function that answers a request, as ``module:name``.
+        imports: modules that are imported before the first request.
+    """
+
+    def __init__(self, count: int, answer: str, imports: Sequence[str]):
+        self.each: list[Worker] = []
+        self._servers: list[subprocess.Popen[bytes]] = []
+        for number in [count] if CAN_FORK else [1] * count:
+            self._start(number, answer, imports)
+
+    def _start(self, count: int, answer: str, imports: Sequence[str]) -> None:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        theirs: list[tuple[int, int]] = []
+        for _ in range(count):
+            requests, requests_in = os.pipe()
+            answers, answers_in = os.pipe()
+            theirs.append((requests, answers_in))
+            self.each.append(Worker(requests_in, answers))
+        pipes = [each for pair in theirs for each in pair]
+        command = [sys.executable, "-c", PROGRAM, json.dumps(theirs), answer, ",".join(imports)]
+        self._servers.append(
+            subprocess.Popen(
+                command, env=environment, pass_fds=pipes, start_new_session=True, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+        )  # fmt: skip
+        for pipe in pipes:
+            os.close(pipe)
+
+    def close(self) -> None:
+        """End all processes, also those that are tracing."""
+        for server in self._servers:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+        for worker in self.each:
+            worker.close()
+
+
+def serve(pipes: str, answer: str, imports: str) -> None:
+    """Import modules, then answer requests in one process for each pair of pipes, until these close."""
+    for name in imports.split(","):
+        importlib.import_module(name)
+    module, _, name = answer.partition(":")
+    answers: Answer = getattr(importlib.import_module(module), name)
+    gc.freeze()  # What is imported stays, so no collection needs to visit it, nor copy its pages.
+    first, *others = json.loads(pipes)
+    for number, own in enumerate(others):
+        if os.fork() == 0:
+            _close([first, *others[number + 1 :]])
+            _serve(own, answers)
+            os._exit(0)
+        _close([own])
+    _serve(first, answers)
+
+
+def _close(pairs: Sequence[tuple[int, int]]) -> None:
+    for pair in pairs:
+        for pipe in pair:
+            os.close(pipe)
+
+
+def _serve(pair: tuple[int, int], answer: Answer) -> None:
+    requests, answers = pair
+    with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
+        for line in lines:
+            out.write(json.dumps(answer(json.loads(line))) + "\n")
+            out.flush()

@@ -1,0 +1,138 @@
+"""What step times are computed with: operations timed on one GPU, the rates of a step. No torch here.
+
+The catalog has those of one H200 and its host. A file that ``trainfit calibrate`` wrote replaces the
+operations for recipes of its GPU, and rescales the host's costs by those that it measured.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from trainfit.catalog.load import FOLDER
+from trainfit.catalog.rates import HostRates, Rates, rates
+from trainfit.prediction.op_times import OpTimes
+from trainfit.spec.calibration import FORMAT, MAX_FILE_BYTES, Calibration, OpTime
+from trainfit.spec.errors import InputError
+from trainfit.spec.files import read_text
+from trainfit.spec.hardware import Gpu
+
+CALIBRATED = "h200"
+"""GPUs without a calibration take this one's rates, as shares of their data sheets."""
+REMEDY = "name a file that trainfit calibrate wrote"
+LEAST_COSTS = 4
+"""Costs of the host that both calibrations need for the host to be rescaled."""
+_chosen: ContextVar[str | None] = ContextVar("calibration", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Calibrated:
+    """Operations timed on a GPU and rates of a step."""
+
+    gpu: str
+    times: OpTimes
+    rates: Rates
+    origin: str
+    """Where it is from, as a prediction states it."""
+
+
+@contextlib.contextmanager
+def using(file: str | Path | None) -> Iterator[None]:
+    """Predict with a calibration file of the user; None: with the catalog's, or the one already in use.
+
+    Raises:
+        InputError: no calibration that can be used.
+    """
+    if file is None:
+        yield
+        return
+    path = str(Path(file).absolute())
+    _read(path)
+    token = _chosen.set(path)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen_file() -> str | None:
+    """Return the user's calibration file in use."""
+    return _chosen.get()
+
+
+def calibrated(gpu: Gpu) -> Calibrated:
+    """Return what step times of a GPU are computed with."""
+    file = _chosen.get()
+    return _shipped() if file is None else _of_user(file, gpu.name)
+
+
+@functools.cache
+def _shipped() -> Calibrated:
+    found = _catalog()
+    torch = found.environment.torch
+    origin = f"operations timed by calibrate on {CALIBRATED} (torch {torch}), and its host"
+    return Calibrated(CALIBRATED, OpTimes(found.ops), rates(), origin)
+
+
+@functools.cache
+def _catalog() -> Calibration:
+    return _parsed(str(FOLDER / "calibrations" / f"{CALIBRATED}.json"))
+
+
+@functools.cache
+def _of_user(path: str, gpu: str) -> Calibrated:
+    shipped, found = _shipped(), _read(path)
+    own_gpu = bool(found.ops) and found.gpu == gpu
+    ratio = _host_ratio(found.host, _catalog().host)
+    if not own_gpu and ratio is None:
+        problem = f"it has neither operations of {gpu} nor enough costs of a host"
+        raise InputError(problem, "calibrate on that GPU", field="--calibration", value=path)
+    own = f"{Path(path).name}, by calibrate on {found.gpu or found.environment.device}"
+    known, origins = shipped.rates, []
+    if own_gpu:
+        origins.append(f"operations of {own} (torch {found.environment.torch})")
+    else:
+        origins.append(f"operations timed by calibrate on {CALIBRATED}")
+    if ratio is not None:
+        host = HostRates(**{name: seconds * ratio for name, seconds in known.host})
+        known = known.model_copy(update={"host": host})
+        origins.append(f"the host {ratio:.2f} times as slow as an H200's, by {Path(path).name}")
+    return Calibrated(
+        gpu if own_gpu else shipped.gpu, OpTimes(found.ops) if own_gpu else shipped.times, known,
+        "; ".join(origins),
+    )  # fmt: skip
+
+
+def _host_ratio(own: dict[str, float], catalogs: dict[str, float]) -> float | None:
+    """Return how much longer this host takes than the catalog's; None: too few costs to tell."""
+    ratios = [own[name] / seconds for name, seconds in catalogs.items() if seconds and own.get(name)]
+    return median(ratios) if len(ratios) >= LEAST_COSTS else None
+
+
+@functools.cache
+def _read(path: str) -> Calibration:
+    try:
+        found = _parsed(path)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        raise InputError(problem, REMEDY, field="--calibration", value=path) from None
+    except (ValueError, TypeError, KeyError):  # No JSON, or another content.
+        raise InputError("no calibration file", REMEDY, field="--calibration", value=path) from None
+    if found.format != FORMAT:
+        problem = f"format {found.format}, and this version reads {FORMAT}"
+        raise InputError(problem, "calibrate again", field="--calibration", value=path)
+    return found
+
+
+def _parsed(path: str) -> Calibration:
+    """Read a file; its thousands of operations are checked faster here than by their type."""
+    data = json.loads(read_text(Path(path), MAX_FILE_BYTES))
+    ops = tuple(
+        OpTime._make(tuple(cell) if isinstance(cell, list) else cell for cell in row)
+        for row in data.pop("ops")
+    )
+    return Calibration.model_validate_json(json.dumps(data)).model_copy(update={"ops": ops})

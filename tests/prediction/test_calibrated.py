@@ -1,0 +1,109 @@
+"""A calibration file of the user replaces operations of its GPU, and rescales the host's costs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_recipe import tiny_recipe
+from trainfit.api.calls import predict
+from trainfit.api.plans import plan
+from trainfit.catalog.load import FOLDER, gpu
+from trainfit.catalog.rates import rates
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.calibrated import calibrated, using
+from trainfit.prediction.estimate import ledger_of
+from trainfit.prediction.roofline import Roofline, roofline
+from trainfit.spec.calibration import OpTime
+from trainfit.spec.errors import InputError
+
+SHIPPED = FOLDER / "calibrations" / "h200.json"
+SECONDS = OpTime._fields.index("seconds")
+
+
+def written(path: Path, slower: float = 1.0, slower_host: float = 1.0, **changes: Any) -> Path:
+    """Write the catalog's calibration with all operations, or all costs of the host, so much slower."""
+    data = json.loads(SHIPPED.read_text("utf-8"))
+    for row in data["ops"]:
+        row[SECONDS] *= slower
+    data["host"] = {name: seconds * slower_host for name, seconds in data["host"].items()}
+    path.write_text(json.dumps(data | changes), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ledger() -> Ledger:
+    return ledger_of(tiny_recipe())
+
+
+def timed(ledger: Ledger, name: str = "h200", file: Path | None = None) -> Roofline:
+    with using(file):
+        found = roofline(ledger, gpu(name))
+    assert found is not None
+    return found
+
+
+def test_the_catalogs_own_content_changes_nothing(tmp_path: Path, ledger: Ledger) -> None:
+    file = written(tmp_path / "copy.json")
+    assert timed(ledger, file=file) == timed(ledger)
+    with using(file):
+        assert "copy.json, by calibrate on h200" in calibrated(gpu("h200")).origin
+    assert calibrated(gpu("h200")).rates is rates()
+
+
+def test_operations_count_for_their_gpu_alone(tmp_path: Path, ledger: Ledger) -> None:
+    file = written(tmp_path / "slow.json", slower=1000.0)
+    # The least time of a launch stays, so that a step this small is not 1,000 times as long.
+    assert timed(ledger, file=file).expected.matmul_s > 10 * timed(ledger).expected.matmul_s
+    assert timed(ledger, "h100-sxm", file) == timed(ledger, "h100-sxm")
+
+
+@pytest.mark.parametrize("changes", [{}, {"ops": [], "gpu": None}])
+def test_costs_of_the_host_count_for_every_gpu(
+    tmp_path: Path, ledger: Ledger, changes: dict[str, Any]
+) -> None:
+    file = written(tmp_path / "host.json", slower_host=2.0, **changes)
+    before, after = timed(ledger, "h100-sxm").expected, timed(ledger, "h100-sxm", file).expected
+    assert after.matmul_s == before.matmul_s
+    assert after.issue_s == pytest.approx(2 * before.issue_s)
+    with using(file):
+        assert "the host 2.00 times as slow" in calibrated(gpu("h100-sxm")).origin
+
+
+def test_predictions_and_plans_take_a_file(tmp_path: Path) -> None:
+    file, recipe = written(tmp_path / "slow.json", slower_host=3.0), tiny_recipe()
+    before, after = predict(recipe), predict(recipe, calibration=file)
+    assert before.step_s is not None
+    assert after.step_s is not None
+    assert after.step_s > 2 * before.step_s
+    assert any("slow.json" in line for line in after.assumptions)
+    for processes in (0, 1):
+        some = {"vary": ["recompute"], "processes": processes}
+        slow = plan(recipe, calibration=file, **some).found[0].estimate
+        assert slow.step_s == pytest.approx(after.step_s)
+        fast = plan(recipe, **some).found[0].estimate
+        assert fast.step_s == pytest.approx(before.step_s)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read"),
+        ("{}", "no calibration file"),
+        ("[1]", "no calibration file"),
+        ("step_s: 1", "no calibration file"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str | None, problem: str) -> None:
+    file = tmp_path / "other.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InputError, match=problem), using(file):
+        pass
+
+
+def test_a_file_that_says_nothing_of_the_gpu_or_a_host_is_refused(tmp_path: Path, ledger: Ledger) -> None:
+    file = written(tmp_path / "none.json", gpu="a100-sxm-80gb", host={})
+    with pytest.raises(InputError, match="neither operations of h200 nor enough costs"):
+        timed(ledger, file=file)
