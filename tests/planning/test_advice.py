@@ -13,10 +13,10 @@ from trainfit.planning.estimates import Estimates
 from trainfit.spec.plan import Advice
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
     "num_attention_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
-LARGE = {"model": {"config": LLAMA}, "batch": {"micro": 16, "seq": 2048}, "hardware": {"gpu": "rtx-4090"}}
+LARGE = {"model": {"config": LLAMA}, "batch": {"micro": 32, "seq": 2048}, "hardware": {"gpu": "rtx-4090"}}
 
 
 def test_what_is_named_holds_the_recipe() -> None:

@@ -1,6 +1,7 @@
 """A recipe's step on the virtual GPU: Recipe -> Ledger."""
 
 import contextlib
+import gc
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
-from trainfit.virtual.trace.process_state import restored_settings
+from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
 from trainfit.virtual.trace.repeated_layers import trim_layers
 from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, ScopeTracker, part_of_module
 
@@ -189,7 +190,10 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
             for index in range(len(step.hosted.blocks)):
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
                 virtual.tracer.own_host(step.hosted.ring.host(index), scope)
-        run_steps(step, virtual)
+        gc.collect()
+        freeze_more()
+        with paused_gc():
+            run_steps(step, virtual)
         if not whole:
             virtual.compiler.check_layers()
         ledger = virtual.finish()
@@ -209,12 +213,17 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
 
 
 def run_steps(step: Step, virtual: VirtualGpu) -> None:
-    """Run a first and a steady step on the virtual GPU."""
+    """Run a first and a steady step on the virtual GPU.
+
+    What reference cycles hold is freed at the end of a phase: other times would differ from run to run.
+    """
     for name in ("first", "steady"):
+        gc.collect()
         virtual.begin(name, "data")
         batches = step.random_batches()
 
         def on_phase(phase: str, name: str = name) -> None:
+            gc.collect()
             if phase == "optimizer" and virtual.mesh is not None:
                 _own_sharded_gradients(step, virtual)
             virtual.begin(name, phase)
