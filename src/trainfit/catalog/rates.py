@@ -63,6 +63,8 @@ class Rates(Value):
     overlap: OverlapRates
     device_bound: Band
     host_bound: Band
+    compiled_device_bound: Band
+    compiled_host_bound: Band
 
 
 @functools.cache

@@ -318,19 +318,17 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
             "low: every operation at the data sheet's rate; "
             f"high: {most} times the expectation, whose rates are an H200's and its host's"
         )
-    elif not recipe.compile and recipe.hardware.count == 1:
-        band = time.band
+    elif recipe.hardware.count == 1:
+        band = time.band(compiled=bool(recipe.compile))
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         basis = (
             f"{band.low:g} to {band.high:g} times the expected time, as at least 90 % of the measured H200 "
             "steps that the rates were learned from; a slower host or other clocks can exceed it"
         )
     else:
-        # The host's rates are those of eager code; compiled code needs less, by an unknown amount.
-        least = expected - time.expected.host_s if recipe.compile else expected
-        low, high = max(measured.low * least, time.lowest_s), measured.high * expected
+        low, high = max(measured.low * expected, time.lowest_s), measured.high * expected
         basis = (
-            f"{measured.low:g} to {measured.high:g} times the expected time (compiled: the lower bound has "
-            f"no host time); {measured.basis}; a slower host or other clocks can exceed it"
+            f"{measured.low:g} to {measured.high:g} times the expected time; {measured.basis}; a slower host "
+            "or other clocks can exceed it"
         )
     return {"step_s": Interval(low=low, high=high, basis=basis)}

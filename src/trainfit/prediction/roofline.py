@@ -37,11 +37,11 @@ class Roofline:
     """The longest of operations, copies and collectives at the data sheets' rates, the host infinitely fast:
     no run is faster."""
 
-    @property
-    def band(self) -> Band:
-        """The measured over the expected time of most eager steps of this kind."""
-        known = rates()
-        waits = self.expected.host_s > HOST_BOUND * self.expected.total
+    def band(self, *, compiled: bool) -> Band:
+        """Return the measured over the expected time of most steps of this kind."""
+        known, waits = rates(), self.expected.host_s > HOST_BOUND * self.expected.total
+        if compiled:
+            return known.compiled_host_bound if waits else known.compiled_device_bound
         return known.host_bound if waits else known.device_bound
 
 
