@@ -45,6 +45,8 @@ def commands(block: str) -> Iterator[tuple[str, list[str]]]:
 def is_repeatable(command: str) -> bool:
     """Return whether a command's output depends on nothing but the code."""
     words = shlex.split(command)
+    if not words:
+        return False
     makes_file = words[0] == "printf" and ">" in words
     return makes_file or (words[0] == "trainfit" and words[1] in VERBS and "--record" not in words)
 

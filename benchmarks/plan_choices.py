@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import trainfit
 from benchmarks.several_gpus import predicted, without_gpu
 from trainfit.api.plans import Tune
-from trainfit.planning.search import MARGIN
+from trainfit.planning.combinations import MARGIN
 from trainfit.planning.space import changed, space
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say

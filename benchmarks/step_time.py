@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.joined import SUITE, join, records
+from trainfit.catalog.load import gpu
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import DIGEST, commit, digest_of
 from trainfit.spec.recipe import Recipe, is_held_out
@@ -50,23 +51,27 @@ def _order(row: tuple[Recipe, float]) -> tuple[bool, bool, str]:
 
 
 def predicted(content: Data) -> Data | str:
-    """Return a recipe's row, or why it has none."""
-    from trainfit.prediction.estimate import predict
+    """Return a recipe's row, or why it has none: the step's time as ``predict`` has it, memory left out."""
+    from trainfit.prediction.estimate import bounds, ledger_of
+    from trainfit.prediction.roofline import roofline
 
     recipe = parse(Recipe, content)
+    card = gpu(recipe.hardware.gpu)
     try:
-        found = predict(recipe)
+        ledger = ledger_of(recipe)
     except Exception as error:  # One recipe's failure is to be seen, and the others predicted.
         return f"{recipe.id}: {type(error).__name__}: {error}"
-    assert found.time is not None
+    found = roofline(ledger, card)
+    assert found is not None
+    printed = bounds(found, card, recipe)["step_s"]
     row: Data = {
         "recipe_id": recipe.id,
         "commit": commit(),
-        "versions": found.versions,
-        "step_s": found.step_s,
-        "low_s": found.bounds["step_s"].low,
-        "high_s": found.bounds["step_s"].high,
-        "parts": found.time.model_dump(),
+        "versions": ledger.versions,
+        "step_s": found.expected.total,
+        "low_s": printed.low,
+        "high_s": printed.high,
+        "parts": found.expected.model_dump(),
     }
     return row | {DIGEST: digest_of(row)}
 

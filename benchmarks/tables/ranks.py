@@ -12,7 +12,7 @@ from trainfit.spec.units import GIB
 
 SHOWN = {"model": "xl", "precision": "bf16"}
 """The case whose timelines are drawn."""
-MEMORY = ("init", "before", "after", "state")
+MEMORY = ("before", "after", "state")
 
 
 def _of_results(some: Sequence[BenchRow]) -> list[BenchRow]:
@@ -69,20 +69,17 @@ def buckets() -> str:
 
 
 def sharding() -> str:
-    """Memory, traffic and time of a step by what is sharded."""
-    lines = [
-        (
-            str(row.point["precision"]), str(row.point["sharding"]),
-            *(of_number(f"{name}_bytes", ".2f", 1 / GIB)(row) for name in MEMORY),
-            of_number("traffic_of_weights", ".2f")(row), milliseconds(row),
-        )
-        for row in _of_results(rows("sharding"))
-    ]  # fmt: skip
-    heads = (
-        "precision", "sharding", "init, GiB", "before update, GiB", "update, GiB", "state, GiB",
-        "traffic / weights", "step, ms",
-    )  # fmt: skip
-    return markdown_grid(heads, lines, 2)
+    """Memory, traffic and time of a step by what is sharded, in bf16 and fp32."""
+    lines: dict[str, list[list[str]]] = {}
+    for row in _of_results(rows("sharding")):
+        cells = [of_number(f"{name}_bytes", ".2f", 1 / GIB)(row) for name in MEMORY]
+        cells += [of_number("traffic_of_weights", ".2f")(row), milliseconds(row)]
+        lines.setdefault(str(row.point["sharding"]), []).append(cells)
+    shown = [
+        (name, *(" / ".join(cells) for cells in zip(*both, strict=True))) for name, both in lines.items()
+    ]
+    heads = ("sharding", "before update, GiB", "update, GiB", "state, GiB", "traffic / weights", "step, ms")
+    return markdown_grid(heads, shown)
 
 
 def overlap_plot() -> str:

@@ -2,7 +2,7 @@
 
 import sys
 
-from trainfit.cli.entry import main
+from trainfit.cli.entry import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

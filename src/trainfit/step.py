@@ -120,8 +120,7 @@ def _build(
     if build is not None:
         model, hosted = build(recipe, on_model, **options)
     else:
-        model, hosted = build_model(recipe.model, **options), None
-        on_model(model)
+        model, hosted = build_model(recipe.model, on_model=on_model, **options), None
     return model.train(), hosted
 
 

@@ -55,9 +55,7 @@ def test_help_lists_every_verb(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("model: {config: gpt2}\nbatch: {micro: -1}", "batch.micro = -1"),
         ("model: {config: gpt2}\nseed: 1\nseed: 1", "duplicate key 'seed'"),
-        ("model: {config: gpt2}\nrecompute: {budget_gib: 4 GiB}", "recompute.budget_gib = '4 GiB'"),
         ("model: {config: gpt3}", "model.config = 'gpt3': no model of that name; did you mean"),
         (
             "model: {config: gpt2}\nhardware: {gpu: h2000}",

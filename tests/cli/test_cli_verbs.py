@@ -149,7 +149,13 @@ LLAMA_405B = ["mfu", "--model", "llama-3.1-405b", "--batch", "16", "--seq", "64"
 
 
 @pytest.mark.parametrize(
-    ("more", "percent"), [(["--attention", "full"], "0.80"), (["--adapter", "lora"], "0.53")]
+    ("more", "percent"),
+    [
+        (["--attention", "full"], "0.80"),
+        ([], "0.80"),
+        (["--adapter", "lora"], "0.53"),
+        (["--adapter", "lora", "--attention", "full"], "0.53"),
+    ],
 )
 def test_mfu_of_llama_405b(more: list[str], percent: str, capsys: Captured) -> None:
     """Published: 0.80 % for full fine-tuning, 0.53 % for LoRA by 6N and 4N."""

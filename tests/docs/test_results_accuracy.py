@@ -177,7 +177,7 @@ CLAIMS: list[tuple[str, Callable[[], Figures]]] = [
     (r"2 x 1408 took # bytes", measured_with_another_version),
     (r"as first committed, #\)", lambda: (accuracy.inside_bounds(suite()[FIRST]),)),
     (r"Of # measured steps # lie .*? took # times the prediction", in_bounds),
-    (r"# recipes crashed on the GPU, # of them \(GPT-2, OPT\) because", crashes),
+    (r"# recipes crashed on the GPU: # \(GPT-2, OPT\) have", crashes),
     (
         r"# rows name 3183a7f, .*? # are first predictions, .*? # are of # benchmark .*? # is a",
         lost_rows,

@@ -37,9 +37,21 @@ def of(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
 REFERENCE_S = 0.08  # CPU time of the workload on an idle core of the machine on which bounds were chosen
 
 
+def within(cpu_s: float, bound_s: float) -> bool:
+    """Return whether processor time is within a bound that was chosen on the reference machine.
+
+    How slow this machine is is timed once per process, and again where the bound is not met: a machine that
+    others use is slower at one time than at another.
+    """
+    if cpu_s < bound_s * slowness():
+        return True
+    slowness.cache_clear()
+    return cpu_s < bound_s * slowness()
+
+
 @functools.cache
 def slowness() -> float:
-    """Return how many times slower than the reference this machine is, at least 1; timed once per process."""
+    """Return how many times slower than the reference this machine is, at least 1."""
     import torch
 
     begin_s = time.process_time()

@@ -8,15 +8,15 @@ import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.planning.advice import first_fitting, more_gpus
+from trainfit.planning.combinations import MARGIN
 from trainfit.planning.estimates import Estimates
-from trainfit.planning.search import MARGIN
 from trainfit.spec.plan import Advice
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
     "num_attention_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
-LARGE = {"model": {"config": LLAMA}, "batch": {"micro": 16, "seq": 2048}, "hardware": {"gpu": "rtx-4090"}}
+LARGE = {"model": {"config": LLAMA}, "batch": {"micro": 32, "seq": 2048}, "hardware": {"gpu": "rtx-4090"}}
 
 
 def test_what_is_named_holds_the_recipe() -> None:

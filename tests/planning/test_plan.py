@@ -11,10 +11,10 @@ from tiny_recipe import TINY_LLAMA
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
+from trainfit.planning.combinations import Goal
 from trainfit.planning.composed import Sizes, within
 from trainfit.planning.estimates import Estimates, Request
 from trainfit.planning.frontier import pareto
-from trainfit.planning.search import Goal
 from trainfit.planning.search import plan as search
 from trainfit.prediction.estimate import predict
 from trainfit.spec.plan import Plan
@@ -97,8 +97,17 @@ def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:
     assert small.num_traced <= 30
 
 
+def test_what_pins_too_much_of_the_host_is_refused() -> None:
+    small = recipe(batch={"seq": 64})
+    found = plan_recipe(small, (), vary=("recompute", "offload"), processes=0, host_memory_gib=0.0001)
+    assert all(one.estimate.host_bytes <= found.host_limit_bytes for one in found.found)
+    refused = [one.choice for one in found.rejected if "of the host's memory" in one.reason]
+    assert any("offload.activations" in choice for choice in refused)
+    assert found.num_traced <= 12
+
+
 def test_where_nothing_fits_the_least_is_named() -> None:
-    none = planned(memory_gib=0.01)
+    none = plan_recipe(recipe(batch={"seq": 64}), (), vary=("loss",), processes=0, memory_gib=0.01)
     assert not none.found
     assert none.least is not None
     with pytest.raises(ValueError, match="no recipe fits"):

@@ -1,5 +1,7 @@
 """Kernels that repeat bit by bit, which ``train`` runs by default, are predicted by one argument alone."""
 
+import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiny_recipe import TINY_LLAMA
+from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.api.flops import step_flops
 from trainfit.catalog.load import gpu
 from trainfit.cli.main import main
@@ -134,25 +136,23 @@ def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
         assert (flops.model_flops, flops.hardware_flops) == (expected.model_flops, expected.hardware_flops)
 
 
+def rooms_of_a_trace() -> set[str]:
+    """Trace in a process that has torch and none of our modules; return which of ours it then has."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trainfit"]:
+        del sys.modules[name]
+    importlib.import_module("trainfit.prediction.trace").trace(tiny_recipe())
+    return {name.split(".")[1] for name in sys.modules if name.startswith("trainfit.")}
+
+
 def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:
     """What tracing imports: else a ledger of other code would be found.
 
     Data of the spec is in the recipe's content.
     """
-    program = (
-        "import sys; from tiny_recipe import tiny_recipe; from trainfit.prediction.trace import trace; "
-        "trace(tiny_recipe());"
-        "print({name.split('.')[1] for name in sys.modules if name.startswith('trainfit.')})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[1] / "helpers",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        imported = pool.apply(rooms_of_a_trace)
     rooms = {room.split("/")[0].removesuffix(".py") for room in cache.ROOMS}
-    assert eval(done.stdout) - rooms == {"spec"}
+    assert imported - rooms == {"spec"}
 
 
 PROGRAM = """

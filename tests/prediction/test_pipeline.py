@@ -19,7 +19,7 @@ from trainfit.prediction.pipeline import _traced_recipe
 from trainfit.prediction.schedule import timeline
 from trainfit.prediction.stage_ledger import composed
 from trainfit.spec.errors import InputError
-from trainfit.spec.pipeline import Action, Stage, bubble_share, in_flight, order, stages
+from trainfit.spec.pipeline import Action, Stage, in_flight, order, stages
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
@@ -39,6 +39,12 @@ def recipe(implementation: str = "native", layers: int = 4, num: int = NUM_BATCH
         hardware=Hardware(gpu="h200", count=count),
         parallel=Parallel(**mesh),
     )
+
+
+def bubble_share(parallel: Parallel, num_micro_batches: int) -> float:
+    """Return the idle share of a pipeline of equal stages, (P - 1) / (v M + P - 1)."""
+    idle = parallel.pipeline - 1
+    return idle / (parallel.stages_per_rank * num_micro_batches + idle)
 
 
 class Given(torch.nn.Module):

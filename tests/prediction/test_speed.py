@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import counted_calls
-from counted_calls import slowness
+from counted_calls import within
 from tiny_recipe import tiny_recipe
 from trainfit.planning.recompute import plan
 from trainfit.prediction.estimate import predict
@@ -24,7 +24,8 @@ RECIPE = (
 COLD_S, WARM_S = 25.0, 2.0
 """Of processor time. Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5
 (docs/guide/predict.md)."""
-WAITED_S = 20.0  # Wall time beyond the processor time: other tests run too, but no network is waited for
+WAITED_S, SHARE = 20.0, 15
+"""Seconds that it may wait, and how many processes may share the core: no network is waited for."""
 
 PROGRAM = """
 import os, socket
@@ -71,9 +72,9 @@ def test_seconds_and_memory_of_the_command(tmp_path: Path) -> None:
     recipe.write_text(RECIPE)
     first, later = run(recipe), run(recipe)
     assert json.loads(first.printed)["params"] == 8_030_261_248
-    assert first.cpu_s < COLD_S * slowness()
-    assert later.cpu_s < WARM_S * slowness()
-    assert first.wall_s - first.cpu_s < WAITED_S * slowness()
+    assert within(first.cpu_s, COLD_S)
+    assert within(later.cpu_s, WARM_S)
+    assert first.wall_s < WAITED_S + SHARE * first.cpu_s
     assert first.peak_rss_bytes < 2 * GIB
     assert later.peak_rss_bytes < first.peak_rss_bytes / 2  # torch is not even imported
     assert later.printed == first.printed

@@ -130,11 +130,19 @@ def recipe_for(name: str, **fields: Any) -> Recipe:
     return wide_recipe(2, precision="amp-fp16", optimizer=OPTIMIZERS[name], **fields)
 
 
+OVERFLOWS = (("layers.0.mlp.down.weight", None, 1), ("norm.weight", 1.0, 2), ("embed.weight", None, 2))
+"""The weight, ``clip_norm`` and the number of micro-batches."""
+
+
 @pytest.mark.parametrize(
-    ("weight", "clip_norm", "accumulate"),
-    [("layers.0.mlp.down.weight", None, 1), ("norm.weight", 1.0, 2), ("embed.weight", None, 2)],
+    ("name", "weight", "clip_norm", "accumulate"),
+    [
+        (name, *how)
+        for index, name in enumerate(OPTIMIZERS)
+        for number, how in enumerate(OVERFLOWS)
+        if name.endswith("fused") or index % len(OVERFLOWS) == number
+    ],
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_overflow_in_one_weight_skips_the_whole_update(
     name: str, weight: str, clip_norm: float | None, accumulate: int
 ):

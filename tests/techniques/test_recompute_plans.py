@@ -152,8 +152,8 @@ def budget(recipe: Recipe, num_bytes: float) -> Recipe:
 @pytest.mark.parametrize(
     ("recipe", "shares"),
     [
-        (recipe_of(DEEP.model.config, "hf", batch=DEEP.batch), (1.0, 0.6, 0.3)),
-        (DEEP.model_copy(update={"adapter": LORA}), (0.5,)),
+        (DEEP, (0.6, 0.3)),
+        (recipe_of(DEEP.model.config, "hf", batch=DEEP.batch, adapter=LORA), (0.5,)),
     ],
     ids=["all weights", "lora"],
 )

@@ -225,7 +225,7 @@ def test_the_command_trains_on_two_ranks_and_a_killed_one_ends_it_for_resume(ran
         printed, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert time.monotonic() - killed_s < 10
+    assert time.monotonic() - killed_s < 20  # Before ranks without a heartbeat are given up, after 30 s
     assert (process.returncode, printed) == (75, "")
     (line,) = [line for line in errors.splitlines() if "error" in line]
     assert line.startswith(

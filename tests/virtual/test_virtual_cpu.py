@@ -43,25 +43,21 @@ ADAFACTOR = Optimizer(name="adafactor")
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "fp32": (LLAMA, "hf", {"precision": "fp32"}),
     "bf16-native": (LLAMA, "native", {}),
-    "amp-fp16": (LLAMA, "hf", {"precision": "amp-fp16"}),
-    "recompute": (LLAMA, "hf", {"recompute": "full"}),
     "accumulate": (LLAMA, "hf", {"batch": Batch(micro=2, seq=64, accumulate=3)}),
-    "adamw-foreach": (LLAMA, "hf", {"optimizer": Optimizer(implementation="foreach")}),
     "in-backward": (LLAMA, "hf", {"optimizer": Optimizer(in_backward=True)}),
-    "sgd-momentum": (
-        LLAMA,
-        "hf",
-        {"optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
-    ),
+    "math-foreach": (LLAMA, "hf", {"attention": "math", "optimizer": Optimizer(implementation="foreach")}),
     "adafactor": (LLAMA, "hf", {"optimizer": ADAFACTOR}),
     "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora", rank=4), "recompute": "full"}),
-    "math": (LLAMA, "hf", {"attention": "math"}),
     "triton-native": (LLAMA, "native", {"attention": "triton", "precision": "amp-bf16"}),
     "gpt2": (GPT2, "hf", {"precision": "fp32"}),
     "gpt2-amp": (GPT2, "hf", {"precision": "amp-bf16"}),
-    "experts": (MIXTRAL, "hf", {}),
-    "sliding-window": (GEMMA3, "hf", {"attention": "eager"}),
-    "capped-scores": (GEMMA2, "hf", {"precision": "fp32"}),
+    "experts-amp-fp16": (MIXTRAL, "hf", {"precision": "amp-fp16"}),
+    "sliding-window-sgd": (
+        GEMMA3,
+        "hf",
+        {"attention": "eager", "optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
+    ),
+    "capped-scores-recompute": (GEMMA2, "hf", {"precision": "fp32", "recompute": "full"}),
 }
 
 

@@ -42,6 +42,7 @@ def plan(
     tokens_per_step: int | None = None,
     tune: Tune | None = None,
     memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
     keep_quality: bool = False,
     vary: Sequence[str] = (),
     margin: float | None = None,
@@ -61,6 +62,7 @@ def plan(
             it has a batch, else any.
         tune: train all weights, or a LoRA adapter on bf16 or 4-bit weights; None: as the recipe says.
         memory_gib: memory of each GPU that may be used; None: all of it.
+        host_memory_gib: pinned host memory that may be used for each GPU; None: as much as the GPU has.
         keep_quality: exclude what changes the numerics.
         vary: fields that may vary, such as ``["batch.micro"]``; empty: every field.
         margin: share of the memory that stays free; None: 2 %.
@@ -81,7 +83,8 @@ def plan(
     with using(calibration), errors_name(recipe, fields):
         return plan_recipe(
             chosen, given, tokens_per_step=tokens_per_step, tune=tune, memory_gib=memory_gib, margin=margin,
-            keep_quality=keep_quality, vary=vary, tokens=tokens, use_cache=use_cache, processes=processes,
+            host_memory_gib=host_memory_gib, keep_quality=keep_quality, vary=vary, tokens=tokens,
+            use_cache=use_cache, processes=processes,
         )  # fmt: skip
 
 
@@ -92,6 +95,7 @@ def plan_recipe(
     tokens_per_step: int | None = None,
     tune: Tune | None = None,
     memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
     margin: float | None = None,
     keep_quality: bool = False,
     vary: Sequence[str] = (),
@@ -101,31 +105,44 @@ def plan_recipe(
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Return the plan of a recipe; ``given``: fields that stay as they are, unless ``vary`` names them."""
+    from trainfit.planning.combinations import MARGIN, Goal
     from trainfit.planning.estimates import Estimates
-    from trainfit.planning.search import MARGIN, Goal
     from trainfit.planning.search import plan as search
 
-    _check(memory_gib, margin)
+    _check(memory_gib, host_memory_gib, margin)
     recipe = _tuned(recipe.without_open_fields(), tune)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
     if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
         tokens_per_step = recipe.batch.tokens * recipe.mesh.data_ranks
     goal = Goal(
         memory_bytes=None if memory_gib is None else int(memory_gib * GIB),
+        host_bytes=None if host_memory_gib is None else int(host_memory_gib * GIB),
         margin=MARGIN if margin is None else margin,
         tokens_per_step=tokens_per_step,
         keep_quality=keep_quality,
         vary=tuple(vary),
         fixed=tuple(name for name in (*ALWAYS_FIXED, *given) if name not in vary),
     )
-    with Estimates(processes, use_cache=use_cache) as estimates:
-        found = search(recipe, goal, estimates, say)
+    stage = ""
+
+    def on_stage(text: str) -> None:
+        nonlocal stage
+        stage = text
+        say(text)
+
+    def on_progress(count: int) -> None:
+        say(f"{stage}, {count} done" if stage else f"{count} done")
+
+    with Estimates(processes, use_cache=use_cache, on_progress=on_progress) as estimates:
+        found = search(recipe, goal, estimates, on_stage)
     return Plan.model_construct(**{**dict(found), "run_tokens": tokens})
 
 
-def _check(memory_gib: float | None, margin: float | None) -> None:
+def _check(memory_gib: float | None, host_memory_gib: float | None, margin: float | None) -> None:
     if memory_gib is not None and memory_gib <= 0:
         raise InputError("no memory at all", "write a number above 0", field="memory_gib", value=memory_gib)
+    if host_memory_gib is not None and host_memory_gib < 0:
+        raise InputError("below 0", "write 0 or more", field="host_memory_gib", value=host_memory_gib)
     if margin is not None and not 0 <= margin < 1:
         raise InputError("no share of the memory", "write 0 to 0.99", field="margin", value=margin)
 

@@ -23,11 +23,11 @@ class HostRates(Value):
     view_in_backward: Seconds
     view_in_graph: Seconds
     module: Seconds
-    module_in_backward: Seconds  # Of recomputation, which packs and unpacks saved tensors
+    checkpoint: Seconds  # Of a recomputed block, besides its operations
     graph: Seconds
     read: Seconds  # Until the host goes on after it waited for a value
     launch: Seconds  # From a launch by the host to its start on an idle GPU
-    wrapped: Seconds  # An operation on DTensors or other subclasses of tensors, beside the one inside
+    wrapped: Seconds  # An operation on DTensors or other subclasses, in addition to the one inside
     wrapped_tensor: Seconds  # Each of its tensors
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release
@@ -54,6 +54,8 @@ class Rates(Value):
     """Times of products, attention and other operations in a step over those alone; the host's seconds."""
 
     products: PositiveFloat
+    products_fp32: PositiveFloat
+    grouped: PositiveFloat  # Products of experts' tokens, whose numbers differ
     attention: PositiveFloat
     memory: PositiveFloat
     kernel_s: Seconds  # At least this for every launch

@@ -12,7 +12,6 @@ from trainfit.spec.printable import say
 if TYPE_CHECKING:
     from trainfit.spec.calibration import Calibration
 
-MAX_FILE_BYTES = 2**27
 OUT_HELP = "Where to write the result; default: in the user's data folder."
 LIMIT_HELP = "Begin nothing further after this time (280; with --host 20)."
 
@@ -53,7 +52,7 @@ def _check_ours(path: Path) -> None:
     """Refuse to replace a file that is no calibration."""
     from pydantic import ValidationError
 
-    from trainfit.spec.calibration import Calibration
+    from trainfit.spec.calibration import MAX_FILE_BYTES, Calibration
     from trainfit.spec.files import read_bytes
 
     try:

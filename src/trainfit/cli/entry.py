@@ -24,3 +24,11 @@ def main() -> int:
     except KeyboardInterrupt:
         print("trainfit: error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def command() -> int:
+    """Run ``main`` in a process that was started for it, and end the process."""
+    from trainfit.cli import start_up
+
+    start_up.is_own_process = True
+    return start_up.leave(main())

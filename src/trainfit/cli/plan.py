@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STEP_HELP = "Tokens a step of all GPUs, such as 1M, by micro-batches and accumulation."
 TUNE_HELP = "Train all weights, or a LoRA adapter on bf16 or 4-bit weights."
 MEMORY_HELP = "Memory of each GPU that may be used."
+HOST_HELP = "Pinned memory of the host that may be used for each GPU (default: as much as the GPU has)."
 QUALITY_HELP = "Exclude recipes that change the numerics."
 VARY_HELP = "Vary these fields only, such as batch.micro or recompute,loss."
 MARGIN_HELP = "Share of the memory that stays free, such as 2% (the default)."
@@ -36,6 +37,9 @@ def run(
     tune: Annotated[Literal["full", "lora", "qlora"] | None, Option(help=TUNE_HELP)] = None,
     memory_gib: Annotated[
         float | None, Option(min=0.001, metavar="GIB", callback=finite, help=MEMORY_HELP)
+    ] = None,
+    host_memory_gib: Annotated[
+        float | None, Option(min=0, metavar="GIB", callback=finite, help=HOST_HELP)
     ] = None,
     keep_quality: Annotated[bool, Option("--keep-quality", help=QUALITY_HELP)] = False,
     vary: Annotated[str | None, Option(metavar="FIELDS", help=VARY_HELP)] = None,
@@ -77,7 +81,8 @@ def run(
         progress(f"planning {name}") as say,
     ):
         found = plan_recipe(
-            requested, given, tune=tune, memory_gib=memory_gib, keep_quality=keep_quality,
+            requested, given, tune=tune, memory_gib=memory_gib, host_memory_gib=host_memory_gib,
+            keep_quality=keep_quality,
             tokens_per_step=None if tokens_per_step is None else round(tokens_per_step),
             vary=[field.strip() for field in vary.split(",")] if vary else [], margin=margin, tokens=tokens,
             use_cache=not no_cache, say=lambda text: say(f"planning {name}: {text}"),

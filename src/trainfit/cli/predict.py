@@ -11,6 +11,7 @@ from typer import Option
 
 from trainfit.cli import options
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings, count
+from trainfit.cli.start_up import import_little
 from trainfit.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def run(
     found: list[Prediction | InputError] = []
     given = [options.with_hardware(settings, name, price) for name in names]
     requested = [options.read_recipe(recipe, one) for one in given]
+    import_little(compiles=any(one.compile for one in requested))
     with using(calibration):
         for wanted, its_settings in zip(requested, given, strict=True):
             try:

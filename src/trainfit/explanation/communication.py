@@ -15,7 +15,7 @@ from trainfit.prediction import communication
 from trainfit.prediction.calibrated import calibrated
 from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import ledger_of
-from trainfit.prediction.host_time import collective_issue_s, issue_s
+from trainfit.prediction.host_time import Issue, collective_issue_s
 from trainfit.prediction.roofline import step_times
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
@@ -103,7 +103,8 @@ class _Phase:
         self.segments = _segments(once, name)
         issued = [op for op in once.ops if op.segment in self.segments]
         collectives = [one for one in once.collectives if one.segment in self.segments]
-        self.issued_s = sum(once.times(op) * issue_s(op, once, host) for op in issued)
+        issue = Issue(once, host)
+        self.issued_s = sum(once.times(op) * issue.seconds(op) for op in issued)
         self.issued_s += sum(once.times(one) * collective_issue_s(one, host) for one in collectives)
         of_twice = _segments(twice, name)
         self.ops = _pairs(issued, (op for op in twice.ops if op.segment in of_twice))

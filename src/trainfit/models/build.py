@@ -33,6 +33,7 @@ def build_model(
     device: torch.device | str,
     attention: str = "sdpa",
     quantize: str | None = None,
+    on_model: Callable[[nn.Module], None] = lambda model: None,
 ) -> nn.Module:
     """Build the model of ``spec`` with parameters on ``device`` in ``dtype``.
 
@@ -40,6 +41,7 @@ def build_model(
         attention: The recipe's value. ``eager`` computes all scores, ``triton`` runs trainfit's kernels; the
             others call ``F.scaled_dot_product_attention``, whose backend the caller selects.
         quantize: nf4, int8 or fp8: format of the decoder blocks' frozen linear layers (quantized.py).
+        on_model: Called with the model before its blocks are quantised; it may remove blocks.
 
     Raises:
         InputError: Unknown catalog name, unsupported ``model_type``, or a key that its config refuses.
@@ -51,6 +53,9 @@ def build_model(
         from trainfit.models.hf import build_hf as build
     with _at_most(MAX_MODULES), linears_on_meta() if quantize is not None else nullcontext():
         model: Any = build(config, dtype=dtype, device=device, attention=attention)
+    if quantize is not None:
+        require_blocks(model, "quantize", quantize, "use quantize: null")
+    on_model(model)
     if quantize is not None:
         fill_quantized(model, quantize, device, partial(_initialise, model))
     return model

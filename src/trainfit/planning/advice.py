@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import gpus, model_config
+from trainfit.planning.assembly import found as as_found
+from trainfit.planning.combinations import MARGIN, Combinations, Goal, Key
 from trainfit.planning.estimates import Estimates, Request, Result
-from trainfit.planning.search import MARGIN, Goal, Key, Search
 from trainfit.planning.space import OWN_FAMILY, changed
 from trainfit.prediction.device_overhead import COMMUNICATOR_BYTES, NCCL_BYTES
 from trainfit.spec.errors import InputError
@@ -110,43 +111,46 @@ def changes_that_fit(
     """
     if goal.tokens_per_step is None:
         goal = Goal(**{**vars(goal), "tokens_per_step": recipe.batch.tokens * recipe.mesh.data_ranks})
-    search = Search(recipe, goal, estimates, lambda text: None)
+    combinations = Combinations(recipe, goal, estimates)
     micro, count = recipe.batch.micro, recipe.batch.accumulate
-    own = search.space.levels[0]
-    smaller = [each for each in search.batches(()) if each[0] < micro]
-    keys: list[Key] = [((), level, micro, count) for level in search.space.levels[1:]]
+    own = combinations.space.levels[0]
+    smaller = [each for each in combinations.batches(()) if each[0] < micro]
+    keys: list[Key] = [((), level, micro, count) for level in combinations.space.levels[1:]]
     keys += [((), own, *each) for each in {*smaller[:1], *smaller[-1:]}]
-    for option in search.space.options:
+    for option in combinations.space.options:
         if not option.is_slow and option.family != OWN_FAMILY:
             keys.append(((option,), own, micro, count))
     if at_peak is not None:
-        keys = [key for key in keys if _frees(search, key, at_peak)]
+        keys = [key for key in keys if _frees(combinations, key, at_peak)]
     fitting: list[Found] = []
     for last in (False, True):
         if len(fitting) < most:
-            search.trace([key for key in keys if any(LAST in option.family for option in key[0]) is last])
-            fitting = [search.found(one) for one in search.traced.values() if search.fits(one)]
+            combinations.trace(
+                [key for key in keys if any(LAST in option.family for option in key[0]) is last]
+            )
+            traced = combinations.traced.values()
+            fitting = [as_found(recipe, one) for one in traced if combinations.fits(one)]
     if goal.memory_bytes is None and ("recompute: full",) in [one.changes for one in fitting]:
         (result,) = estimates.of([Request(recipe.model_copy(update={"recompute": "fit"}))])
         fitting += [one] if (one := _found(result, {"recompute": "fit"})) is not None else []
     return sorted(fitting, key=lambda one: (bool(one.numerics), -(one.estimate.tokens_per_s or 0)))[:most]
 
 
-def _frees(search: Search, key: Key, at_peak: Estimate) -> bool:
+def _frees(combinations: Combinations, key: Key, at_peak: Estimate) -> bool:
     """Return whether a change may free what is missing: False where a bound of what it frees is below."""
     options, level, micro, _ = key
-    held, batch = at_peak.breakdown, search.recipe.batch
-    config = model_config(search.recipe.model.config)
+    held, batch = at_peak.breakdown, combinations.recipe.batch
+    config = model_config(combinations.recipe.model.config)
     bounds = {
         "loss": LOGITS_BYTES * batch.micro * batch.seq * config.get("vocab_size", 2**20),
         "optimizer.name": 0.75 * held.optimizer,
         "optimizer.in_backward": held.gradients,
     }
     fields = {field for option in options for field, _ in option.values}
-    if not fields <= bounds.keys() or level != search.space.levels[0] or micro != batch.micro:
+    if not fields <= bounds.keys() or level != combinations.space.levels[0] or micro != batch.micro:
         return True
     if at_peak.peak_phase.endswith("optimizer"):
         return True  # The update's own memory counts too.
     unused = at_peak.peak_reserved_bytes - at_peak.peak_allocated_bytes
-    missing = at_peak.peak_device_bytes - search.usable_bytes
+    missing = at_peak.peak_device_bytes - combinations.usable_bytes
     return sum(bounds[field] for field in fields) + unused >= missing

@@ -16,8 +16,9 @@ from statistics import median
 from trainfit.catalog.load import FOLDER
 from trainfit.catalog.rates import HostRates, Rates, rates
 from trainfit.prediction.op_times import OpTimes
-from trainfit.spec.calibration import FORMAT, Calibration, OpTime
+from trainfit.spec.calibration import FORMAT, MAX_FILE_BYTES, Calibration, OpTime
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import read_text
 from trainfit.spec.hardware import Gpu
 
 CALIBRATED = "h200"
@@ -129,7 +130,7 @@ def _read(path: str) -> Calibration:
 
 def _parsed(path: str) -> Calibration:
     """Read a file; its thousands of operations are checked faster here than by their type."""
-    data = json.loads(Path(path).read_text("utf-8"))
+    data = json.loads(read_text(Path(path), MAX_FILE_BYTES))
     ops = tuple(
         OpTime._make(tuple(cell) if isinstance(cell, list) else cell for cell in row)
         for row in data.pop("ops")

@@ -22,7 +22,7 @@ SUSTAINED = {
 (docs/results/bench.md); the last two were not measured."""
 SUSTAINED_BETWEEN_HOSTS = 0.75
 START_S = 20e-6
-"""Of a collective, beside its bytes and the link's latency: as measured there for small ones."""
+"""Of a collective, in addition to its bytes and the link's latency: as measured there for small ones."""
 BUS_SHARE = {
     "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2
 }  # fmt: skip

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.attention_time import compute_share
 from trainfit.prediction.calibrated import Calibrated, calibrated
@@ -76,7 +77,16 @@ def _seconds(op: Op, sheet: _Sheet, known: Calibrated) -> float:
         return _by_share(op, gpu, dtype) + launch_s
     if gpu.name != known.gpu:
         taken_s *= max(least_s(op, gpu)) / max(least_s(op, find_gpu(known.gpu)))
-    return max(taken_s * getattr(known.rates, part_of(op)), launch_s)
+    return max(taken_s * _factor(op, known.rates), launch_s)
+
+
+def _factor(op: Op, rates: Rates) -> float:
+    part = part_of(op)
+    if part == "products":
+        if op.dtype == "float32":
+            return rates.products_fp32
+        return rates.grouped if "grouped" in op.name else rates.products
+    return rates.attention if part == "attention" else rates.memory
 
 
 def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:

@@ -118,7 +118,7 @@ def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: R
             "tokens_per_s": tokens_per_s,
             "cost": _cost(recipe, tokens_per_s),
             "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
-            "bounds": _bounds(time, gpu, recipe),
+            "bounds": bounds(time, gpu, recipe),
             "warnings": (
                 *found.warnings,
                 *communication.large_hosts(gpu),
@@ -306,7 +306,8 @@ def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
     )
 
 
-def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interval]:
+def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interval]:
+    """Return the bounds of a step's time, by the name of the Estimate's field."""
     if time is None:
         return {}
     expected, measured = time.expected.total, gpu.step_time_range
@@ -322,9 +323,9 @@ def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interv
         band = calibrated(gpu).rates.several_gpus if several else time.band
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         basis = (
-            f"{band.low:g} to {band.high:g} times the expected time, as 95 % of the measured "
-            f"{'steps of two H200s' if several else 'H200 steps'} that the rates were learned from; "
-            "a slower host or other clocks can exceed it"
+            f"{band.low:g} to {band.high:g} times the expected time, as "
+            f"{'97 % of the measured steps of two H200s' if several else '90 % of the measured H200 steps'} that "
+            "the rates were learned from; a slower host or other clocks can exceed it"
         )
     else:
         # The host's rates are those of eager code; compiled code needs less, by an unknown amount.

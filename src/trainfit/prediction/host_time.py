@@ -1,34 +1,57 @@
 """Seconds that the host needs to issue one operation: Python, dispatch, autograd, launch. No torch here."""
 
+import re
+
 from trainfit.catalog.rates import HostRates
 from trainfit.ledger.ledger import Collective, Ledger, Op
 
+BLOCK = re.compile(r"\.\d+(?=\.|$)")
 
-def issue_s(op: Op, ledger: Ledger, rates: HostRates) -> float:
-    """Return the seconds from the entry before to the launch of this one.
 
-    Args:
-        op: an entry of the steady step; of one on lists of several groups' tensors only one launches.
+class Issue:
+    """The host's work of a ledger's operations.
+
+    A block that the backward recomputes costs ``checkpoint``, whatever it holds: random states are saved and
+    restored, hooks pack and unpack what it saves. Its first recomputed product or module stands for it.
     """
-    views, modules, graphs, _ = op.host
-    phase = ledger.segments[op.segment].phase
-    backward = phase == "backward" and not op.is_update
-    in_graph = op.name.startswith("triton_") or op.name.endswith(".out") or "empty_strided" in op.name
-    if in_graph:
-        launch_s = rates.in_graph
-    elif "_foreach_" in op.name:
-        launch_s = rates.foreach
-    elif phase == "optimizer":
-        launch_s = rates.optimizer
-    elif op.is_update:
-        launch_s = rates.update_in_backward
-    else:
-        launch_s = rates.backward if backward else rates.forward
-    view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
-    module_s = rates.module_in_backward if backward else rates.module
-    calls, tensors = op.wrapped
-    wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
-    return launch_s * bool(op.calls) + views * view_s + modules * module_s + graphs * rates.graph + wrapped_s
+
+    def __init__(self, ledger: Ledger, rates: HostRates):
+        self._phases, self._rates = [segment.phase for segment in ledger.segments], rates
+        first: dict[tuple[int, int, str], Op] = {}
+        for op in ledger.steady_ops:
+            backward = self._phases[op.segment] == "backward" and not op.is_update
+            if backward and (op.host[1] or ledger.recomputes(op)):
+                number = BLOCK.search(op.module)
+                first.setdefault((op.segment, op.group, op.module[: number.end() if number else 0]), op)
+        self._first = {id(op) for op in first.values()}
+
+    def seconds(self, op: Op) -> float:
+        """Return the seconds from the entry before to the launch of this one.
+
+        Args:
+            op: an entry of the steady step, the ledger's own object; of one on lists of several groups'
+                tensors only one launches.
+        """
+        rates, phase = self._rates, self._phases[op.segment]
+        views, modules, graphs, _ = op.host
+        backward = phase == "backward" and not op.is_update
+        in_graph = op.name.startswith("triton_") or op.name.endswith(".out") or "empty_strided" in op.name
+        if in_graph:
+            launch_s = rates.in_graph
+        elif "_foreach_" in op.name:
+            launch_s = rates.foreach
+        elif phase == "optimizer":
+            launch_s = rates.optimizer
+        elif op.is_update:
+            launch_s = rates.update_in_backward
+        else:
+            launch_s = rates.backward if backward else rates.forward
+        view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
+        block_s = rates.checkpoint if id(op) in self._first else 0.0
+        calls, tensors = op.wrapped
+        wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
+        called_s = views * view_s + modules * rates.module + graphs * rates.graph
+        return launch_s * bool(op.calls) + called_s + block_s + wrapped_s
 
 
 def collective_issue_s(one: Collective, rates: HostRates) -> float:

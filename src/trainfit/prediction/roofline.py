@@ -12,7 +12,7 @@ from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.calibrated import Calibrated, calibrated
 from trainfit.prediction.device_time import least_s, op_s, part_of
-from trainfit.prediction.host_time import collective_issue_s, issue_s
+from trainfit.prediction.host_time import Issue, collective_issue_s
 from trainfit.prediction.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
@@ -92,7 +92,7 @@ def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Tim
         lambda one: communication.collective_s(one, gpu),
         copy_s=lambda op: _copy_s(op, gpu),
         host=Host(
-            lambda op: issue_s(op, ledger, host),
+            Issue(ledger, host).seconds,
             host.read,
             host.launch,
             lambda one: collective_issue_s(one, host),

@@ -1,6 +1,7 @@
 """A recipe's step on the virtual GPU: Recipe -> Ledger."""
 
 import contextlib
+import gc
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
-from trainfit.models.layers import layer_lists, num_quantized
+from trainfit.models.layers import layer_lists
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
@@ -31,9 +32,9 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
-from trainfit.virtual.trace.process_state import restored_settings
+from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
 from trainfit.virtual.trace.repeated_layers import trim_layers
-from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, part_of_module
+from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, ScopeTracker, part_of_module
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
@@ -150,15 +151,13 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
     with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
-        quantized = 0
 
         def on_model(model: nn.Module) -> None:
-            nonlocal quantized, repeats
+            nonlocal repeats
             if stage is not None:
                 from trainfit.parallel.pipeline import cut
 
                 virtual.tracer.live.forget(cut(model, stage, recipe))
-            quantized = num_quantized(model)
             if whole:
                 return
             for technique in _applied(recipe):
@@ -191,7 +190,10 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
             for index in range(len(step.hosted.blocks)):
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
                 virtual.tracer.own_host(step.hosted.ring.host(index), scope)
-        run_steps(step, virtual)
+        gc.collect()
+        freeze_more()
+        with paused_gc():
+            run_steps(step, virtual)
         if not whole:
             virtual.compiler.check_layers()
         ledger = virtual.finish()
@@ -204,17 +206,24 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
         ledger.params, ledger.trainable_params = _count_parameters(step.model, ledger, virtual)
-        ledger.params += quantized  # Codes are no parameters.
+        for name, module in step.model.named_modules():
+            times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
+            ledger.params += times * getattr(module, "num_quantized", 0)  # Codes are no parameters.
     return ledger
 
 
 def run_steps(step: Step, virtual: VirtualGpu) -> None:
-    """Run a first and a steady step on the virtual GPU."""
+    """Run a first and a steady step on the virtual GPU.
+
+    What reference cycles hold is freed at the end of a phase: other times would differ from run to run.
+    """
     for name in ("first", "steady"):
+        gc.collect()
         virtual.begin(name, "data")
         batches = step.random_batches()
 
         def on_phase(phase: str, name: str = name) -> None:
+            gc.collect()
             if phase == "optimizer" and virtual.mesh is not None:
                 _own_sharded_gradients(step, virtual)
             virtual.begin(name, phase)

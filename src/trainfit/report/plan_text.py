@@ -74,7 +74,8 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
     ]
     if estimate.host_bytes:
         each = " for each GPU" * (estimate.num_gpus > 1)
-        lines.append(["host", f"{format_bytes(estimate.host_bytes)} of pinned memory{each}"])
+        most = f"of at most {format_bytes(plan.host_limit_bytes)}{each}"
+        lines.append(["host", f"{format_bytes(estimate.host_bytes)} of pinned memory {most}"])
     lines += [["cost", text]] if (text := _cost(plan, estimate.tokens_per_s, best)) else []
     if plan.largest is not None:
         most = plan.largest.as_recipe().batch.micro
@@ -155,10 +156,8 @@ def _reason(one: Rejection) -> str:
 
 def _basis(plan: Plan) -> str:
     kept = " without a change of numerics" if plan.keep_quality else ""
-    return (
-        f"{plan.num_ranked:,} combinations{kept} ranked by a composed estimate, {plan.num_traced} traced; "
-        "* changes the numerics"
-    )
+    ranked = f"{plan.num_ranked:,} combinations{kept} ranked by a composed estimate, " * (plan.num_ranked > 0)
+    return f"{ranked}{plan.num_traced} traced; * changes the numerics"
 
 
 def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
@@ -170,7 +169,8 @@ def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
     if given.adapter is None:
         lines.append(["try", "--tune lora or --tune qlora, more GPUs (--count), or a shorter --seq"])
     else:
-        lines.append(["try", "more GPUs (--count), or a shorter --seq"])
+        quantized = "" if given.quantize else "--tune qlora, "
+        lines.append(["try", f"{quantized}more GPUs (--count), or a shorter --seq"])
     rows(out, lines, "left", "wrap")
 
 

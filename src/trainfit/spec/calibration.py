@@ -6,6 +6,7 @@ from trainfit.spec.bench import Environment
 from trainfit.spec.value import Seconds, Value
 
 FORMAT = 1
+MAX_FILE_BYTES = 2**27
 
 
 class OpTime(NamedTuple):

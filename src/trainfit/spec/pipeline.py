@@ -87,9 +87,3 @@ def in_flight(actions: list[Action]) -> int:
         now += 1 if action.is_forward else -1
         most = max(most, now)
     return most
-
-
-def bubble_share(parallel: "Parallel", num_micro_batches: int) -> float:
-    """Return the idle share of a pipeline of equal stages, (P - 1) / (v M + P - 1)."""
-    idle = parallel.pipeline - 1
-    return idle / (parallel.stages_per_rank * num_micro_batches + idle)

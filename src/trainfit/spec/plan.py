@@ -39,6 +39,8 @@ class Plan(Value):
     """The recipe that was planned from."""
     limit_bytes: Bytes
     """Device memory that a recipe may take, before the margin."""
+    host_limit_bytes: Bytes
+    """Pinned host memory that a recipe may take for each GPU."""
     margin: Share
     """Share of the limit that stays free."""
     tokens_per_step: Count | None

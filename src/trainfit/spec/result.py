@@ -60,7 +60,7 @@ class StepTime(Value):
     matmul_s: Seconds = 0.0
     memory_s: Seconds = 0.0
     communication_s: Seconds = 0.0
-    """The computation waits for collectives and copies to and from the host, and is slower beside them."""
+    """The computation waits for collectives and copies to and from the host, and is slower meanwhile."""
     host_s: Seconds = 0.0  # The GPU waits for the host
     hidden_communication_s: Seconds = 0.0  # Collectives while the GPU computes
     bubble_s: Seconds = 0.0  # Waiting for other stages of a pipeline
@@ -342,7 +342,7 @@ class PhaseCommunication(Value):
     phase: str
     compute_s: Seconds
     communication_s: Seconds
-    exposed_s: Seconds  # The computation waits for it, or is slower beside it
+    exposed_s: Seconds  # The computation waits for it, or is slower meanwhile
     compute_bound_tokens: float | None
     """Tokens of all GPUs in a step from which the computation takes as long, and as its host; None: never."""
 

@@ -65,14 +65,6 @@ def devices_to_hold(num_bytes: float, device_bytes: float) -> int:
     return math.ceil(num_bytes / device_bytes)
 
 
-def all_gather_s(num_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds of a ring's all-gather, or reduce-scatter, of ``num_bytes`` in whole.
-
-    An all-reduce is both, one after the other: twice this time.
-    """
-    return (num_ranks - 1) / num_ranks * num_bytes / bytes_per_s
-
-
 def layer_time(layers: Layers, mesh: Mesh, tokens: float) -> LayerTime:
     """Return one layer's forward for a global batch of ``tokens``; the backward needs twice each part."""
     weights = 2 * layers.hidden * layers.feed_forward

@@ -17,7 +17,7 @@ from trainfit.virtual.compile.program import Program
 from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.trace.process_state import paused_gc
+from trainfit.virtual.trace.process_state import freeze_more, paused_gc
 from trainfit.virtual.trace.repeated_layers import signature
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
@@ -95,6 +95,7 @@ class VirtualCompiler:
             if self.num_graphs != num_graphs:
                 # Capturing leaves reference cycles that hold traced tensors.
                 gc.collect()
+                freeze_more()
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._functorch import config as functorch_config

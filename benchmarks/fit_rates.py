@@ -1,0 +1,138 @@
+"""Fit catalog/rates.toml to the measured steps that may be learned from, and print the file.
+
+    python -m benchmarks.fit_rates [--iterations N]
+
+Weighted least squares of the logarithms of predicted over measured steps (Gauss-Newton; the derivatives are
+differences of whole predictions; a step far off weighs little). Each rate is held near its present value, as
+far as the steps say nothing of it. Held-out recipes are not read. The steps' ledgers come from the cache or
+are traced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median, quantiles
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.step_time import measured
+from trainfit.catalog.load import gpu
+from trainfit.catalog.rates import Rates
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.calibrated import calibrated
+from trainfit.prediction.roofline import HOST_BOUND, roofline
+from trainfit.spec.printable import say
+from trainfit.spec.recipe import is_held_out
+from trainfit.spec.result import StepTime
+
+CARD = gpu("h200")
+STEP = 0.02
+"""Relative change of a rate by which its derivative is taken."""
+PRIOR = 0.5
+"""Standard deviation of a rate's logarithm around its present value."""
+NOISE = {False: 0.03, True: 0.08}
+"""Standard deviation of a step's logarithm, by whether the host decides it: hosts differ from day to day."""
+Vector = NDArray[np.float64]
+
+
+class Fit:
+    """Steps that are fitted, and the rates as a vector of logarithms."""
+
+    def __init__(self, ledgers: Sequence[Ledger], measured_s: Sequence[float]):
+        self.ledgers, self.measured = ledgers, np.log(measured_s)
+        self.base = calibrated(CARD)
+        data = self.base.rates.model_dump()
+        self.names = [
+            *(name for name, value in data.items() if isinstance(value, float)),
+            *(f"host.{name}" for name in data["host"]),
+        ]
+        self.start = np.log([self._get(self.base.rates, name) for name in self.names])
+
+    @staticmethod
+    def _get(rates: Rates, name: str) -> float:
+        host, _, field = name.rpartition(".")
+        return getattr(rates.host if host else rates, field)
+
+    def rates(self, x: Vector) -> Rates:
+        """Return the rates of a vector."""
+        values = dict(zip(self.names, np.exp(x).tolist(), strict=True))
+        own = {name: value for name, value in values.items() if "." not in name}
+        host = {name.partition(".")[2]: value for name, value in values.items() if "." in name}
+        changed = self.base.rates.host.model_copy(update=host)
+        return self.base.rates.model_copy(update={**own, "host": changed})
+
+    def times(self, x: Vector, which: Sequence[int] | None = None) -> list[StepTime]:
+        """Return the expected steps with a vector's rates."""
+        known = replace(self.base, rates=self.rates(x))
+        found = [
+            roofline(self.ledgers[at], CARD, known)
+            for at in (range(len(self.ledgers)) if which is None else which)
+        ]
+        return [one.expected for one in found if one is not None]
+
+    def improved(self, x: Vector) -> Vector:
+        """Return the vector after one iteration."""
+        now = self.times(x)
+        waits = [one.host_s > 0.01 * one.total for one in now]
+        residual = np.log([one.total for one in now]) - self.measured
+        rows = np.zeros((len(now), len(x)))
+        for at, name in enumerate(self.names):
+            # The host's costs hardly change a step in which the GPU hardly waits.
+            which = [i for i, wait in enumerate(waits) if wait or "." not in name]
+            nudged = x.copy()
+            nudged[at] += STEP
+            for i, one in zip(which, self.times(nudged, which), strict=True):
+                rows[i, at] = (np.log(one.total) - residual[i] - self.measured[i]) / STEP
+        noise = np.array([NOISE[one.host_s > HOST_BOUND * one.total] for one in now])
+        weights = 1 / (noise**2 + residual**2)
+        left = rows.T @ (weights[:, None] * rows) + np.eye(len(x)) / PRIOR**2
+        right = rows.T @ (weights * -residual) - (x - self.start) / PRIOR**2
+        return x + np.linalg.solve(left, right)
+
+
+def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
+    """Return the errors by what decides."""
+    lines = []
+    for deciding, waits in (("GPU", False), ("host", True)):
+        ratios = [
+            took_s / one.total
+            for one, took_s in zip(times, measured_s, strict=True)
+            if (one.host_s > HOST_BOUND * one.total) == waits
+        ]
+        if len(ratios) > 1:
+            errors = sorted(abs(1 / ratio - 1) for ratio in ratios)
+            cuts = quantiles(ratios, n=40, method="inclusive")
+            lines.append(
+                f"{deciding}: {len(ratios)} steps, error {median(errors):.1%}, worst {errors[-1]:.1%}; "
+                f"measured over predicted, middle 95 %: {cuts[0]:.3f} to {cuts[-1]:.3f}, "
+                f"90 %: {cuts[1]:.3f} to {cuts[-2]:.3f}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=6)
+    chosen = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from trainfit.prediction.estimate import ledger_of
+
+    learned = [(recipe, took_s) for recipe, took_s in measured() if not is_held_out(recipe.id)]
+    ledgers, took = [ledger_of(recipe) for recipe, _ in learned], [took_s for _, took_s in learned]
+    fit = Fit(ledgers, took)
+    x = fit.start
+    say(summary(fit.times(x), took))
+    for _ in range(chosen.iterations):
+        x = fit.improved(x)
+        say(summary(fit.times(x), took))
+    for name, value in zip(fit.names, np.exp(x), strict=True):
+        say(f"{name} = {value:.3g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Shorten the start and the end of a command that predicts: imports that an eager step does not need.
+
+For a process that is the command's own: a library's modules are loaded in another order, never differently.
+"""
+
+import atexit
+import functools
+import gc
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+COMPILER = {
+    "torch._dynamo": ("config", "_trace_wrapped_higher_order_op"),
+    "torch._inductor": ("config",),
+}
+"""Packages whose import takes a second, and their modules that eager code needs: ``FakeTensorMode`` reads
+settings, transformers' masks use one class."""
+SCAN = "transformers.utils.import_utils"
+SOURCE = "torch._dynamo.source"
+TORCHAO = "torchao.prototype.safetensors.safetensors_support"
+"""Imported by transformers' quantizers for a function that saves checkpoints."""
+is_own_process = False
+"""Whether the process was started for one command."""
+
+
+def import_little(*, compiles: bool) -> None:
+    """Prepare a process of the command's own for predictions. What is left out is imported when it is used.
+
+    Args:
+        compiles: the compiler is needed anyway.
+    """
+    if not is_own_process:
+        return
+    gc.disable()  # Collections while modules are imported take a second, and find nothing.
+    loaders: dict[str, Callable[[Any, Callable[[Any], None]], None]] = {SCAN: _scan_less}
+    if not compiles:
+        loaders |= dict.fromkeys(COMPILER, _defer)
+    if importlib.util.find_spec("torchao") is not None:
+        sys.modules.setdefault(TORCHAO, _Torchao(TORCHAO))
+    sys.meta_path.insert(0, _Finder(loaders))  # pyright: ignore[reportArgumentType]
+
+
+def leave(code: int) -> int:
+    """End the process at once: taking a million objects apart takes a second. Return where that is unsafe."""
+    torch = sys.modules.get("torch")
+    if torch is None or threading.active_count() > 1 or torch.cuda.is_initialized():
+        return code
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return code
+    os._exit(code)
+
+
+class _Finder:
+    """Loads some modules by functions of the module and its own loader's."""
+
+    def __init__(self, loaders: dict[str, Callable[[Any, Callable[[Any], None]], None]]):
+        self._loaders = loaders
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        load = self._loaders.get(name)
+        spec: Any = None if load is None else importlib.machinery.PathFinder.find_spec(name, path)
+        if load is not None and spec is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: load(module, run)
+        return spec
+
+
+def _scan_less(module: Any, run: Callable[[Any], None]) -> None:
+    """Shorten transformers' scan of its 1,600 model files, which it does twice; the result is the same."""
+    run(module)
+    names = getattr(module, "fetch__all__", None)
+    scan: Any = getattr(module, "create_import_structure_from_path", None)
+    if names is not None:
+        # It splits a file into lines and looks for the last one that begins with __all__.
+        module.fetch__all__ = lambda text: names(text[text.rfind("\n__all__") + 1 :])
+    if hasattr(scan, "__wrapped__"):
+        module.create_import_structure_from_path = functools.cache(
+            scan.__wrapped__
+        )  # Not the last 128 alone.
+
+
+class _Torchao(ModuleType):
+    """Stand-in of a module of functions, which imports the module when one is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(sys.modules.get(TORCHAO), _Torchao):
+                del sys.modules[TORCHAO]
+            return getattr(importlib.import_module(TORCHAO), name)(*args, **kwargs)
+
+        return call
+
+
+class _Name:
+    """Name of a real tensor. It is read where sizes are symbols, which Dynamo makes."""
+
+    def __init__(self, *names: object):
+        self.names = names
+
+
+class _Source(ModuleType):
+    """Stand-in of a module of classes that name the real tensors that ``FakeTensorMode`` converts."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.endswith("Source"):
+            raise AttributeError(name)
+        made = type(name, (_Name,), {})
+        setattr(self, name, made)
+        return made
+
+
+class _Deferred(ModuleType):
+    """A package whose ``__init__`` runs when anything in it but ``COMPILER``'s modules is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        object.__setattr__(self, "__class__", ModuleType)
+        for own in UNLOADED:
+            vars(self).pop(own, None)
+        spec: Any = self.__spec__
+        self.__path__ = spec.submodule_search_locations
+        if isinstance(sys.modules.get(SOURCE), _Source):
+            del sys.modules[SOURCE]
+        _runs[self.__name__](self)
+        for each in _waiting.pop(self.__name__, ()):
+            each(self)
+        return getattr(self, name)
+
+
+def _defer(module: Any, run: Callable[[Any], None]) -> None:
+    _runs[module.__name__] = run
+    try:
+        for inner in COMPILER[module.__name__]:
+            importlib.import_module(f"{module.__name__}.{inner}")
+    except ImportError:
+        return run(module)  # Another version's modules.
+    module.__class__ = _Deferred
+    del module.__path__  # Without it the import of any other module in the package asks for it.
+    if module.__name__ == "torch._dynamo":
+        vars(module).update(UNLOADED)
+        sys.modules[SOURCE] = _Source(SOURCE)
+
+
+_runs: dict[str, Callable[[Any], None]] = {}
+"""Deferred package -> what runs its ``__init__``."""
+_waiting: dict[str, list[Callable[[Any], object]]] = {}
+"""Package -> what is done when it is loaded: the decorations of functions that were made before."""
+
+
+def _disable(fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **settings: Any) -> Any:
+    """Decorate as ``torch._dynamo.disable``, which has no effect before Dynamo is loaded."""
+    waiting = _waiting.setdefault("torch._dynamo", [])
+    if fn is None:
+        return functools.partial(_disable, recursive=recursive, wrapping=wrapping, **settings)
+    if not wrapping:
+        # torch._compile keeps the result in this attribute, else it asks again.
+        waiting.append(lambda _: vars(fn).pop("__dynamo_disable", None))
+        return fn
+    target = [fn]
+    waiting.append(lambda dynamo: target.__setitem__(0, dynamo.disable(fn, recursive, **settings)))
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return target[0](*args, **kwargs)
+
+    return call
+
+
+def _marked(name: str) -> Callable[[Any], Any]:
+    """Return a decorator that returns its function, as the one of this name does, which it gets later."""
+
+    def mark(fn: Any) -> Any:
+        _waiting.setdefault("torch._dynamo", []).append(lambda dynamo: getattr(dynamo, name)(fn))
+        return fn
+
+    return mark
+
+
+UNLOADED = {
+    "graph_break": lambda *_, **__: None,
+    "disable": _disable,
+    "assume_constant_result": _marked("assume_constant_result"),
+    "allow_in_graph": _marked("allow_in_graph"),
+}
+"""Functions of Dynamo that eager code calls, while it is not loaded."""

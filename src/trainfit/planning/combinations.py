@@ -1,0 +1,184 @@
+"""Combinations of options, recomputation and batch: their recipes, their traces, and which ones fit."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.planning.estimates import Estimates, Request, Result
+from trainfit.planning.space import Options, Space, agree, changed, space
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+
+MARGIN = 0.02
+"""Share of the memory that stays free by default. The worst predicted peak was off by 0.08 %, a compiled
+model's by up to 1 % (docs/results/accuracy.md); other processes' contexts take some hundred MiB."""
+TOKENS_OFF = 0.05
+"""Share by which the tokens of a step may differ from those requested."""
+GRID = (*range(1, 9), 10, 12, 14, *range(16, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
+GRID = (*GRID, *(2**n for n in range(8, 20)))
+"""Micro-batches that are ranked."""
+MOST_MICRO = 2**16
+"""Micro-batches below it are tried where nothing else varies."""
+MIX = "mix"
+"""In place of a level of recomputation: blocks differ, as a budget decides."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Limits of a plan.
+
+    Attributes:
+        memory_bytes: of the device that may be used; None: all of it.
+        host_bytes: pinned host memory of each GPU; None: as much as the GPU has.
+        margin: share of the device's that stays free.
+        tokens_per_step: of all GPUs; None: the recipe's micro-batches, of any size.
+        keep_quality: exclude what changes the numerics.
+        vary: fields that may vary; empty: every field.
+        fixed: fields that may not.
+    """
+
+    memory_bytes: int | None = None
+    host_bytes: int | None = None
+    margin: float = MARGIN
+    tokens_per_step: int | None = None
+    keep_quality: bool = False
+    vary: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+
+class Candidate(NamedTuple):
+    """One combination and its composed estimate."""
+
+    rate: float
+    """Tokens a second."""
+    device_bytes: float
+    options: Options
+    level: str
+    micro: int
+    accumulate: int
+
+    @property
+    def key(self) -> "Key":
+        return self.options, self.level, self.micro, self.accumulate
+
+
+Key = tuple[Options, str, int, int]
+"""Options, level of recomputation, micro-batch, micro-batches a step."""
+
+
+class Traced(NamedTuple):
+    """A candidate with its trace."""
+
+    candidate: Candidate
+    result: Result
+
+    @property
+    def rate(self) -> float:
+        return self.result.estimate.tokens_per_s or 0.0 if self.result.estimate else 0.0
+
+    @property
+    def device_bytes(self) -> int:
+        return self.result.estimate.peak_device_bytes if self.result.estimate else 0
+
+
+class Combinations:
+    """The combinations of one recipe's choices.
+
+    Raises:
+        InputError: the speed of the recipe's GPU is not known, or nothing is offered for a field to vary.
+    """
+
+    def __init__(self, recipe: Recipe, goal: Goal, estimates: Estimates):
+        gpu = find_gpu(recipe.hardware.gpu)
+        if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
+            remedy = "name a GPU of the catalog with --gpu"
+            raise InputError("its speed is not known", remedy, field="hardware.gpu", value=gpu.name)
+        self.recipe, self.goal, self.estimates = recipe, goal, estimates
+        self.limit_bytes = min(goal.memory_bytes or gpu.usable_bytes, gpu.usable_bytes)
+        self.usable_bytes = self.limit_bytes * (1 - goal.margin)
+        self.host_bytes = gpu.memory_bytes if goal.host_bytes is None else goal.host_bytes
+        self.space: Space = space(recipe, vary=goal.vary, fixed=goal.fixed, keep_quality=goal.keep_quality)
+        self.traced: dict[Key, Traced] = {}
+
+    def recipe_of(
+        self, options: Options, level: str, micro: int, accumulate: int, budget: float = 0
+    ) -> Recipe:
+        """Return the recipe of a combination.
+
+        Raises:
+            InputError: its values exclude each other.
+        """
+        values = agree(options)
+        assert values is not None, "combinations whose options differ are not built"
+        recompute = {"budget_gib": budget} if level == MIX else json.loads(level)
+        values = {"recompute": recompute, **values}
+        if self.space.varies_batch:
+            values |= {"batch.micro": micro, "batch.accumulate": accumulate}
+        return changed(self.recipe, values)
+
+    def batches(self, options: Options, *, every: bool = False) -> list[tuple[int, int]]:
+        """Return the micro-batches that a structure may have, each with its number of micro-batches.
+
+        Args:
+            every: not only those that are ranked.
+        """
+        batch, tokens = self.recipe.batch, self.goal.tokens_per_step
+        if not self.space.varies_batch:
+            return [(batch.micro, batch.accumulate)]
+        grid = range(1, MOST_MICRO) if every else GRID
+        if tokens is None:
+            return [(micro, batch.accumulate) for micro in grid if micro * batch.seq < 2**31]
+        wanted = tokens / (batch.seq * self.data_ranks(options))
+        found = [
+            (micro, max(1, round(wanted / micro))) for micro in grid if micro <= wanted * (1 + TOKENS_OFF)
+        ]
+        return [
+            (micro, count) for micro, count in found if abs(micro * count - wanted) <= TOKENS_OFF * wanted
+        ]
+
+    def data_ranks(self, options: Options) -> int:
+        """Return the ranks that read different data."""
+        values, mesh = agree(options) or {}, self.recipe.parallel
+        shared = [
+            values.get(f"parallel.{name}", getattr(mesh, name)) for name in ("tensor", "context", "pipeline")
+        ]
+        ranks = self.recipe.hardware.count
+        for one in shared:
+            ranks //= one
+        return max(1, ranks)
+
+    def trace(
+        self, wanted: Sequence[Key], budget_gib: Callable[[Options], float] = lambda options: 0.0
+    ) -> list[Traced | InputError]:
+        """Trace combinations; a refusal in place of what cannot be built.
+
+        Args:
+            budget_gib: allocated bytes that blocks which differ in recomputation may reach.
+        """
+        found: list[Traced | InputError] = []
+        requests: list[tuple[int, Candidate, Request]] = []
+        for options, level, micro, accumulate in wanted:
+            candidate = Candidate(0.0, 0.0, options, level, micro, accumulate)
+            try:
+                recipe = self.recipe_of(options, level, micro, accumulate, budget_gib(options))
+                requests.append((len(found), candidate, Request(recipe, exact=False)))
+                found.append(InputError("", ""))
+            except InputError as error:
+                found.append(error)
+        results = self.estimates.of([request for _, _, request in requests])
+        for (index, candidate, _), result in zip(requests, results, strict=True):
+            if result.refused is not None:
+                found[index] = result.refused
+                continue
+            one = found[index] = Traced(candidate, result)
+            self.traced[candidate.key] = one
+        return found
+
+    def fits(self, one: Traced) -> bool:
+        """Return whether a traced recipe is within the limits, the margin kept."""
+        estimate = one.result.estimate
+        if estimate is None or not estimate.fits or estimate.host_bytes > self.host_bytes:
+            return False
+        return estimate.peak_device_bytes <= self.usable_bytes

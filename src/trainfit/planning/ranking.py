@@ -1,0 +1,155 @@
+"""Rank all combinations of options, recomputation and batch by a composed estimate (composed.py)."""
+
+import itertools
+import json
+from collections.abc import Collection, Iterator
+
+from trainfit.planning.combinations import MIX, Candidate, Combinations, Traced
+from trainfit.planning.composed import Batches, Sizes, sizes_of, within
+from trainfit.planning.space import Option, Options, agree
+from trainfit.spec.errors import InputError
+from trainfit.spec.units import GIB
+
+MAX_EXTRAS = 4
+"""Options beyond the start that are combined."""
+
+
+class Ranking:
+    """What was traced of the start and of each option, from which every combination is estimated."""
+
+    def __init__(self, combinations: Combinations):
+        self.combinations = combinations
+        space = combinations.space
+        self.start: Options = ()
+        self.level = next((one for one in space.levels if one == '"none"'), space.levels[0])
+        self.at: tuple[int, int] = (1, 1)
+        """Micro-batch, and their number, at which options are compared."""
+        self.grown = Batches({}, {})
+        self.levels: dict[str, Sizes] = {}
+        """Of the start at each level of recomputation."""
+        self.added: dict[Option, Sizes] = {}
+        """Of the start with each option, at the reference batch."""
+        self.without: dict[Option, Sizes] = {}
+        """Of the start without each of its options, at the reference batch."""
+        self.dropped: dict[Option, frozenset[Option]] = {}
+        """Options of the start that each one excludes."""
+        self.corrections: dict[tuple[Options, bool], tuple[float, float]] = {}
+        self.num_ranked = 0
+
+    def start_sizes(self, level: str) -> dict[int, Sizes]:
+        """Return the sizes of the start at each traced micro-batch."""
+        return {
+            one.candidate.micro: sizes_of_traced(one)
+            for (options, at, _, _), one in self.combinations.traced.items()
+            if options == self.start and at == level
+        }
+
+    def moved(self, one: Traced) -> Sizes:
+        """Return a traced recipe's sizes at the reference batch."""
+        grown = Batches.of(self.start_sizes(self.level))
+        return grown.moved(sizes_of_traced(one), one.candidate.micro, self.at[0])
+
+    def level_of(self, option: Option) -> str:
+        """Return the level of recomputation at which an option is compared."""
+        forced = dict(option.values).get("recompute")
+        return self.level if forced is None else json.dumps(forced)
+
+    def budget_gib(self, options: Options) -> float:
+        """Return the allocated bytes, in GiB, that leave room for what the device holds too."""
+        other = self.sizes(options, self.level).other_bytes if self.levels else 0.0
+        return max(0.01, round((self.combinations.usable_bytes - 1.05 * other) / GIB - 0.005, 2))
+
+    def ordered(self, options: Collection[Option]) -> Options:
+        """Return options in the space's order."""
+        return tuple(one for one in self.combinations.space.options if one in options)
+
+    def sizes(self, options: Options, level: str) -> Sizes:
+        """Return the composed sizes of a structure at the reference batch."""
+        start = self.levels[self.level]
+        base = self.levels.get(level, start)
+        found = start
+        for option in options:
+            if option in self.added:
+                found = found.plus(self.added[option], self.levels.get(self.level_of(option), start))
+        ratio = base.batch_bytes / max(start.batch_bytes, 1.0)
+        return found._replace(
+            batch_bytes=found.batch_bytes * ratio,
+            micro_s=max(1e-9, found.micro_s + base.micro_s - start.micro_s),
+        )
+
+    def structures(self) -> Iterator[Options]:
+        """Yield the start and each combination of the other options that are worth it."""
+        extras = [option for option in self.added if self._is_useful(option)]
+        for count in range(min(MAX_EXTRAS, len(extras)) + 1):
+            for some in itertools.combinations(extras, count):
+                if len({one.family for one in some}) < count:
+                    continue
+                without = frozenset[Option]().union(*(self.dropped[one] for one in some))
+                structure = self.ordered([*(one for one in self.start if one not in without), *some])
+                if agree(structure) is not None:
+                    yield structure
+
+    def _is_useful(self, option: Option) -> bool:
+        """Return whether an option makes the start smaller or faster."""
+        before, after = self.levels.get(self.level_of(option), self.levels[self.level]), self.added[option]
+        ranks = self.more_ranks(option)
+        smaller = after.device_bytes < before.device_bytes or after.fixed_bytes < before.fixed_bytes
+        return smaller or after.step_s(1) / ranks < before.step_s(1)
+
+    def more_ranks(self, option: Option) -> float:
+        """Return the data-parallel ranks with an option over those of the start."""
+        return self.combinations.data_ranks((option,)) / self.combinations.data_ranks(self.start)
+
+    def ranked(self) -> list[Candidate]:
+        """Return every combination within the limit by the composed estimate, the fastest first."""
+        found: list[Candidate] = []
+        self.num_ranked = 0
+        for options in self.structures():
+            forced = [level for level in map(self.level_of, options) if level != self.level]
+            levels = forced[:1] or [level for level in self.combinations.space.levels if level in self.levels]
+            sizes = {level: self.sizes(options, level) for level in levels}
+            tokens = self.combinations.recipe.batch.seq * self.combinations.data_ranks(options)
+            for micro, count in self.combinations.batches(options):
+                moved = {level: self.grown.moved(one, self.at[0], micro) for level, one in sizes.items()}
+                self.num_ranked += len(moved)
+                found += self._fitting(options, moved, micro, count, tokens)
+                if all(one.device_bytes > 2 * self.combinations.usable_bytes for one in moved.values()):
+                    break
+        return sorted(found, reverse=True, key=lambda one: (one.rate, -one.device_bytes))
+
+    def _fitting(
+        self, options: Options, moved: dict[str, Sizes], micro: int, count: int, tokens: int
+    ) -> Iterator[Candidate]:
+        """Yield the candidates of one structure and batch that are within the limit."""
+        for level, sizes in moved.items():
+            size_off, time_off = self.corrections.get((options, False), (1.0, 1.0))
+            if sizes.device_bytes * size_off <= self.combinations.usable_bytes:
+                rate = micro * count * tokens / (sizes.step_s(count) * time_off)
+                yield Candidate(rate, sizes.device_bytes * size_off, options, level, micro, count)
+        if self.combinations.space.solves_recompute and len(moved) > 1 and self._can_mix(options):
+            size_off, time_off = self.corrections.get((options, True), (1.0, 1.0))
+            mix = within(tuple(moved.values()), self.combinations.usable_bytes / size_off)
+            if mix is not None and all(mix is not one for one in moved.values()):
+                rate = micro * count * tokens / (mix.step_s(count) * time_off)
+                yield Candidate(rate, self.combinations.usable_bytes, options, MIX, micro, count)
+
+    def _can_mix(self, options: Options) -> bool:
+        """Return whether blocks may recompute differently in a structure."""
+        values = agree(options) or {}
+        return values.get("parallel.tensor", self.combinations.recipe.parallel.tensor) == 1
+
+    def correct(self, candidate: Candidate, one: Traced | InputError) -> None:
+        """Correct the composed estimate of a structure by its trace; a refused one never ranks again."""
+        key = candidate.options, candidate.level == MIX
+        size_off, time_off = self.corrections.get(key, (1.0, 1.0))
+        if isinstance(one, InputError):
+            self.corrections[key] = (1e6, 1e6) if candidate.level != MIX else (size_off * 1.05, time_off)
+            return
+        size_off *= one.device_bytes / max(candidate.device_bytes, 1.0)
+        self.corrections[key] = size_off, time_off * candidate.rate / max(one.rate, 1e-9)
+
+
+def sizes_of_traced(one: Traced) -> Sizes:
+    """Return the parts of a traced combination's memory and time."""
+    assert one.result.estimate is not None
+    return sizes_of(one.result.estimate, one.result.update_s, one.candidate.accumulate)
