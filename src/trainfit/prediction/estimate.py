@@ -324,8 +324,8 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         basis = (
             f"{band.low:g} to {band.high:g} times the expected time, as "
-            f"{'97 % of the measured steps of two H200s' if several else '90 % of the measured H200 steps'} that "
-            "the rates were learned from; a slower host or other clocks can exceed it"
+            f"{'98 % of the measured steps of two H200s' if several else '90 % of the measured H200 steps'} "
+            "that the rates were learned from; a slower host or other clocks can exceed it"
         )
     else:
         # The host's rates are those of eager code; compiled code needs less, by an unknown amount.
