@@ -65,6 +65,7 @@ class Rates(Value):
     host_bound: Band
     compiled_device_bound: Band
     compiled_host_bound: Band
+    several_gpus: Band
 
 
 @functools.cache
