@@ -136,6 +136,20 @@ def test_resharding_is_fsdp2s_alone() -> None:
         registry.check(tiny_recipe(hardware=Hardware(count=RANKS), parallel=mesh))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "has_buckets"),
+    [("fsdp", False), ("naive", False), ("flat", False), ("ddp", True), ("zero1", True), ("bucketed", True)],
+)
+def test_a_size_of_buckets_is_refused_where_there_are_none(strategy: str, has_buckets: bool) -> None:
+    mesh = Parallel.model_validate({"strategy": strategy, "bucket_mb": 50})
+    one = tiny_recipe(hardware=Hardware(count=RANKS), parallel=mesh)
+    if has_buckets:
+        registry.check(one)
+        return
+    with pytest.raises(InputError, match="parallel.bucket_mb = 50.*has no buckets of gradients"):
+        registry.check(one)
+
+
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "bucketed"])
 def test_our_strategies_refuse_to_average_after_every_micro_batch(strategy: str) -> None:
     mesh = Parallel.model_validate({"strategy": strategy, "sync_each_batch": True})

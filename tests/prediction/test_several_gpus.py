@@ -86,6 +86,24 @@ def test_blocks_are_gathered_twice_and_gradients_scattered_once() -> None:
     assert sent["all_gather"] == (total + 4 * elements(1, blocks_only=True)) * 3 // 4
 
 
+def test_fsdp2s_copies_and_parameters_are_counted() -> None:
+    """Gathered parameters and gradients are copied once each way: read and written."""
+    found = ledger(4)
+    gathers, scatters = (
+        [one for one in found.collectives if one.name == name] for name in ("all_gather", "reduce_scatter")
+    )
+    copied = Counter[str]()
+    for op in found.ops:
+        if op.name.startswith("fsdp."):
+            copied[op.name] += op.num_bytes
+    assert copied["fsdp.split_with_sizes_copy.default"] == 2 * sum(one.num_bytes for one in gathers)
+    assert copied["fsdp.chunk_cat.default"] == 2 * sum(one.num_bytes for one in scatters)
+    # Two steps; every parameter is reduced once in each.
+    assert sum(one.num_parameters for one in scatters) == 2 * len(shapes())
+    updates = [op for op in found.steady_ops if found.segments[op.segment].phase == "optimizer"]
+    assert sum(op.wrapped[0] for op in updates) >= 1
+
+
 def test_gathers_and_scatters_have_streams_of_their_own() -> None:
     found = ledger(4)
     streams = {s.stream for s in found.storages}

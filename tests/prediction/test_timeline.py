@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Collective, Ledger, Op, Segment
-from trainfit.prediction.timeline import QUEUE, Host, replay
+from trainfit.prediction.timeline import QUEUE, Host, Overlap, replay
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2
 
@@ -95,3 +95,26 @@ def test_the_host_runs_ahead_by_the_queue_and_no_further() -> None:
     )
     # The last QUEUE operations are issued while the slow ones of the next step have not begun.
     assert times.idle_s == pytest.approx(QUEUE, abs=slow + 1)
+
+
+def test_computation_and_a_collective_beside_it_slow_each_other_down() -> None:
+    """A collective of 1 s at half its speed runs beside 2 s, in which 1 s of computation is done."""
+    found = ledger([BACKWARD] * 4 + [UPDATE], [one(0, BACKWARD, 1)])
+    times = replay(found, lambda op: 1.0, lambda each: 1.0, overlap=Overlap(0.5, 0.5))
+    assert times.slowed_s == {BACKWARD: pytest.approx(1.0)}
+    assert times.exposed_s == {}
+    assert times.step_s == pytest.approx(6.0)
+    # One that begins with the last operation runs alone, at its full speed.
+    late = ledger([BACKWARD] * 4 + [UPDATE], [one(3, BACKWARD, 1)])
+    times = replay(late, lambda op: 1.0, lambda each: 1.0, overlap=Overlap(0.5, 0.5))
+    assert (times.slowed_s, times.exposed_s) == ({}, {BACKWARD: 1.0})
+
+
+def test_what_the_host_issues_late_is_its_wait_and_not_the_collectives() -> None:
+    found = ledger([FORWARD] * 3, [one(1, FORWARD, 2, is_synchronous=True)])
+    slow = Host(collective_s=lambda each: 10.0)
+    times = replay(found, lambda op: 1.0, lambda each: float(each.num_bytes), host=slow)
+    assert times.exposed_s == {FORWARD: pytest.approx(2.0)}
+    assert times.step_s == pytest.approx(3.0 + 2.0 + times.idle_s)
+    assert times.idle_s == pytest.approx(7.0, abs=2.0)
+    assert times.issue_s == 10.0

@@ -63,6 +63,7 @@ class Rates(Value):
     overlap: OverlapRates
     device_bound: Band
     host_bound: Band
+    several_gpus: Band
 
 
 @functools.cache

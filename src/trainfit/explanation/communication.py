@@ -100,7 +100,7 @@ class _Phase:
 
     def __init__(self, once: Ledger, twice: Ledger, name: str, gpu: Gpu):
         self.ledger, self.gpu, host = once, gpu, calibrated(gpu).rates.host
-        self.segments = _segments(once, name)
+        self.segments, issue = _segments(once, name), Issue(once, host)
         issued = [op for op in once.ops if op.segment in self.segments]
         collectives = [one for one in once.collectives if one.segment in self.segments]
         issue = Issue(once, host)

@@ -318,12 +318,14 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
             "low: every operation at the data sheet's rate; "
             f"high: {most} times the expectation, whose rates are an H200's and its host's"
         )
-    elif not recipe.compile and recipe.hardware.count == 1:
-        band = time.band
+    elif not recipe.compile and recipe.hardware.count <= gpu.gpus_per_host:
+        several = recipe.hardware.count > 1
+        band = calibrated(gpu).rates.several_gpus if several else time.band
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         basis = (
-            f"{band.low:g} to {band.high:g} times the expected time, as 90 % of the measured H200 steps that "
-            "the rates were learned from; a slower host or other clocks can exceed it"
+            f"{band.low:g} to {band.high:g} times the expected time, as "
+            f"{'98 % of the measured steps of two H200s' if several else '90 % of the measured H200 steps'} "
+            "that the rates were learned from; a slower host or other clocks can exceed it"
         )
     else:
         # The host's rates are those of eager code; compiled code needs less, by an unknown amount.

@@ -100,7 +100,15 @@ class _Replay:
     ):
         self.ledger, self.host, self.overlap = ledger, host, overlap
         self.order = list(_order(ledger))
+        self.num_ops = len(self.order)
         self.ops = {i: ledger.ops[i] for i in set(self.order)}
+        segments = [self.ops[i].segment for i in self.order]
+        self.ends = {
+            at
+            for at, (one, after) in enumerate(zip(segments, [*segments[1:], -1], strict=True))
+            if one != after
+        }
+        """Positions at which a segment ends."""
         self.copy_s = {i: copy_s(op) for i, op in self.ops.items() if op.name in COPY_DIRECTIONS}
         self.op_s = {i: 0.0 if i in self.copy_s else op_s(op) for i, op in self.ops.items()}
         self.issue_s = {i: host.issue_s(op) for i, op in self.ops.items()}
@@ -131,11 +139,10 @@ class _Replay:
         """Group of ranks -> its collectives that are not done, in their order."""
 
     def run(self) -> Times:
-        num_ops = len(self.order)
         began = 0.0
         for step in range(STEPS):
             began, self.times = self.now, Times()
-            for position in range(step * num_ops, (step + 1) * num_ops):
+            for position in range(step * self.num_ops, (step + 1) * self.num_ops):
                 self._compute(position)
             self.times.step_s = self.now - began
         self.times.issue_s = sum(self.issue_s[i] for i in self.order) + sum(
@@ -149,23 +156,24 @@ class _Replay:
 
     def _issue_ahead(self, position: int, until: float) -> None:
         """Let the host issue what it can by a time, while the GPU is at a position."""
-        last = min(position + QUEUE - 1, STEPS * len(self.order) - 1)
-        while self.next <= last and (self.next <= position or self.host_now <= until):
-            index = self.order[self.next % len(self.order)]
+        most = position + QUEUE if position + QUEUE < STEPS * self.num_ops else STEPS * self.num_ops
+        while self.next < most and (self.next <= position or self.host_now <= until):
+            index = self.order[self.next % self.num_ops]
             op = self.ops[index]
             if reads := op.host[-1]:
                 if self.next > position:
                     return  # It waits until the GPU has come here.
                 self.host_now = max(self.host_now, self.now) + reads * self.host.read_s
-            if self.next >= QUEUE:
-                self.host_now = max(self.host_now, self.ended_at[self.next - QUEUE])
+            if self.next >= QUEUE and self.host_now < self.ended_at[self.next - QUEUE]:
+                self.host_now = self.ended_at[self.next - QUEUE]
             self.host_now += self.issue_s[index]
-            self._issue(self.next, index, op)
+            self.launched_at.append(self.host_now)
+            if self.issued:
+                self._issue(self.next, index)
             self.next += 1
 
-    def _issue(self, position: int, index: int, op: Op) -> None:
-        """Issue an operation, the collectives after it, and what the computation waits for after it."""
-        self.launched_at.append(self.host_now)
+    def _issue(self, position: int, index: int) -> None:
+        """Issue the collectives after an operation, and what the computation waits for after it."""
         self.last_of[index] = position
         waits = list[_Flight]()
         for each in self.issued.get(index, ()):
@@ -179,7 +187,7 @@ class _Replay:
             else:
                 self.pending[each] = flight
         waits += [self.pending.pop(each) for each in self.waited.get(index, ()) if each in self.pending]
-        if self._ends_segment(position, op):
+        if self.pending and position % self.num_ops in self.ends:
             at_end = [each for each in self.pending if self.ledger.collectives[each].waited_at < 0]
             waits += map(self.pending.pop, at_end)
         if waits:
@@ -190,35 +198,37 @@ class _Replay:
         if one.begins_after < 0:
             return position
         # What an operation of the step before decides begins with this step.
-        return self.last_of.get(one.begins_after, position // len(self.order) * len(self.order) - 1)
-
-    def _ends_segment(self, position: int, op: Op) -> bool:
-        after = (position + 1) % len(self.order)
-        return not after or self.ops[self.order[after]].segment != op.segment
+        return self.last_of.get(one.begins_after, position // self.num_ops * self.num_ops - 1)
 
     # The GPU
 
     def _compute(self, position: int) -> None:
         """Compute the operation at a position, when the host has issued it."""
-        index = self.order[position % len(self.order)]
+        index = self.order[position % self.num_ops]
         op = self.ops[index]
-        self._issue_ahead(position, self.now)
+        if self.next <= position:
+            self._issue_ahead(position, self.now)
         start = self.launched_at[position] + self.host.launch_s
         if start > self.now and op.calls:
-            self._issue_ahead(position, start)
+            if self.issued:
+                self._issue_ahead(position, start)
             self.times.idle_s += start - self.now
             self._pass(start)
         work_s = self.op_s[index]
-        self._issue_ahead(position, self.now + work_s)
-        if work_s:
+        if self.issued:  # Else what the host issues meanwhile makes no difference.
+            self._issue_ahead(position, self.now + work_s)
+        if self.flights:
             self._work(work_s, op.segment)
+        else:
+            self.now += work_s
         self.ended_at.append(self.now)
         if index in self.copy_s:
             way = COPY_DIRECTIONS[op.name]
             self.copies[way] = self.copies.get(way, 0.0) + self.copy_s[index]
-        for flight in self.waits.pop(position, ()):
-            self._wait(flight, op.segment)
-        if self._ends_segment(position, op):
+        if position in self.waits:
+            for flight in self.waits.pop(position):
+                self._wait(flight, op.segment)
+        if position % self.num_ops in self.ends:
             self._end_copies()
 
     def _end_copies(self) -> None:
@@ -251,7 +261,7 @@ class _Replay:
 
     def _pass(self, until: float) -> None:
         """Let time pass without computation."""
-        while self.now < until - LEAST_S:
+        while self.flights and self.now < until - LEAST_S:
             self._advance(until - self.now, computes=False)
         self.now = max(self.now, until)
 

@@ -169,7 +169,8 @@ def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
     if given.adapter is None:
         lines.append(["try", "--tune lora or --tune qlora, more GPUs (--count), or a shorter --seq"])
     else:
-        lines.append(["try", "more GPUs (--count), or a shorter --seq"])
+        quantized = "" if given.quantize else "--tune qlora, "
+        lines.append(["try", f"{quantized}more GPUs (--count), or a shorter --seq"])
     rows(out, lines, "left", "wrap")
 
 

@@ -42,8 +42,6 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         return _sum(out)
     if kind == "host copy":
         return _stored(args[1])
-    if kind == "shards":  # The rest of the gathered tensor is NCCL's to write.
-        return 2 * _sum(args[0])
     if kind == "copy":
         return _stored(args[0]) + _stored(args[1])
     if kind == "like":
@@ -71,8 +69,6 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
         return "may copy", ()
     if name in WHOLE and func._overloadname == "default":
         return "whole", ()
-    if name == "all_gather_copy_in":
-        return "shards", ()
     is_elsewhere = func._schema.name.startswith(ELSEWHERE) and func.namespace != "fsdp"
     if func.is_view or name in FREE | BY_ONE | UNWRITTEN or is_elsewhere:
         return "free", ()
