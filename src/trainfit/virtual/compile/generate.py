@@ -94,6 +94,8 @@ def generate(
 def _stopping_at_the_source(
     runnable: Callable[[Source], Callable[[list[Any]], Any]], layers: Layers | None
 ) -> Iterator[None]:
+    from torch._inductor.codegen import common
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
@@ -115,6 +117,10 @@ def _stopping_at_the_source(
     with ExitStack() as stack:
         stack.enter_context(replaced(Scheduler, "enter_context", entered))
         stack.enter_context(replaced(GraphLowering, "compile_to_module", source_only))
+        if hasattr(common, "DtypePropagationOpsHandler"):
+            # Inductor sets up the attributes of this object again for each operation of a kernel.
+            dtypes = DtypePropagationOpsHandler()
+            stack.enter_context(replaced(common, "DtypePropagationOpsHandler", lambda: dtypes))
         # Inductor prints its graphs for debugging.
         stack.enter_context(replaced(fx.GraphModule, "print_readable", lambda *_, **__: ""))
         if layers is not None:
