@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from benchmarks.step_time import measured
 from benchmarks.tables.errors import percentile_95, worst
 from benchmarks.tables.joined import RESULTS
-from trainfit.prediction.roofline import HOST_BOUND
+from trainfit.catalog.rates import Band
+from trainfit.prediction.roofline import HOST_BOUND, Roofline
 from trainfit.report.table import markdown_grid
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, REPAIR, digest_of
@@ -30,8 +31,6 @@ class Step(NamedTuple):
     recipe: Recipe
     measured_s: float
     predicted_s: float
-    low_s: float
-    high_s: float
     parts: StepTime
 
     @property
@@ -41,13 +40,13 @@ class Step(NamedTuple):
 
     @property
     def is_inside(self) -> bool:
-        """Whether the measured step is within the printed bounds."""
-        return self.low_s <= self.measured_s <= self.high_s
+        """Whether the measured step is within the bounds that are printed today, not those of the record."""
+        return self.band.low <= self.measured_s / self.predicted_s <= self.band.high
 
     @property
-    def width(self) -> float:
-        """Half the distance of the bounds, over the expected step."""
-        return (self.high_s - self.low_s) / 2 / self.predicted_s
+    def band(self) -> Band:
+        """The bounds, over the expected step."""
+        return Roofline(self.parts, 0.0).band(compiled=self.is_compiled)
 
     @property
     def is_held_out(self) -> bool:
@@ -83,7 +82,7 @@ def steps(file: Path = FILE) -> tuple[Step, ...]:
     by_id = {row["recipe_id"]: row for row in rows(file)}
     return tuple(
         Step(
-            recipe, took_s, row["step_s"], row["low_s"], row["high_s"], parse(StepTime, row["parts"])
+            recipe, took_s, row["step_s"], parse(StepTime, row["parts"])
         )
         for recipe, took_s in sorted(measured(), key=lambda each: each[0].id)
         if (row := by_id.get(recipe.id))
@@ -110,7 +109,7 @@ def table() -> str:
     """Return the errors and the bounds of each group."""
     cells = [[name, *_cells(mine)] for name, mine in groups().items() if mine]
     heads = ["steps", "recipes", "median, %", "95th percentile, %", "worst, %", "within the bounds, %",
-             "bounds, median, +- %"]  # fmt: skip
+             "bounds"]  # fmt: skip
     return markdown_grid(heads, cells)
 
 
@@ -123,7 +122,7 @@ def _cells(mine: Sequence[Step]) -> list[str]:
         *(f"{100 * value:.1f}" for value in (median(map(abs, errors)), most)),
         f"{100 * worst(errors):+.1f}",
         f"{100 * inside:.0f}",
-        f"{100 * median(one.width for one in mine):.0f}",
+        f"{mine[0].band.low:.2f} to {mine[0].band.high:.2f}",
     ]
 
 
