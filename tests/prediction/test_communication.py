@@ -20,6 +20,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import GIB
+from virtual_runs import with_layers
 
 XXL = ["--hidden", "16384", "--feed-forward", "53248", "--blocks", "126"]
 """Stanford CS336, assignment 2, communication accounting."""
@@ -128,7 +129,7 @@ def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long(cap
     # Large enough that twice the batch takes longer: tiny operations take their launch.
     one = recipe_from(
         {
-            "model": {"config": "llama-3.2-1b", "implementation": "native"},
+            "model": {"config": with_layers("llama-3.2-1b", 2), "implementation": "native"},
             "batch": {"micro": 1, "seq": 512},
             "hardware": {"gpu": "h100-sxm", "count": 16},
         }

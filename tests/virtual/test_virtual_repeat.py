@@ -1,6 +1,7 @@
 """A ledger of a few layers, the middle ones repeated, equals the ledger of the whole model: every sum, byte
 for byte."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,7 +113,12 @@ class Stack(nn.Module):
 
 
 def made_of(widths: list[int], **settings: Any) -> Any:
-    return lambda *_, **__: Stack([Layer(width, index, **settings) for index, width in enumerate(widths)])
+    def build(*_: Any, on_model: Callable[[Stack], None], **__: Any) -> Stack:
+        model = Stack([Layer(width, index, **settings) for index, width in enumerate(widths)])
+        on_model(model)
+        return model
+
+    return build
 
 
 PATTERNS = {

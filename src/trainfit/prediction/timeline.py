@@ -10,6 +10,7 @@ the other down. Copies to and from the host overlap the phase that issues them.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from trainfit.ledger.ledger import Collective, Ledger, Op
@@ -103,11 +104,7 @@ class _Replay:
         self.num_ops = len(self.order)
         self.ops = {i: ledger.ops[i] for i in set(self.order)}
         segments = [self.ops[i].segment for i in self.order]
-        self.ends = {
-            at
-            for at, (one, after) in enumerate(zip(segments, [*segments[1:], -1], strict=True))
-            if one != after
-        }
+        self.ends = {at for at, (one, after) in enumerate(pairwise([*segments, -1])) if one != after}
         """Positions at which a segment ends."""
         self.copy_s = {i: copy_s(op) for i, op in self.ops.items() if op.name in COPY_DIRECTIONS}
         self.op_s = {i: 0.0 if i in self.copy_s else op_s(op) for i, op in self.ops.items()}
