@@ -14,7 +14,7 @@ from benchmarks.step_time import measured
 from benchmarks.tables.errors import percentile_95, worst
 from benchmarks.tables.joined import RESULTS
 from trainfit.catalog.rates import Band
-from trainfit.prediction.roofline import HOST_BOUND, Roofline
+from trainfit.prediction.time.roofline import HOST_BOUND, Roofline
 from trainfit.report.table import markdown_grid
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, REPAIR, digest_of

@@ -71,7 +71,7 @@ def run(
 
         require("matplotlib", "plots", field="--plot", value=str(plot))
     from trainfit.api.plans import plan_recipe
-    from trainfit.prediction.calibrated import using
+    from trainfit.prediction.time.calibrated import using
     from trainfit.report.console import progress
 
     name = requested.model.display_name
