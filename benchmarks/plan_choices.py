@@ -27,10 +27,10 @@ from trainfit.api.plans import Tune
 from trainfit.planning.combinations import MARGIN
 from trainfit.planning.space import changed, space
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, to_line
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Record
 from trainfit.spec.units import GIB
 

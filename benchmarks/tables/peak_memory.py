@@ -17,7 +17,7 @@ from trainfit.catalog.load import model_config
 from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, markdown_grid, or_dash
-from trainfit.spec.recipe_file import load_recipe
+from trainfit.spec.parsing.recipe_file import load_recipe
 from trainfit.spec.result import Explanation, MemoryBreakdown
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB

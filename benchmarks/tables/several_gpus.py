@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from benchmarks.tables.errors import share
 from benchmarks.tables.joined import RESULTS
 from trainfit.report.table import markdown_grid
+from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.result import PHASES
 from trainfit.spec.units import GIB
 

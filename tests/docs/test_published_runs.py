@@ -5,9 +5,10 @@ import subprocess
 import sys
 from statistics import median
 
+from page_claims import check, figures
+
 from benchmarks import published_runs
 from benchmarks.published_runs import FOLDER, LARGE, RESULTS, content
-from page_claims import check, figures
 
 PAGE = "docs/results/accuracy.md"
 
@@ -27,7 +28,7 @@ def test_the_predictions_are_of_the_recipes_as_they_are_written() -> None:
     code = """
 import json
 from benchmarks.published_runs import content
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 print(json.dumps({run["name"]: recipe_from(run["recipe"]).id for run in content()["runs"]}))
 """
     environment = {"TRAINFIT_CATALOG": str(FOLDER), "PYTHONPATH": ":".join(sys.path)}

@@ -17,9 +17,9 @@ from trainfit.planning.estimates import Estimates, Request
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
 from trainfit.prediction.estimate import predict
+from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import load_recipe, recipe_from, written
 from trainfit.spec.units import MIB
 
 CONFIG = {

@@ -19,8 +19,8 @@ from trainfit.prediction.time.device_time import peak_flops_per_s
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 
 Attention = Literal["causal", "full"]
 ClosedForm = Literal["products", "6n"]

@@ -110,7 +110,7 @@ def _check_ours(path: Path, *, named: bool) -> None:
 
 def _write(found: "Plan", path: Path | None, plot: Path | None) -> None:
     from trainfit.spec.files import write_text
-    from trainfit.spec.recipe_file import written
+    from trainfit.spec.parsing.recipe_file import written
 
     if path is not None and found.found:
         estimate = found.found[0].estimate
