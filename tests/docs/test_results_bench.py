@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
+from page_claims import ROOT, check, sentences
 
 from benchmarks.tables import bench, kernels
-from page_claims import ROOT, check, sentences
 from trainfit.bench.experiments.autocast import OPERATIONS
 from trainfit.bench.workloads.steps import SIZES
 from trainfit.report.bench_plot import number
@@ -96,6 +96,10 @@ def phase_errors() -> Figures:
 def fp32_outputs(device: str, low: str = "bf16") -> list[str]:
     rows = bench.having(bench.rows("autocast"), {"device": device, "autocast": low})
     return [str(one.point["operation"]) for one in rows if one.numbers.get("of_low") == "fp32"]
+
+
+def gain(case: str) -> float:
+    return value("streams", "gain", case=case, streams="two")
 
 
 def totals() -> Figures:
@@ -186,6 +190,12 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
         lambda: (value("gpu", "of_data_sheet", 100.0, dtype="bf16", size=8192),),
     r"layers without a pause # %":
         lambda: (value("gpu", "of_data_sheet", 100.0, sustained="bf16", product="all", inputs=14336),),
+    r"are left in bf16 and # % in fp8":
+        lambda: (value("gpu", "of_data_sheet", 100.0, sustained="fp8", product="all", outputs=14336),),
+    r"before products: # times as fast": lambda: (gain("copy to the GPU, pinned, then products"),),
+    r"few rows: # times": lambda: (gain("softmaxes of few rows"),),
+    r"fill the GPU gain nothing \(#\)": lambda: (gain("two products that each fill the GPU"),),
+    r"is not hidden \(#\)": lambda: (gain("copy to the host, pageable, then products"),),
     r"far too long: # times for the small model": without_warm_up,
     r"works only # % of the small model's step and # % of the xl model's":
         lambda: tuple(share(model, "amp-bf16", "busy_share", **WHOLE) for model in ("small", "xl")),
