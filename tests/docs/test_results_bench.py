@@ -188,7 +188,7 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
         lambda: (value("ddp", "exposed_share", 100.0, model="xl", buckets_of="bucketed", bucket_mb=100),),
     r"product alone reaches # % of the data sheet":
         lambda: (value("gpu", "of_data_sheet", 100.0, dtype="bf16", size=8192),),
-    r"layers without a pause # %":
+    r"without a pause # % are left in bf16":
         lambda: (value("gpu", "of_data_sheet", 100.0, sustained="bf16", product="all", inputs=14336),),
     r"are left in bf16 and # % in fp8":
         lambda: (value("gpu", "of_data_sheet", 100.0, sustained="fp8", product="all", outputs=14336),),
