@@ -5,11 +5,10 @@ import subprocess
 import sys
 from statistics import median
 
-from page_claims import check
-
 from benchmarks import published_runs
 from benchmarks.published_runs import FOLDER, LARGE, RESULTS, content
 from benchmarks.tables.published import is_tensor
+from page_claims import check
 
 PAGE = "docs/results/accuracy.md"
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
-from page_claims import ROOT, check, figures, sentences
 
 from benchmarks import several_gpus as drawing
 from benchmarks.tables import accuracy, blind, commits, joined, several_gpus, several_gpus_suite
 from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, suite, time_ratios, verdicts
 from benchmarks.tables.errors import exact, percentile_95, share, worst
 from benchmarks.tables.joined import errors
+from page_claims import ROOT, check, figures, sentences
 from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import Record
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
-from page_claims import ROOT, check, sentences
 
 from benchmarks.tables import bench, kernels
+from page_claims import ROOT, check, sentences
 from trainfit.bench.experiments.autocast import OPERATIONS
 from trainfit.bench.workloads.steps import SIZES
 from trainfit.report.bench_plot import number

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from page_claims import check
 
 from benchmarks.step_time import measured, predicted
 from benchmarks.tables import step_time
+from page_claims import check
 from tiny_recipe import tiny_recipe
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
