@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -119,7 +120,7 @@ class Variants:
         if "problem" in row:
             say(f"{row['variant']:34} {row['problem']}")
             return
-        kinds: Counter[str] = Counter()
+        kinds: dict[str, float] = defaultdict(float)
         for kernel, time_ms in row["kernels_ms"].items():
             kinds[_kind(kernel)] += time_ms
         times = "".join(
@@ -136,7 +137,7 @@ class Variants:
             for _ in range(STEPS):
                 run()
                 begins.append(time.perf_counter())
-            return [end - begin for begin, end in zip(begins, begins[1:], strict=False)]
+            return [end - begin for begin, end in itertools.pairwise(begins)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
         torch.cuda.synchronize()
         dist.all_reduce(torch.zeros(()))  # Through gloo: both ranks begin now.
@@ -145,7 +146,7 @@ class Variants:
             run()
             event.record()
         torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in zip(events, events[1:], strict=False)]
+        return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events)]
 
     def profiled(self, run: Callable[[], None]) -> dict[str, float]:
         """Return the milliseconds of each kernel in one step, the longest first."""
@@ -153,7 +154,7 @@ class Variants:
             return {}
         from torch.profiler import ProfilerActivity, profile
 
-        times: Counter[str] = Counter()
+        times: dict[str, float] = defaultdict(float)
         with suppress(Exception):  # A profiler that fails must not cost the times.
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 run()
@@ -161,7 +162,7 @@ class Variants:
             for event in seen.profiler.kineto_results.events():  # pyright: ignore
                 if str(event.device_type()).endswith("CUDA"):
                     times[event.name()] += event.duration_ns() / 1e6
-        return {name: round(time_ms, 3) for name, time_ms in times.most_common()}
+        return {name: round(time_ms, 3) for name, time_ms in sorted(times.items(), key=lambda one: -one[1])}
 
     def tried(
         self, name: str, needed_s: float, variant: Callable[[], Any], micros: tuple[int, ...] = MICROS
