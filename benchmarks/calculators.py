@@ -17,9 +17,9 @@ from trainfit.catalog.load import model_config, recipes
 from trainfit.prediction.calculators import rules, ultrascale
 from trainfit.prediction.shape import Shape, shape_of
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import load_recipe, recipe_from
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import format_bytes, format_flops
 

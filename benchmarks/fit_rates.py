@@ -23,8 +23,8 @@ from benchmarks.step_time import measured
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.calibrated import calibrated
-from trainfit.prediction.roofline import HOST_BOUND, roofline
+from trainfit.prediction.time.calibrated import calibrated
+from trainfit.prediction.time.roofline import HOST_BOUND, roofline
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import StepTime

@@ -47,7 +47,7 @@ class Figure(NamedTuple):
 @cache
 def content() -> Data:
     """Return the file of published runs."""
-    from trainfit.spec.plain_data import parse_yaml
+    from trainfit.spec.parsing.plain_data import parse_yaml
 
     return parse_yaml((FOLDER / "runs.yaml").read_text("utf-8"))
 
@@ -66,8 +66,8 @@ def figures() -> list[Figure]:
 def predicted(run: Data) -> Data:
     """Return the prediction of one run."""
     from trainfit.prediction.estimate import predict
+    from trainfit.spec.parsing.recipe_file import recipe_from
     from trainfit.spec.provenance import commit
-    from trainfit.spec.recipe_file import recipe_from
     from trainfit.spec.units import GIB
 
     recipe, start = recipe_from(run["recipe"]), time.perf_counter()

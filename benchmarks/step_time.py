@@ -53,7 +53,7 @@ def _order(row: tuple[Recipe, float]) -> tuple[bool, bool, str]:
 def predicted(content: Data) -> Data | str:
     """Return a recipe's row, or why it has none: the step's time as ``predict`` has it, memory left out."""
     from trainfit.prediction.estimate import bounds, ledger_of
-    from trainfit.prediction.roofline import roofline
+    from trainfit.prediction.time.roofline import roofline
 
     recipe = parse(Recipe, content)
     card = gpu(recipe.hardware.gpu)

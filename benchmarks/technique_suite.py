@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import merge, recipe_from, set_field
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Optimizer, Recipe
-from trainfit.spec.recipe_file import merge, recipe_from, set_field
 from trainfit.techniques import registry
 
 Data = dict[str, Any]

@@ -18,8 +18,8 @@ from trainfit.api.calls import train_options, training_flops
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
 from trainfit.report import results
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 
 Captured = pytest.CaptureFixture[str]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"

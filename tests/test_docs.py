@@ -12,9 +12,9 @@ import typer
 from pydantic import BaseModel
 
 from trainfit.cli.main import app
-from trainfit.spec.plain_data import parse_yaml
+from trainfit.spec.parsing.plain_data import parse_yaml
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.sweep import SweepFile
 from trainfit.sweeps.read import read_sweep
 from trainfit.techniques.registry import check

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from trainfit.catalog.families import FAMILIES
-from trainfit.spec.recipe_file import merge
+from trainfit.spec.parsing.recipe_file import merge
 from trainfit.techniques.registry import techniques
 from trainfit.verification.draws import draw
 

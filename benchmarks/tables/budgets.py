@@ -56,7 +56,7 @@ cumulative, "15T+" tokens). The 405B model saw 15.6T tokens: https://arxiv.org/a
 
 def recipe_of(budget: Budget) -> Any:
     """Return the predicted recipe."""
-    from trainfit.spec.recipe_file import recipe_from
+    from trainfit.spec.parsing.recipe_file import recipe_from
 
     model = {"model": {"config": budget.model, "implementation": "native"}, "hardware": {"gpu": GPU}}
     return recipe_from({**COMMON, **model}, over=budget.recipe)

@@ -10,7 +10,7 @@ from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.result import Measurement
 from trainfit.spec.units import GIB
 

@@ -14,7 +14,7 @@ from benchmarks.step_time import measured
 from benchmarks.tables.errors import percentile_95, worst
 from benchmarks.tables.joined import RESULTS
 from trainfit.catalog.rates import Band
-from trainfit.prediction.roofline import HOST_BOUND, Roofline
+from trainfit.prediction.time.roofline import HOST_BOUND, Roofline
 from trainfit.report.table import markdown_grid
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, REPAIR, digest_of
@@ -124,15 +124,6 @@ def _cells(mine: Sequence[Step]) -> list[str]:
         f"{100 * inside:.0f}",
         f"{mine[0].band.low:.2f} to {mine[0].band.high:.2f}",
     ]
-
-
-def order() -> str:
-    """Return how far eager recipes of one model are ordered as measured, by half."""
-    rows = []
-    for name, half in (("learned from", False), ("held out", True)):
-        tau, pairs = kendall_tau(lambda one, half=half: one.is_held_out == half and not one.is_compiled)
-        rows.append([f"eager, {name}", str(pairs), f"{tau:.3f}"])
-    return markdown_grid(["recipes", "pairs of one model", "Kendall's tau"], rows)
 
 
 def kendall_tau(keep: Callable[[Step], bool] = lambda one: one.is_held_out) -> tuple[float, int]:

@@ -24,8 +24,8 @@ from benchmarks.technique_suite import (
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.result import Measurement
 from trainfit.spec.units import GIB
 from trainfit.spec.value import canonical_json

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from bench_rows import result_of
-from trainfit.cli.bench_text import BREAKS, broken, fitted, show, width_of
+from trainfit.cli.text.bench import BREAKS, broken, fitted, show, width_of
 from trainfit.report.bench_table import Cells, Grid, grids
 from trainfit.spec.bench import BenchRow, Cell, Spread
 

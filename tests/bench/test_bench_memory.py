@@ -27,8 +27,8 @@ from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.report.bench_plot import plot_of
 from trainfit.spec.bench import BenchRow, Curve
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import GIB, MIB
 from trainfit.step import Step, assemble
 

@@ -9,8 +9,8 @@ from benchmarks.tables import several_gpus_suite as suite
 from tiny_recipe import tiny_recipe
 from trainfit.measurement.environment import host_environment
 from trainfit.report.compare import Comparison
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Hardware, Parallel
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate, Measurement, OtherPeak
 
 

@@ -14,7 +14,7 @@ from trainfit.calibration.workloads import one_step, recipes, tiny_recipe
 from trainfit.cli.main import main
 from trainfit.prediction.estimate import ledger_of
 from trainfit.spec.calibration import Calibration
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.techniques.registry import check
 from trainfit.virtual.cuda.op_layout import layout, product_shape
 

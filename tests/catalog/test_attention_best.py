@@ -28,9 +28,9 @@ from trainfit.prediction.estimate import predict
 from trainfit.records import append
 from trainfit.spec.bench import BenchResult, BenchRow, Environment, Spread
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.recipe import AttentionKernel, Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.value import parse
 from trainfit.sweeps import trial
 from trainfit.sweeps.parts import PartRequest

@@ -8,8 +8,8 @@ import pytest
 
 from trainfit.catalog import load
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import load_recipe
 from trainfit.spec.recipe import Hardware
-from trainfit.spec.recipe_file import load_recipe
 from trainfit.spec.units import GIB
 
 GPUS = load.gpus()

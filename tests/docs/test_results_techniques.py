@@ -11,7 +11,7 @@ from benchmarks import technique_suite
 from benchmarks.tables import examples, joined, techniques
 from benchmarks.technique_suite import COMBINED, REFERENCE, alone, control, suite
 from page_claims import ROOT, check, figures
-from trainfit.spec.recipe_file import merge, recipe_from, recipe_lines
+from trainfit.spec.parsing.recipe_file import merge, recipe_from, recipe_lines
 from trainfit.spec.units import GIB
 from trainfit.techniques import registry
 

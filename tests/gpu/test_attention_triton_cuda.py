@@ -11,8 +11,8 @@ from torch import Tensor
 from attention_runs import RESULTS, computed, wrong_results
 from driver_addresses import Run, differences, measured_runs, predictions
 from trainfit.kernels.flash_attention.op import flash_attention
+from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.result import Record
 from trainfit.step import assemble
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainfit.prediction.trace import trace
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.step import assemble
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -15,8 +15,8 @@ from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
 from trainfit.kernels.swiglu import op as swiglu
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")

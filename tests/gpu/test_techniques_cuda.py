@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from trainfit.records import read_jsonl
+from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.result import PHASES, Phases, Record
 from trainfit.step import Step, assemble
 

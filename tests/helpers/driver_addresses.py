@@ -31,8 +31,8 @@ from trainfit.measurement.process import die_with_parent, run_in
 from trainfit.measurement.trial import TrialRequest
 from trainfit.prediction.estimate import ledger_of
 from trainfit.records import read_jsonl
+from trainfit.spec.parsing.recipe_file import recipe_from, recipe_lines
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from, recipe_lines
 from trainfit.spec.result import Measurement, Phases, Record
 from trainfit.spec.value import parse
 

@@ -5,8 +5,8 @@ import os
 import signal
 from pathlib import Path
 
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 from trainfit.training.options import SyntheticData, TrainOptions
 

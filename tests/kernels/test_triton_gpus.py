@@ -6,7 +6,7 @@ from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.kernels.custom_op import require_triton
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.techniques import registry
 
 FIELDS = [("attention", "triton"), ("loss", "fused"), ("loss", "chunked"), ("block_kernels", "triton")]

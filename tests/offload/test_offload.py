@@ -10,7 +10,7 @@ from trainfit.catalog.load import gpu
 from trainfit.offload.blocks import is_moment
 from trainfit.offload.device_ring import ALIGN
 from trainfit.prediction.estimate import ledger_of, predict
-from trainfit.prediction.roofline import roofline
+from trainfit.prediction.time.roofline import roofline
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Offload, Optimizer, Recipe
 from trainfit.step import Step, assemble

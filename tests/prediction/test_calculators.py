@@ -9,8 +9,8 @@ from benchmarks.calculators import Comparison, compare, main, presets_section, p
 from trainfit.catalog import load
 from trainfit.prediction.calculators import rules, ultrascale
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import load_recipe, recipe_from
 from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.spec.units import GIB, TIB
 

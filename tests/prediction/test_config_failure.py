@@ -11,7 +11,7 @@ import pytest
 from trainfit.cli.main import main
 from trainfit.prediction import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 
 SIZES = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

@@ -13,12 +13,12 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import Event, Ledger, Op, Segment, Storage
 from trainfit.ledger.replay import replay
 from trainfit.prediction.device_overhead import MARGIN, overhead_bytes
-from trainfit.prediction.device_time import op_s, peak_flops_per_s
 from trainfit.prediction.estimate import estimate, ledger_of, predict
-from trainfit.prediction.roofline import roofline
+from trainfit.prediction.time.device_time import op_s, peak_flops_per_s
+from trainfit.prediction.time.roofline import roofline
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import read_json
+from trainfit.spec.parsing.plain_data import read_json
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Recipe
 from trainfit.spec.result import CATEGORIES, Estimate
 from trainfit.spec.units import GIB, MIB

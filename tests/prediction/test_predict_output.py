@@ -18,8 +18,8 @@ from trainfit.prediction.estimate import estimate as estimated
 from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.report.precision import meaning, storage
 from trainfit.report.prediction_text import show
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate
 
 Captured = pytest.CaptureFixture[str]

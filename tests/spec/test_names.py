@@ -11,10 +11,10 @@ from trainfit.catalog import load as catalog
 from trainfit.catalog import names
 from trainfit.cli.main import main
 from trainfit.models.hf import hf_config_from
-from trainfit.spec import synonyms
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing import synonyms
+from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import load_recipe, recipe_from
 from trainfit.spec.units import read_count, read_share
 from trainfit.sweeps.read import read_sweep
 

@@ -17,8 +17,8 @@ from trainfit.cli.options import print_json
 from trainfit.cli.streams import plain_messages
 from trainfit.report.console import heading, notes, rows
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import JOINERS, printable, say
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.terminal import Terminal
 
 Captured = pytest.CaptureFixture[str]

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import apply_settings, load_recipe, recipe_from
 from trainfit.spec.recipe import Batch, ModelSpec, Parallel, Recipe
-from trainfit.spec.recipe_file import apply_settings, load_recipe, recipe_from
 from trainfit.spec.recompute import Budget, Every, Layers
 from trainfit.spec.value import parse
 

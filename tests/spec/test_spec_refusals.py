@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import MAX_FILE_BYTES, read_json, read_yaml
-from trainfit.spec.recipe_file import load_recipe
+from trainfit.spec.parsing.plain_data import MAX_FILE_BYTES, read_json, read_yaml
+from trainfit.spec.parsing.recipe_file import load_recipe
 
 MODEL = "model: {config: gpt2}\n"
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

@@ -15,8 +15,8 @@ import torch
 from trainfit.catalog.load import model_config, recipes
 from trainfit.models.build import build_model
 from trainfit.models.native.config import from_own_keys
+from trainfit.spec.parsing.recipe_file import load_recipe
 from trainfit.spec.recipe import ModelSpec, Recipe
-from trainfit.spec.recipe_file import load_recipe
 from trainfit.spec.recompute import Budget, BudgetGib
 from trainfit.sweeps.read import read_sweep
 

@@ -10,7 +10,7 @@ import pytest
 from fake_ray import OutOfMemoryError, Ray, WorkerCrashedError
 from trainfit.cli.sweep import executing
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.sweep import MeasurePart
 from trainfit.sweeps import parts, ray_cluster
 from trainfit.sweeps.parts import PartRequest, PartResult

@@ -12,10 +12,10 @@ from tiny_sweep import MODEL
 from trainfit.cli.main import main
 from trainfit.measurement.environment import host_environment
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import parse_yaml
+from trainfit.spec.parsing.plain_data import parse_yaml
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.provenance import from_line, new_record, to_line
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Measurement, Record
 from trainfit.spec.sweep import MeasurePart
 from trainfit.sweeps import parts

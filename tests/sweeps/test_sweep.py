@@ -23,8 +23,8 @@ from trainfit.report import sweep as report
 from trainfit.report.html import sweep_page as page
 from trainfit.report.sweep import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.provenance import from_line
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.spec.sweep import Row, front, frontier
 from trainfit.spec.units import GIB, MIB

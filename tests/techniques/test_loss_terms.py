@@ -11,8 +11,8 @@ from tiny_recipe import tiny_recipe
 from tiny_training import Listener, options_for, tiny
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import LossTerms, Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.step import assemble
 from trainfit.training.loop import train
 

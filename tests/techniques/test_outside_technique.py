@@ -19,7 +19,7 @@ from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.prediction import cache
 from trainfit.spec.outside import outside_techniques
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.techniques import registry
 
 PAGE = Path(__file__).parents[2] / "docs/reference/techniques.md"

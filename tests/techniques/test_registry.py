@@ -8,8 +8,8 @@ import pytest
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Adapter, Batch, Hardware, LossTerms, Offload, Optimizer
-from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.recompute import Budget, BudgetGib, Every
 from trainfit.techniques import registry
 from trainfit.techniques.base import Data

@@ -13,8 +13,8 @@ from benchmarks.accuracy.truth_techniques import PARTNERS, draw_for, drawn_techn
 from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
 from trainfit.verification import draws as truth_draws
 

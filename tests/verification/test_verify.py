@@ -19,8 +19,8 @@ from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.records import read
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Measurement
 from trainfit.verification import this_device, verify
 from trainfit.verification.verify import Check, conclude, suite

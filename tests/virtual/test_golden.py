@@ -12,8 +12,8 @@ from trainfit.catalog.load import gpu, model_config, recipes
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.replay import replay
 from trainfit.prediction.estimate import predict
+from trainfit.spec.parsing.recipe_file import load_recipe
 from trainfit.spec.recipe import Batch, Hardware, Optimizer, Recipe
-from trainfit.spec.recipe_file import load_recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB
 from trainfit.virtual.cuda.scratch import GpuTraits

@@ -211,7 +211,7 @@ def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
     graph within 0.5 %: the benchmark of its padded products, which is not followed, leaves free blocks that
     later phases take whole.
     """
-    from trainfit.spec.recipe_file import recipe_from
+    from trainfit.spec.parsing.recipe_file import recipe_from
 
     same_inductor = torch.__version__.startswith("2.11.")
     recipe: Recipe = recipe_from(row["recipe"])

@@ -42,7 +42,7 @@ def predict(
         InputError: an unknown name, a wrong value, or techniques that exclude each other.
     """
     chosen = wanted(recipe, fields, stacklevel=3)
-    from trainfit.prediction.calibrated import using
+    from trainfit.prediction.time.calibrated import using
 
     with using(calibration), errors_name(recipe, fields):
         return predict_recipe(chosen, deterministic=deterministic, use_cache=use_cache)

@@ -14,13 +14,13 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.closed_form import StepFlops, product_step_flops, step_flops
-from trainfit.prediction.device_time import peak_flops_per_s
 from trainfit.prediction.estimate import ledger_of, matmul_dtype
+from trainfit.prediction.time.device_time import peak_flops_per_s
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 
 Attention = Literal["causal", "full"]
 ClosedForm = Literal["products", "6n"]

@@ -78,7 +78,7 @@ def plan(
     chosen = wanted(recipe, fields, stacklevel=3)
     over, settings = fields_of(fields)
     given = [*_leaves(over), *(setting.partition("=")[0].strip() for setting in settings)]
-    from trainfit.prediction.calibrated import using
+    from trainfit.prediction.time.calibrated import using
 
     with using(calibration), errors_name(recipe, fields):
         return plan_recipe(

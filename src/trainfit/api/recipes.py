@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from trainfit.catalog import load as catalog
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import plain, read_json
+from trainfit.spec.parsing.plain_data import plain, read_json
+from trainfit.spec.parsing.recipe_file import SETTINGS, merge, recipe_from, recipe_of_model
+from trainfit.spec.parsing.recipe_file import load_recipe as load_file
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import SETTINGS, merge, recipe_from, recipe_of_model
-from trainfit.spec.recipe_file import load_recipe as load_file
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A repository on the Hub: its owner and its name."""

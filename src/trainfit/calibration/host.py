@@ -15,7 +15,7 @@ from torch import nn
 
 from trainfit.calibration.workloads import tiny_config, with_layers
 from trainfit.spec.calibration import HostStep
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import recipe_from
 
 CALLS, REPEATS = 200, 15
 """Calls in a sample, few enough for a GPU's queue; the median of the samples counts."""

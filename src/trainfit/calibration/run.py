@@ -18,8 +18,8 @@ from trainfit.calibration.workloads import workloads
 from trainfit.measurement.environment import cpu_name, host_environment
 from trainfit.spec.calibration import Calibration, CollectiveTime, OpTime
 from trainfit.spec.files import write_text
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.provenance import installed_version, now
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import MB
 
 LIMIT_S, HOST_LIMIT_S, COLLECTIVES_S = 280.0, 20.0, 40.0

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.catalog.load import model as find_model
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 
 Workload = tuple[str, Callable[[], object]]
 """A part's name and what it runs."""

@@ -19,7 +19,7 @@ from trainfit.catalog import names
 from trainfit.catalog.config_checks import check_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, Gpu, Link, Source
-from trainfit.spec.plain_data import read_json
+from trainfit.spec.parsing.plain_data import read_json
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.units import read_count
 from trainfit.spec.value import V, Value, parse

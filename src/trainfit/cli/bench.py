@@ -85,7 +85,7 @@ def run(
         say(f"{stopped.name}: stopped; {rest}", err=True)
         code = EXIT_STOPPED
     finally:  # Whatever ended the run, what was measured is shown.
-        from trainfit.cli.bench_text import show
+        from trainfit.cli.text.bench import show
 
         for result in results:
             print_json(result) if json else show(result)

@@ -46,7 +46,7 @@ def run(
         both = {"explanations": [one.model_dump(mode="json") for one in explanations]}
         options.print_json(explanations[0] if other is None else both)
         return
-    from trainfit.cli.explain_text import show, show_difference
+    from trainfit.cli.text.explain import show, show_difference
 
     for built, explanation in found:
         show(built, explanation, top)

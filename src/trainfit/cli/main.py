@@ -156,7 +156,7 @@ def _report_storage(error: OSError) -> int:
 
 
 def _report_usage(error: Exception) -> int:
-    from trainfit.spec.synonyms import field_here
+    from trainfit.spec.parsing.synonyms import field_here
 
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "trainfit"

@@ -71,7 +71,7 @@ def run(
 
         require("matplotlib", "plots", field="--plot", value=str(plot))
     from trainfit.api.plans import plan_recipe
-    from trainfit.prediction.calibrated import using
+    from trainfit.prediction.time.calibrated import using
     from trainfit.report.console import progress
 
     name = requested.model.display_name
@@ -110,7 +110,7 @@ def _check_ours(path: Path, *, named: bool) -> None:
 
 def _write(found: "Plan", path: Path | None, plot: Path | None) -> None:
     from trainfit.spec.files import write_text
-    from trainfit.spec.recipe_file import written
+    from trainfit.spec.parsing.recipe_file import written
 
     if path is not None and found.found:
         estimate = found.found[0].estimate

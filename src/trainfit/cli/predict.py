@@ -43,7 +43,7 @@ def run(
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
     if tokens is not None and tokens <= 0:
         raise typer.BadParameter("--tokens must be above 0")
-    from trainfit.prediction.calibrated import using
+    from trainfit.prediction.time.calibrated import using
 
     names = [None] if gpu is None else list(dict.fromkeys(map(str.strip, gpu.split(","))))
     several = len(names) > 1

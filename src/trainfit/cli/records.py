@@ -34,7 +34,7 @@ def list_records(file: File, kind: Kind = None, json: Json = False) -> None:
 
 def _line(record: "Record") -> list[str]:
     from trainfit.report.words import quantity
-    from trainfit.spec.recipe_file import recipe_from
+    from trainfit.spec.parsing.recipe_file import recipe_from
 
     when = record.created_at[:19].replace("T", " ")
     if record.bench is not None:

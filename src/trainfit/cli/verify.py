@@ -83,7 +83,7 @@ def show(result: "Verification") -> None:
 
 def _line(check: "Check", names: list[str]) -> list[str]:
     from trainfit.report.words import describe
-    from trainfit.spec.recipe_file import recipe_from
+    from trainfit.spec.parsing.recipe_file import recipe_from
     from trainfit.spec.units import format_bytes
 
     words = describe(recipe_from(check.recipe)).rpartition(", on ")[0]

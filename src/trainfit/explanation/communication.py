@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.prediction import communication
-from trainfit.prediction.calibrated import calibrated
-from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import ledger_of
-from trainfit.prediction.host_time import Issue, collective_issue_s
-from trainfit.prediction.roofline import step_times
+from trainfit.prediction.time.calibrated import calibrated
+from trainfit.prediction.time.device_time import op_s
+from trainfit.prediction.time.host_time import Issue, collective_issue_s
+from trainfit.prediction.time.roofline import step_times
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CommunicationBound, PhaseCommunication

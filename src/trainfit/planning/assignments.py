@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from trainfit.checkpointing.per_block import fits_share
 from trainfit.ledger.segments import rounded
 from trainfit.planning.probe import Cost, Probe
-from trainfit.prediction.roofline import HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP
+from trainfit.prediction.time.roofline import HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP
 
 Array = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ class Evaluation(NamedTuple):
     """Costs of C assignments, each an array [C]."""
 
     seconds: Array
-    """Of a step, as ``prediction.roofline`` counts them."""
+    """Of a step, as ``time.roofline`` counts them."""
     waits_s: Array
     """Additional seconds in which the GPU would wait for copies to or from the host."""
     gone_bytes: Array
@@ -168,7 +168,7 @@ def _waits(copy_s: Array, forward_s: Array, backward_s: Array) -> Array:
 
 
 def _host_s(probe: Probe, pick: Callable[[str], Array]) -> Array:
-    """Return the seconds that the host needs to issue everything, as ``prediction.roofline`` counts them."""
+    """Return the seconds that the host needs to issue everything, as ``time.roofline`` counts them."""
     rest = probe.rest
     products = rest.num_products + pick("num_products").sum(0)
     again = rest.num_again + pick("num_again").sum(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger, Op
 from trainfit.ledger.segments import rounded
-from trainfit.prediction.device_time import op_s
+from trainfit.prediction.time.device_time import op_s
 from trainfit.spec.hardware import Gpu
 
 UNKNOWN_GPU = {"flops_per_s": 1e12, "bytes_per_s": 1e11}

@@ -22,13 +22,13 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.planning.continued import continued, scaled
 from trainfit.planning.workers import Workers
 from trainfit.prediction import cache as ledgers
-from trainfit.prediction.calibrated import chosen_file, using
 from trainfit.prediction.communication import on_hosts
-from trainfit.prediction.device_time import op_s
 from trainfit.prediction.estimate import estimate, ledger_of
+from trainfit.prediction.time.calibrated import chosen_file, using
+from trainfit.prediction.time.device_time import op_s
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry

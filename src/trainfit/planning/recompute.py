@@ -20,7 +20,7 @@ from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
 from trainfit.prediction.estimate import least_headroom, predict
-from trainfit.prediction.roofline import copy_bytes_per_s
+from trainfit.prediction.time.roofline import copy_bytes_per_s
 from trainfit.prediction.trace import trace_whole
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe

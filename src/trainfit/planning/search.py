@@ -34,6 +34,8 @@ SLOW_GAIN = 0.1
 MAX_ROUNDS = 4
 NUM_TRACED = 2
 """Recipes traced in a round."""
+ALMOST = 1.5
+"""Multiple of the limit by the composed estimate above which nothing is traced when nothing fits."""
 NUM_FILLED = 2
 """Recipes traced to fill the frontier."""
 
@@ -85,6 +87,8 @@ class Search:
         self._simplify()
         if self._add_slow():
             self._trace_highest(NUMERICS_GAIN)
+        if self._best() is None and self._find_smallest():
+            self._trace_highest(WORTH_TRACING)
         self._fill_frontier()
         return assembled(self.ranking, self._best(), self.rejected, self.largest)
 
@@ -297,6 +301,20 @@ class Search:
             for candidate, one in zip(chosen, self._trace([one.key for one in chosen]), strict=True):
                 self.ranking.correct(candidate, one)
 
+    def _find_smallest(self) -> bool:
+        """Trace what is smallest by the composed estimate, until one fits; return whether one does.
+
+        The composed estimate adds what each option saves alone, which may be less than they save together.
+        """
+        for _ in range(MAX_ROUNDS):
+            ranked = self.ranking.ranked(limit=ALMOST)
+            new = sorted((one for one in ranked if one.key not in self.traced), key=_bytes)[:NUM_TRACED]
+            for candidate, one in zip(new, self._trace([one.key for one in new]), strict=True):
+                self.ranking.correct(candidate, one)
+            if not new or self._best() is not None:
+                break
+        return self._best() is not None
+
     # The choice
 
     def _best(self) -> Traced | None:
@@ -350,6 +368,10 @@ class Search:
         inside = ((one for one in pure if one.device_bytes <= target) for target in targets)
         keys = dict.fromkeys(best.key for some in inside if (best := next(some, None)) is not None)
         self._trace([key for key in keys if key not in self.traced])
+
+
+def _bytes(one: Candidate) -> float:
+    return one.device_bytes
 
 
 def _named_in(error: InputError, options: Sequence[Option]) -> Option | None:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from trainfit.planning.attention import fastest_kernels
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from, set_field
 from trainfit.spec.plan import written
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from, set_field
 from trainfit.techniques import registry
 from trainfit.techniques.base import Offer
 

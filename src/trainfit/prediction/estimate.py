@@ -12,11 +12,12 @@ from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, UncachedAllocator, replay
-from trainfit.prediction import attention_time, cache, communication
-from trainfit.prediction.calibrated import calibrated
+from trainfit.prediction import cache, communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
-from trainfit.prediction.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
-from trainfit.prediction.roofline import Roofline, roofline
+from trainfit.prediction.time import attention_time
+from trainfit.prediction.time.calibrated import calibrated
+from trainfit.prediction.time.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
+from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe

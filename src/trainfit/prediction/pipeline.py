@@ -16,11 +16,11 @@ from trainfit.ledger.ledger import Collective, Ledger, Segment
 from trainfit.ledger.replay import Replay
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.device_time import peak_flops_per_s
 from trainfit.prediction.estimate import ledger_of, matmul_dtype, of_recipe, replay_on, summary
-from trainfit.prediction.roofline import Roofline, roofline
 from trainfit.prediction.schedule import timeline
 from trainfit.prediction.stage_ledger import TRACED, composed, role, segments_of
+from trainfit.prediction.time.device_time import peak_flops_per_s
+from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Action, Stage, in_flight, order, warm_up
 from trainfit.spec.recipe import LossTerms, Recipe

@@ -15,11 +15,12 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.allocator import OutOfMemory
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, replay
-from trainfit.prediction import attention_time, communication
+from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.device_time import is_measured
 from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
-from trainfit.prediction.roofline import roofline
+from trainfit.prediction.time import attention_time
+from trainfit.prediction.time.device_time import is_measured
+from trainfit.prediction.time.roofline import roofline
 from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError

@@ -15,8 +15,8 @@ from trainfit.report.compare import GOAL, PHASE_NAMES, Comparison, Summary, summ
 from trainfit.report.plot import can_draw
 from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.report.words import batch_text
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import printable
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.sweep import RUNNING, WAITING, Row
 from trainfit.spec.units import format_bytes
 from trainfit.techniques.registry import describe

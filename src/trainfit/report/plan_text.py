@@ -10,9 +10,9 @@ from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.html import render
 from trainfit.report.plot import COLORS, INK, MUTED, Kind, Panel, Series, draw
 from trainfit.report.words import batch_text, describe
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.plan import Found, Plan, Rejection, flat, written
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds
 from trainfit.techniques import registry
 

@@ -44,7 +44,7 @@ def parse(kind: type[V], data: Any, *, file: str = "") -> V:
         # JSON mode is strict about numbers and text, and takes a list for a tuple.
         return kind.model_validate_json(json.dumps(data, allow_nan=True))
     except ValidationError as error:
-        from trainfit.spec.refusal import as_input_error
+        from trainfit.spec.parsing.refusal import as_input_error
 
         raise as_input_error(kind, data, error, file) from None
 

@@ -15,8 +15,8 @@ from trainfit.catalog import load as catalog
 from trainfit.catalog.config_checks import ignored
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import read_yaml
-from trainfit.spec.recipe_file import (
+from trainfit.spec.parsing.plain_data import read_yaml
+from trainfit.spec.parsing.recipe_file import (
     merge,
     read_data,
     recipe_from,

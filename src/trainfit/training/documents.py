@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
-from trainfit.spec.plain_data import LONE_SURROGATE
+from trainfit.spec.parsing.plain_data import LONE_SURROGATE
 from trainfit.training.options import SYNTHETIC, TEXT_SUFFIXES, DataSpec, HubData, SyntheticData, TextData
 from trainfit.training.synthetic import synthetic_text
 

@@ -17,7 +17,7 @@ from typing import Any
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import write_text, writing
-from trainfit.spec.plain_data import parse_json
+from trainfit.spec.parsing.plain_data import parse_json
 from trainfit.spec.value import canonical_json
 
 MAX_JSON_BYTES = 256 * 10**6

@@ -12,9 +12,9 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate
 from trainfit.techniques.base import Technique
 from trainfit.techniques.registry import check, in_order

@@ -17,8 +17,8 @@ from trainfit.catalog.load import model_config
 from trainfit.measurement.run import measure
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate, Measurement
 from trainfit.spec.value import Value
 from trainfit.verification.draws import allowed, draw

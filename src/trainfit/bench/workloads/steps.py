@@ -5,8 +5,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trainfit.spec.hardware import PeakDtype
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 
 SIZES = ("small", "medium", "large", "xl", "2.7b")  # The course's models in the catalog, smallest first
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import read_json
+from trainfit.spec.parsing.plain_data import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

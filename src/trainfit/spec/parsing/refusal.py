@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.synonyms import field_here, value_here
+from trainfit.spec.parsing.synonyms import field_here, value_here
 
 EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",

@@ -8,10 +8,10 @@ import pytest
 from trainfit.catalog.attention import AttentionRate, AttentionRun, attention_runs
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger, Op, Segment
-from trainfit.prediction import attention_time
-from trainfit.prediction.attention_time import MASKED, UNMEASURED, assumptions, compute_share
-from trainfit.prediction.device_time import least_s, peak_flops_per_s
 from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.time import attention_time
+from trainfit.prediction.time.attention_time import MASKED, UNMEASURED, assumptions, compute_share
+from trainfit.prediction.time.device_time import least_s, peak_flops_per_s
 from trainfit.spec.recipe import Batch, Recipe
 from virtual_runs import recipe_of, with_layers
 

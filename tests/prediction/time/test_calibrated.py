@@ -12,9 +12,9 @@ from trainfit.api.plans import plan
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.calibrated import calibrated, using
 from trainfit.prediction.estimate import ledger_of
-from trainfit.prediction.roofline import Roofline, roofline
+from trainfit.prediction.time.calibrated import calibrated, using
+from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
 

@@ -10,10 +10,10 @@ from trainfit.catalog.load import link
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
-from trainfit.prediction.calibrated import Calibrated, calibrated
-from trainfit.prediction.device_time import least_s, op_s, part_of
-from trainfit.prediction.host_time import Issue, collective_issue_s
-from trainfit.prediction.timeline import Host, Overlap, Times, replay
+from trainfit.prediction.time.calibrated import Calibrated, calibrated
+from trainfit.prediction.time.device_time import least_s, op_s, part_of
+from trainfit.prediction.time.host_time import Issue, collective_issue_s
+from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS

@@ -12,7 +12,7 @@ from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
 from trainfit.prediction.estimate import estimate, replay_on
-from trainfit.prediction.roofline import step_times
+from trainfit.prediction.time.roofline import step_times
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe

@@ -8,8 +8,8 @@ import pytest
 
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
-from trainfit.cli.explain_text import show
 from trainfit.cli.main import main
+from trainfit.cli.text.explain import show
 from trainfit.explanation.communication import communication_bound
 from trainfit.explanation.peak import explain
 from trainfit.ledger.ledger import Ledger
@@ -17,8 +17,8 @@ from trainfit.prediction.calculators import communication as closed
 from trainfit.prediction.communication import on_hosts, ring
 from trainfit.prediction.estimate import estimate, ledger_of
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import GIB
 from virtual_runs import with_layers
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Collective, Ledger, Op, Segment
-from trainfit.prediction.timeline import QUEUE, Host, Overlap, replay
+from trainfit.prediction.time.timeline import QUEUE, Host, Overlap, replay
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2
 

@@ -12,8 +12,8 @@ from typing import Literal
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Op
-from trainfit.prediction.attention_time import compute_share
-from trainfit.prediction.calibrated import Calibrated, calibrated
+from trainfit.prediction.time.attention_time import compute_share
+from trainfit.prediction.time.calibrated import Calibrated, calibrated
 from trainfit.spec.hardware import Gpu
 
 PEAK_DTYPE = {

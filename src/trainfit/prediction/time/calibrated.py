@@ -15,7 +15,7 @@ from statistics import median
 
 from trainfit.catalog.load import FOLDER
 from trainfit.catalog.rates import HostRates, Rates, rates
-from trainfit.prediction.op_times import OpTimes
+from trainfit.prediction.time.op_times import OpTimes
 from trainfit.spec.calibration import FORMAT, MAX_FILE_BYTES, Calibration, OpTime
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import read_text
