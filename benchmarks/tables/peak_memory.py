@@ -148,9 +148,9 @@ def _plain(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) or value is None else f"{value:g}"
 
 
-def memory(name: str, also: str = "") -> str:
-    """Return memory, speed and perplexity of a sweep's rows; ``also``: a second sweep, whose rows follow."""
-    rows = [*sweep(name).values(), *(sweep(also).values() if also else ())]
+def memory(name: str) -> str:
+    """Return memory, speed and perplexity of a sweep's rows."""
+    rows = [*sweep(name).values()]
     control = sweep(name)["control"]
     shown = _changes_of(rows, control)
     columns = [

@@ -87,8 +87,6 @@ CLAIMS: list[tuple[str, Callable[[], Figures]]] = [
     (r"# combinations were measured", lambda: (len(COMBINED),)),
     (r"The smallest needs # GiB allocated \(# GiB on the device\) at # % more time", smallest),
     (r"without adapters or fp8 takes # ms with # % less memory", fastest),
-    (r"a model whose training needs # GiB instead of # GiB",
-     lambda: tuple(trained(row)["peak_memory_bytes"] / GIB for row in ("best_fast", "control"))),
 ]  # fmt: skip
 
 
