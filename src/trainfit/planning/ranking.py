@@ -68,9 +68,12 @@ class Ranking:
         start = self.levels[self.level]
         base = self.levels.get(level, start)
         found = start
-        for option in options:
-            if option in self.added:
-                found = found.plus(self.added[option], self.levels.get(self.level_of(option), start))
+        added = [option for option in options if option in self.added]
+        for option in sorted(added, key=lambda one: self.more_ranks(one) != 1):
+            before = self.levels.get(self.level_of(option), start)
+            # Several ranks that share a sequence share the other options' gain too.
+            combine = found.plus if self.more_ranks(option) == 1 else found.times
+            found = combine(self.added[option], before)
         ratio = base.batch_bytes / max(start.batch_bytes, 1.0)
         return found._replace(
             batch_bytes=found.batch_bytes * ratio,
