@@ -31,9 +31,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from trainfit.spec.parsing.recipe_file import recipe_from
 
 from benchmarks.train_several_gpus import TINY
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit
 from trainfit.spec.recipe import Recipe
