@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from trainfit.ledger.ledger import Collective, Ledger, Op
+from trainfit.ledger.ledger import COPIED, Collective, Ledger, Op
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 QUEUE = 1000
@@ -99,7 +99,8 @@ class _Replay:
         host: Host,
         overlap: Overlap,
     ):
-        self.ledger, self.host, self.overlap = ledger, host, overlap
+        copied = all(one.name in COPIED for one in ledger.collectives)  # Copy engines slow nothing.
+        self.ledger, self.host, self.overlap = ledger, host, Overlap() if copied else overlap
         self.order = list(_order(ledger))
         self.num_ops = len(self.order)
         self.ops = {i: ledger.ops[i] for i in set(self.order)}
