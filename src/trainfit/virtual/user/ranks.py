@@ -120,7 +120,7 @@ def _of_fsdp(steps: StepFollower) -> list[Replacement]:
 
 
 def _with_all_counts(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let SyncBatchNorm keep the statistics of every rank: it drops those of empty inputs, by their values."""
+    """Let SyncBatchNorm keep the statistics of every rank, where it drops those of empty inputs."""
 
     def forward(*args: Any) -> Any:
         # As while a CUDA graph is captured, when values cannot be read either.
