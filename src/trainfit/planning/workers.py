@@ -95,7 +95,7 @@ class Workers:
 
 def serve(pipes: str, answer: str, imports: str) -> None:
     """Import modules, then answer requests in one process for each pair of pipes, until these close."""
-    from trainfit.prediction import start_up
+    from trainfit.virtual import start_up
 
     start_up.is_own_process = True
     start_up.import_little(compiles=False)

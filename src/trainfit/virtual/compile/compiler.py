@@ -37,8 +37,7 @@ class VirtualCompiler:
         """Captured graphs."""
         self.layers: Layers | None = None
         """Repeated layers of a model that is compiled whole, by module names of the complete model."""
-        self.num_repeating = 0
-        """Programs of those layers."""
+        self._programs: list[Program] = []
         self._signatures: set[Any] = set()
 
     def __call__(self, module: nn.Module) -> None:
@@ -64,7 +63,8 @@ class VirtualCompiler:
             RepeatError: Dynamo captured each layer separately, so that its limit of graphs matters, or the
                 graph of a model that is compiled whole does not hold all layers.
         """
-        if self.layers is not None and (self.num_graphs, self.num_repeating) != (1, 2):
+        repeating = sum(any(kernel.place for kernel in program.kernels) for program in self._programs)
+        if self.layers is not None and (self.num_graphs, repeating) != (1, 2):
             raise RepeatError("the layers are not in one graph")
         if self.num_graphs > 2 * len(self._signatures):
             raise RepeatError("equal layers are compiled into graphs of their own")
@@ -125,8 +125,8 @@ class VirtualCompiler:
         return layers._replace(part_of=lambda inner: layers.part_of(f"{name}.{inner}".removeprefix(".")))
 
     def _program(self, source: Source) -> Program:
-        self.num_repeating += any(kernel.place for kernel in source.kernels)
-        return Program(source, self._tracer, self._scopes, self._tuning)
+        self._programs.append(Program(source, self._tracer, self._scopes, self._tuning))
+        return self._programs[-1]
 
 
 def _refusal(error: BaseException) -> InputError | RepeatError | None:

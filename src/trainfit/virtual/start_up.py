@@ -25,6 +25,7 @@ COMPILER = {
 settings, transformers' masks use one class."""
 SCAN = "transformers.utils.import_utils"
 SOURCE = "torch._dynamo.source"
+_main = threading.main_thread()
 is_own_process = False
 """Whether the process was started for one command."""
 
@@ -48,7 +49,7 @@ def import_little(*, compiles: bool) -> None:
 def leave(code: int) -> int:
     """End the process at once: taking a million objects apart takes a second. Return where that is unsafe."""
     torch = sys.modules.get("torch")
-    if torch is None or threading.active_count() > 1 or torch.cuda.is_initialized():
+    if torch is None or has_threads() or torch.cuda.is_initialized():
         return code
     atexit._run_exitfuncs()
     try:
@@ -57,6 +58,11 @@ def leave(code: int) -> int:
     except (OSError, ValueError):
         return code
     os._exit(code)
+
+
+def has_threads() -> bool:
+    """Return whether other threads run than tqdm's, a daemon that wakes every ten seconds."""
+    return any(each.name != "tqdm_monitor" for each in threading.enumerate() if each is not _main)
 
 
 class _Finder:
