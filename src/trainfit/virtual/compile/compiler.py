@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from trainfit.virtual.compile.program import Program
 from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc
 from trainfit.virtual.trace.repeated_layers import signature
 from trainfit.virtual.trace.scope import ScopeTracker
@@ -84,7 +85,7 @@ class VirtualCompiler:
 
         num_graphs = self.num_graphs
         try:
-            with self._scopes.within_compiled(module), _no_function_modes(), paused_gc():
+            with self._scopes.within_compiled(module), _no_function_modes(), paused_gc(), _no_names_in_logs():
                 return _with_room(compiled, *args, **kwargs)
         except TorchDynamoException as error:
             refused = _refusal(error)
@@ -165,6 +166,13 @@ def _with_room(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # CPython maps and unmaps a 16 KiB chunk of frames whenever calls cross its end, a third of the compiler's
 # time. A frame with a large stack gets a chunk of twice its size, in which all inner calls fit.
 _with_room.__code__ = _with_room.__code__.replace(co_stacksize=1 << 17)
+
+
+def _no_names_in_logs() -> AbstractContextManager[None]:
+    """Leave out of Dynamo's messages the names of functions, for which it parses whole files."""
+    from torch._dynamo import symbolic_convert
+
+    return replaced(symbolic_convert, "get_funcname", lambda *_: None)
 
 
 @contextmanager
