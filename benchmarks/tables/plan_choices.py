@@ -22,6 +22,8 @@ class Choice(NamedTuple):
     cap_gib: int
     first: Measurement | None
     """None: nothing fits, or the first choice was not measured."""
+    own: tuple[Measurement, ...]
+    """Recipes of the model's plans that were measured."""
     fits: bool
     within: tuple[Measurement, ...]
     """Measured recipes within the limit."""
@@ -60,7 +62,9 @@ def choices() -> list[Choice]:
                     one for one in results.values() if one.status == "done" and _bytes(one) <= cap * GIB
                 ]
                 first = results.get(line["found"][0]) if line["found"] else None
-                found.append(Choice(goal, cap, first, bool(line["found"]), tuple(within)))
+                names = {one for each in lines if each["model"] == goal.model for one in each["found"]}
+                own = tuple(one for name, one in results.items() if name in names)
+                found.append(Choice(goal, cap, first, own, bool(line["found"]), tuple(within)))
     return found
 
 
