@@ -14,13 +14,14 @@ from trainfit.virtual.compile.forked import begin
 FIELDS = {"gpu": "h200", "seq": 256}
 SCRIPT = f"""
 import json, sys
-from trainfit.virtual import start_up
+from trainfit.prediction import start_up
+from trainfit.virtual import own_process
 import pytest
 
 import trainfit
 from trainfit.ledger.ledger import RepeatError
 from trainfit.virtual.compile.forked import begin
-start_up.is_own_process = True
+own_process.is_own_process = True
 start_up.import_little(compiles=False)
 estimate = trainfit.predict("gpt2", use_cache=False, **{FIELDS})
 early = [name for name in ("torch._dynamo.symbolic_convert", "torchao") if name in sys.modules]
@@ -53,13 +54,14 @@ def test_an_eager_prediction_needs_no_compiler_and_leaves_it_whole() -> None:
 
 COMPILED = f"""
 import json, os
-from trainfit.virtual import start_up
+from trainfit.prediction import start_up
+from trainfit.virtual import own_process
 import pytest
 
 import trainfit
 from trainfit.ledger.ledger import RepeatError
 from trainfit.virtual.compile.forked import begin
-start_up.is_own_process = True
+own_process.is_own_process = True
 start_up.import_little(compiles=True)
 os.sched_getaffinity = lambda pid: {{0, 1}}
 from trainfit.virtual.compile import generate

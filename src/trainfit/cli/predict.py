@@ -11,8 +11,8 @@ from typer import Option
 
 from trainfit.cli import options
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings, count
+from trainfit.prediction.start_up import import_little
 from trainfit.spec.errors import InputError
-from trainfit.virtual.start_up import import_little
 
 if TYPE_CHECKING:
     from trainfit.api.results import Prediction

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from trainfit.virtual import start_up
+from trainfit.virtual import own_process
 
 
 def can_fork() -> bool:
     """Return whether a fork is safe (no other thread may hold a lock) and runs at the same time."""
-    if sys.platform != "linux" or not start_up.is_own_process or start_up.has_threads():
+    if sys.platform != "linux" or not own_process.is_own_process or own_process.has_threads():
         return False
     return len(os.sched_getaffinity(0)) > 1
 
