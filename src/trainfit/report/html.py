@@ -77,7 +77,7 @@ def _page(command: str, figures: dict[str, Any], rows: Sequence[Any], *, lead: s
     return render(command, lead=f"trainfit {command}, {now}. {lead}", figures=plots, **values)
 
 
-def report_page(found: Sequence[Comparison]) -> str:
+def report_page(found: Sequence[Comparison], *, title: str = "Predicted against measured") -> str:
     """Return the page of predictions against measurements: summary, plots, table, each recipe's phases."""
     summary = summarise(found)
     elsewhere = sum(one.measured is not None and not one.on_its_device for one in found)
@@ -85,8 +85,8 @@ def report_page(found: Sequence[Comparison]) -> str:
     if len(found) > comparisons.MAX_ROWS:
         notes += f" Plots show the first {comparisons.MAX_ROWS} recipes."
     return _page(
-        "report", FIGURES, found, title="Predicted against measured", lead=summary.text(), notes=notes,
-        phases=_phases, tiles=_tiles(summary, found), table=comparisons.table(found),
+        "report", FIGURES, found, title=title, lead=summary.text(), notes=notes, phases=_phases,
+        tiles=_tiles(summary, found), table=comparisons.table(found),
     )  # fmt: skip
 
 
