@@ -157,10 +157,11 @@ def _show(file: str) -> None:
     from trainfit.spec.printable import say
 
     for one in figures(file):
-        half = "learned from " if is_learned(one.run["name"]) else "held out "
+        half = "learned from" if is_learned(one.run["name"]) else "held out"
         say(
-            f"{half if file == ONE_HOST else ''}{one.run['name']:34} {FIGURES[one.name]:16} {one.published:10,.1f} "
-            f"{one.predicted:10,.1f} {one.error:+7.1%}  {one.cause if abs(one.error) > LARGE else ''}"
+            f"{one.run['name']:38} {'' if file == SEVERAL_HOSTS else half:13} {FIGURES[one.name]:16} "
+            f"{one.published:10,.1f} {one.predicted:10,.1f} {one.error:+7.1%}  "
+            f"{one.cause if abs(one.error) > LARGE else ''}"
         )
 
 

@@ -131,34 +131,35 @@ def origins_by_id() -> dict[str, str]:
     return {recipe_id: origin(found) for recipe_id, found in tags.items()}
 
 
-def techniques() -> str:
-    """Return the recipes that use each technique, alone or with others."""
-    rows = []
-    for name, technique in sorted(all_techniques().items()):
-        mine = [one for one in suite()[ANEW] if technique.applies(one.recipe)]
-        if mine:
-            rows.append([f"`{name}`", *_of_group(mine)])
-    return markdown_grid(["technique", *GROUP_HEADS], rows)
-
-
-GROUP_HEADS = ("ran", "to the byte", "worst, %", "reserved: worst, %", "device: worst, %")
-
-
-def _of_group(mine: Pairs) -> list[str]:
-    others = [_exact_and_worst(mine, name)[1] for name in ("reserved", "device")]
-    return [str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine), *others]
-
-
-def families() -> str:
-    """Return the recipes of each model family; trainfit's native decoder apart from transformers' models."""
-    groups: dict[str, Pairs] = {}
-    for one in suite()[ANEW]:
-        groups.setdefault(_family(one.recipe), []).append(one)
-    rows = [
-        [name, str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine)]
-        for name, mine in sorted(groups.items(), key=lambda item: item[0].lower())
+def groups_plot() -> str:
+    """Worst error and share of exact allocated peaks, by technique and by model family."""
+    mine = suite()[ANEW]
+    used = {
+        name: [one for one in mine if technique.applies(one.recipe)]
+        for name, technique in all_techniques().items()
+    }
+    by_family: dict[str, Pairs] = {}
+    for one in mine:
+        by_family.setdefault(_family(one.recipe), []).append(one)
+    panels = [
+        _worst_by_group(title, {name: some for name, some in sorted(groups.items(), key=_name) if some})
+        for title, groups in (("techniques", used), ("model families", by_family))
     ]
-    return markdown_grid(["family", "ran", "to the byte", "worst, %"], rows)
+    return draw(panels, "accuracy-groups")
+
+
+def _name(item: tuple[str, Pairs]) -> str:
+    return item[0].lower()
+
+
+def _worst_by_group(title: str, groups: dict[str, Pairs]) -> Panel:
+    found = [errors(pairs, PEAKS["allocated"]) for pairs in groups.values()]
+    series = Series(
+        "", [100 * abs(worst(some)) for some in found], x=[*groups], kind="bar",
+        text=[f"{exact(some)} of {len(some)} exact" for some in found],
+    )  # fmt: skip
+    return Panel([series], title=title, is_horizontal=True, x_label="worst error of the allocated peak, %",
+                 y_limits=(0.0, 0.12))  # fmt: skip
 
 
 def _family(recipe: Recipe) -> str:

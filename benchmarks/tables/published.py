@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.published_runs import FIGURES, LARGE, ONE_HOST, Figure, content, figures, is_learned
-from trainfit.report.table import markdown_grid
+from trainfit.report.table import NOTHING, markdown_grid
 
 
-def by_run() -> dict[str, dict[str, Figure]]:
-    """Return each run's figures by name."""
-    found: dict[str, dict[str, Figure]] = {}
+def kind(one: Figure) -> str:
+    """Return the kind of parallelism of a figure's run."""
+    parallel = one.run["recipe"].get("parallel", {})
+    inside = "FSDP2, tensor parallel" if "tensor" in parallel else "FSDP"
+    return f"pipeline, {inside}" if "pipeline" in parallel else inside
+
+
+def groups() -> str:
+    """Errors of the predicted figures, by source, GPU and kind of parallelism, with likely causes."""
+    found: dict[tuple[str, str, str], list[Figure]] = {}
     for one in figures():
-        found.setdefault(one.run["name"], {})[one.name] = one
-    return found
-
-
-def runs() -> str:
-    """Published and predicted figures, by run."""
-    heads = ["run", "GPU", "tokens/s a GPU", "predicted", "error", "memory, GiB", "predicted", "error"]
-    lines = []
-    for number, found in enumerate(by_run().values(), 1):
-        run = next(iter(found.values())).run
-        source = content()["sources"][run["source"]]
-        title = f"{number}. {run['settings']} ([{source['title']}]({source['url']}))"
-        cells = [cell for name in FIGURES for cell in _cells(found.get(name))]
-        lines.append([title, run["recipe"]["hardware"]["gpu"], *cells])
+        source = content()["sources"][one.run["source"]]
+        gpu = one.run["recipe"]["hardware"]["gpu"].partition("-")[0].upper()
+        found.setdefault((f"[{source['title']}]({source['url']})", gpu, kind(one)), []).append(one)
+    lines = [[", ".join(key), *_cells(some)] for key, some in found.items()]
+    heads = [
+        "runs",
+        "number",
+        *(f"{title}: error" for title in FIGURES.values()),
+        "causes of errors above 10 %",
+    ]
     return markdown_grid(heads, lines)
 
 
@@ -34,66 +38,42 @@ def one_host() -> str:
     found: dict[tuple[str, str], list[Figure]] = {}
     for one in figures(ONE_HOST):
         found.setdefault((one.run["recipe"]["hardware"]["gpu"], one.run["source"]), []).append(one)
-    heads = [
-        "GPU",
-        "source",
-        "held out: within 10 %",
-        "median",
-        "range",
-        "learned from: within 10 %",
-        "median",
-    ]
-    lines = [
-        [gpu, _source(source), *_errors(held_out(rows), ranged=True), *_errors(learned(rows))]
-        for (gpu, source), rows in found.items()
-    ]
-    every = [one for rows in found.values() for one in rows]
-    lines.append(["all", "", *_errors(held_out(every), ranged=True), *_errors(learned(every))])
-    return markdown_grid(heads, lines)
+    heads = ["GPU", "runs", "held out: within 10 %", "median", "range", "other half: within 10 %", "median"]
+    lines = []
+    for (gpu, name), some in found.items():
+        source = content(ONE_HOST)["sources"][name]
+        lines.append([gpu, f"[{source['title']}]({source['url']})", *_halves(some)])
+    return markdown_grid(heads, [*lines, ["all", NOTHING, *_halves(figures(ONE_HOST))]])
 
 
-def held_out(rows: list[Figure]) -> list[float]:
+def held_out(some: Sequence[Figure]) -> list[float]:
     """Return the errors of the half that judges."""
-    return [one.error for one in rows if not is_learned(one.run["name"])]
+    return [one.error for one in some if not is_learned(one.run["name"])]
 
 
-def learned(rows: list[Figure]) -> list[float]:
-    """Return the errors of the half that shares may be learned from."""
-    return [one.error for one in rows if is_learned(one.run["name"])]
+def _halves(some: Sequence[Figure]) -> list[str]:
+    judged, learned = held_out(some), [one.error for one in some if is_learned(one.run["name"])]
+    return [_near(judged), _median(judged), _range(judged), _near(learned), _median(learned)]
 
 
-def _source(name: str) -> str:
-    source = content(ONE_HOST)["sources"][name]
-    return f"[{source['title']}]({source['url']})"
+def _near(errors: Sequence[float]) -> str:
+    return f"{sum(abs(one) <= LARGE for one in errors)} of {len(errors)}" if errors else NOTHING
 
 
-def _errors(errors: list[float], *, ranged: bool = False) -> list[str]:
-    if not errors:
-        return ["–"] * (3 if ranged else 2)
-    near = f"{sum(abs(error) <= LARGE for error in errors)} of {len(errors)}"
-    spread = [f"{_percent(min(errors))} to {_percent(max(errors))}"] if ranged else []
-    return [near, _percent(median(errors)), *spread]
+def _median(errors: Sequence[float]) -> str:
+    return _percent(median(errors)) if errors else NOTHING
 
 
-def causes() -> str:
-    """Causes of errors above 10 %, with the numbers of the runs."""
-    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for number, run in enumerate(by_run().values(), 1):
-        for one in run.values():
-            if abs(one.error) > LARGE:
-                found.setdefault((one.cause, FIGURES[one.name]), []).append((number, one.error))
-    lines = [
-        [cause, figure, ", ".join(f"{number}: {_percent(error)}" for number, error in errors)]
-        for (cause, figure), errors in found.items()
-    ]
-    return markdown_grid(["cause", "figure", "run: error"], lines)
+def _cells(some: Sequence[Figure]) -> list[str]:
+    causes = dict.fromkeys(one.cause for one in some if abs(one.error) > LARGE)
+    errors = ([one.error for one in some if one.name == name] for name in FIGURES)
+    number = len({one.run["name"] for one in some})
+    return [str(number), *map(_range, errors), "; ".join(causes)]
 
 
-def _cells(one: Figure | None) -> list[str]:
-    if one is None:
-        return ["–", "–", "–"]
-    digits = 0 if one.name == "tokens_per_s_per_gpu" else 1
-    return [f"{one.published:,.{digits}f}", f"{one.predicted:,.{digits}f}", _percent(one.error)]
+def _range(errors: Sequence[float]) -> str:
+    ends = [_percent(one) for one in sorted(errors)]
+    return " to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else NOTHING
 
 
 def _percent(share: float) -> str:

@@ -126,15 +126,6 @@ def _cells(mine: Sequence[Step]) -> list[str]:
     ]
 
 
-def order() -> str:
-    """Return how far eager recipes of one model are ordered as measured, by half."""
-    rows = []
-    for name, half in (("learned from", False), ("held out", True)):
-        tau, pairs = kendall_tau(lambda one, half=half: one.is_held_out == half and not one.is_compiled)
-        rows.append([f"eager, {name}", str(pairs), f"{tau:.3f}"])
-    return markdown_grid(["recipes", "pairs of one model", "Kendall's tau"], rows)
-
-
 def kendall_tau(keep: Callable[[Step], bool] = lambda one: one.is_held_out) -> tuple[float, int]:
     """Return Kendall's tau over the pairs of recipes of one model, and the number of pairs.
 

@@ -9,7 +9,7 @@ import trainfit
 FIELDS = {"gpu": "h200", "seq": 256}
 SCRIPT = f"""
 import json, sys
-from trainfit.cli import start_up
+from trainfit.prediction import start_up
 import trainfit
 start_up.is_own_process = True
 start_up.import_little(compiles=False)
