@@ -102,7 +102,7 @@ def _of_row(table: Data, row: list[Any]) -> Data:
 
 def figures(file: str = SEVERAL_HOSTS) -> list[Figure]:
     """Return every published figure of a file whose run was predicted, in the file's order."""
-    rows = {row["name"]: row for row in _rows(file)}
+    rows = predictions(file)
     return [
         Figure(run, name, run[name], rows[run["name"]][name])
         for run in content(file)["runs"]
@@ -136,15 +136,17 @@ def predicted(run: Data) -> Data:
     }
 
 
-def _rows(file: str) -> list[Data]:
+def predictions(file: str) -> dict[str, Data]:
+    """Return the kept predictions of a file's runs, by name."""
     path = RESULTS[file]
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return {row["name"]: row for row in map(json.loads, lines)}
 
 
 def _predict(file: str, names: list[str]) -> None:
     from trainfit.spec.printable import say
 
-    kept = {row["name"]: row for row in _rows(file)}
+    kept = predictions(file)
     runs = {run["name"]: run for run in content(file)["runs"]}
     for name in [one for one in runs if one in names or not names]:
         kept[name] = predicted(runs[name])
