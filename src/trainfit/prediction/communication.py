@@ -126,6 +126,15 @@ def sustained_bytes_per_s(name: str, used: Ring) -> float:
     return used.bytes_per_s * (SUSTAINED_BETWEEN_HOSTS if used.between_hosts else SUSTAINED[name])
 
 
+def load(one: Collective, gpu: Gpu) -> float:
+    """Return a collective's rate over the one of its kind inside a host, at most 1.
+
+    What it takes from the computation, SMs and bandwidth, is in proportion to the bytes that it moves.
+    """
+    inside = link(gpu.link).bytes_per_s * SUSTAINED[one.name]
+    return min(1.0, max(sustained_bytes_per_s(one.name, used) for used, _ in sent(one, gpu)) / inside)
+
+
 def all_s(ledger: Ledger, gpu: Gpu) -> float:
     """Return the seconds of the steady step's collectives, one after another."""
     return sum(ledger.times(one) * collective_s(one, gpu) for one in _steady(ledger))
