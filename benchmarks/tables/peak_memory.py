@@ -157,7 +157,7 @@ def memory(name: str) -> str:
         NAME,
         Column("changes", lambda row: shown[row.variant], False),
         ALLOCATED,
-        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes, 2)),
+        Column("device GiB, predicted", _device),
         *_training_columns(control),
     ]
     return _markdown(columns, rows)
@@ -190,6 +190,11 @@ def _training_columns(control: Row) -> list[Column]:
     ]
 
 
+def _device(row: Row) -> str:
+    measured = device_bytes().get(row.recipe_id)
+    return _gib(row.predicted_device_bytes, 2) + (f" (measured {_gib(measured, 2)})" if measured else "")
+
+
 NAME = Column("row", lambda row: f"`{row.variant}`", False)
 ALLOCATED = Column("allocated GiB", lambda row: _allocated(row))
 HOST = Column("host GiB", lambda row: _gib(row.estimate.host_bytes or None, 2) if row.estimate else NOTHING)
@@ -215,19 +220,6 @@ def _markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     cells = [[column.cell(row) for column in table.columns] for row in rows]
     numbers = [column.is_number for column in table.columns]
     return markdown_grid([column.title for column in table.columns], cells, is_number=numbers)
-
-
-def device(name: str = "trained") -> str:
-    """Return the rows whose device bytes were measured, with their allocated bytes."""
-    shown = [row for row in sweep(name).values() if row.recipe_id in device_bytes()]
-    columns = [
-        NAME,
-        Column("allocated GiB", lambda row: _gib(row.measured_bytes)),
-        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes)),
-        Column("measured", lambda row: _gib(device_bytes()[row.recipe_id])),
-        HOST,
-    ]
-    return _markdown(columns, sorted(shown, key=lambda row: -(row.measured_bytes or 0)))
 
 
 def budgets(name: str, control: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.tables.bench import having, milliseconds, of_number, results, rows
-from trainfit.bench.experiments.ddp import STRATEGIES, SWEEP
+from trainfit.bench.experiments.ddp import STRATEGIES
 from trainfit.bench.harness.discovery import experiment
 from trainfit.report.bench_plot import TIMELINE, in_order, number, plot_of
 from trainfit.report.table import markdown_grid
@@ -49,17 +49,6 @@ def ddp() -> str:
         )  # fmt: skip
     heads = ("strategy", "step, ms", "DDP / this", "exposed, %", "NCCL, ms", "hidden, %", "peak, GiB")
     return markdown_grid(heads, lines)
-
-
-def buckets() -> str:
-    """A data-parallel step by bucket size."""
-    lines: dict[str, list[str]] = {}
-    for row in _of_results(rows("ddp")):
-        if SWEEP in row.point:
-            cells = milliseconds(row), of_number("exposed_s", ".2f", 1e3)(row)
-            lines.setdefault(f"{row.point['bucket_mb']:,}", []).extend(cells)
-    heads = ("MiB", "bucketed: step, ms", "exposed, ms", "DDP: step, ms", "exposed, ms")
-    return markdown_grid(heads, [(size, *cells) for size, cells in lines.items()], 0)
 
 
 def sharding() -> str:

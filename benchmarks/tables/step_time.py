@@ -106,8 +106,8 @@ def groups() -> dict[str, list[Step]]:
 
 
 def table() -> str:
-    """Return the errors and the bounds of each group."""
-    cells = [[name, *_cells(mine)] for name, mine in groups().items() if mine]
+    """Return the errors and the bounds of each group of those held out."""
+    cells = [[name, *_cells(mine)] for name, mine in groups().items() if mine and mine[0].is_held_out]
     heads = ["steps", "recipes", "median, %", "95th percentile, %", "worst, %", "within the bounds, %",
              "bounds"]  # fmt: skip
     return markdown_grid(heads, cells)

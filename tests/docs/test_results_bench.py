@@ -107,26 +107,9 @@ def totals() -> Figures:
     return at(sum="fp32", addend="fp32"), at(sum="fp16"), at(sum="fp32", addend="fp16", cast=False)
 
 
-def unsynchronised() -> Figures:
-    at = {"heads": 1, "dtype": "fp32", "head": 64, "seq": 16384, "body": "eager"}
-    wrong = row("attention", **at, **{"pass": "forward, not synchronised"})
-    assert wrong.status == "impossible"
-    assert wrong.times is not None
-    return wrong.times.median * 1e6, value("attention", "median_s", 1e3, **at, **FORWARD)
-
-
-def small_forward() -> Figures:
-    at = {"heads": 1, "dtype": "bf16", "head": 64, "seq": 256, "body": "eager", **FORWARD}
-    return tuple(value("attention", name, 1e6, **at) for name in ("median_s", "host_s"))
-
-
 def bucket_model() -> Figures:
     at = partial(value, "ddp", bucket_model_of="bucketed")
     return tuple(at(name) for name in ("best_predicted_mb", "r_squared", "best_measured_mb"))
-
-
-def forward_softmax() -> Figures:
-    return extremes([100 * share for share in every("kernels", "softmax_share", **FORWARD).values()])
 
 
 def share(model: str, precision: str, name: str, **point: Cell) -> float:
@@ -215,10 +198,7 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"On CUDA # of # operations": lambda: (len(fp32_outputs("cuda")), len(OPERATIONS)),
     r"On a CPU only # do": lambda: (len(fp32_outputs("cpu")),),
     r"a thousand times gives # in fp32, # in fp16 and # where": totals,
-    r"fp32 forward reads # us here; it takes # ms": unsynchronised,
-    r"bf16 forward of 256 tokens the device needs # us, the host #\.": small_forward,
     r"best size is # MiB \(R² #\); # was the best measured": bucket_model,
-    r"measured # to # %, by size": forward_softmax,
 }  # fmt: skip
 KERNEL_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"cuDNN's backward leads with # against # TFLOP/s":

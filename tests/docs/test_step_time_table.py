@@ -51,7 +51,7 @@ def test_errors_bounds_and_order(written: Path, monkeypatch: pytest.MonkeyPatch)
     assert not any(one._replace(measured_s=1.01 * one.measured_s).is_inside for one in within)
     monkeypatch.setattr(step_time, "steps", lambda: found)
     lines = step_time.table().splitlines()
-    assert len(lines) == 2 + 8
+    assert len(lines) == 2 + 4
     assert all("| 60.0 | 60.0 | +60.0 | 0 | 0." in line for line in lines[2:])
     tau, pairs = step_time.kendall_tau()
     assert tau == 1.0

@@ -29,6 +29,7 @@ def main() -> int:
 def command() -> int:
     """Run ``main`` in a process that was started for it, and end the process."""
     from trainfit.prediction import start_up
+    from trainfit.virtual import own_process
 
-    start_up.is_own_process = True
+    own_process.is_own_process = True
     return start_up.leave(main())

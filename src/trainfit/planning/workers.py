@@ -96,8 +96,9 @@ class Workers:
 def serve(pipes: str, answer: str, imports: str) -> None:
     """Import modules, then answer requests in one process for each pair of pipes, until these close."""
     from trainfit.prediction import start_up
+    from trainfit.virtual import own_process
 
-    start_up.is_own_process = True
+    own_process.is_own_process = True
     start_up.import_little(compiles=False)
     from trainfit.virtual.trace.process_state import freeze_for_good  # Imports torch.
 

@@ -10,12 +10,12 @@ import importlib
 import importlib.machinery
 import os
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from trainfit.models.deferred_torchao import defer_torchao
+from trainfit.virtual import own_process
 
 COMPILER = {
     "torch._dynamo": ("config", "_trace_wrapped_higher_order_op"),
@@ -25,8 +25,6 @@ COMPILER = {
 settings, transformers' masks use one class."""
 SCAN = "transformers.utils.import_utils"
 SOURCE = "torch._dynamo.source"
-is_own_process = False
-"""Whether the process was started for one command."""
 
 
 def import_little(*, compiles: bool) -> None:
@@ -35,7 +33,7 @@ def import_little(*, compiles: bool) -> None:
     Args:
         compiles: the compiler is needed anyway.
     """
-    if not is_own_process:
+    if not own_process.is_own_process:
         return
     gc.disable()  # Collections while modules are imported take a second, and find nothing.
     loaders: dict[str, Callable[[Any, Callable[[Any], None]], None]] = {SCAN: _scan_less}
@@ -48,7 +46,7 @@ def import_little(*, compiles: bool) -> None:
 def leave(code: int) -> int:
     """End the process at once: taking a million objects apart takes a second. Return where that is unsafe."""
     torch = sys.modules.get("torch")
-    if torch is None or threading.active_count() > 1 or torch.cuda.is_initialized():
+    if torch is None or own_process.has_threads() or torch.cuda.is_initialized():
         return code
     atexit._run_exitfuncs()
     try:

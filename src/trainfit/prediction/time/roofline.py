@@ -98,6 +98,7 @@ def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Tim
             lambda one: collective_issue_s(one, host),
         ),
         overlap=Overlap(overlap.computation, overlap.collectives),
+        load=lambda one: communication.load(one, gpu),
     )
 
 
