@@ -26,6 +26,7 @@ class HostRates(Value):
     checkpoint: Seconds  # Of a recomputed block, besides its operations
     graph: Seconds
     read: Seconds  # Until the host goes on after it waited for a value
+    looped: Seconds  # A product of a loop over experts
     launch: Seconds  # From a launch by the host to its start on an idle GPU
     wrapped: Seconds  # An operation on DTensors or other subclasses, in addition to the one inside
     wrapped_tensor: Seconds  # Each of its tensors

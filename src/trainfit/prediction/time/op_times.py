@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Op
+from trainfit.prediction.time.experts import is_looped, num_groups, one_group, padding
 from trainfit.spec.calibration import OpTime
 
 SHEET = "h200"
@@ -82,8 +83,12 @@ def work_of(op: Op | OpTime) -> float:
     A product that is bound by memory counts the FLOPs of the time that its bytes take.
     """
     if op.shape:
-        waves = _waves(op.shape) if op.dtype == "float32" and "grouped" not in _base(op) else 1.0
-        return max(_flops(op) * waves, op.num_bytes * _flops_per_byte(op.dtype))
+        more = 1.0
+        if "grouped_mm" in _base(op):
+            more = padding(op)
+        elif op.dtype == "float32":
+            more = _waves(op.shape)
+        return max(_flops(op) * more, op.num_bytes * _flops_per_byte(op.dtype))
     return _flops(op) or float(op.num_bytes)
 
 
@@ -177,6 +182,9 @@ class OpTimes:
 
     def seconds(self, op: Op) -> float | None:
         """Return the expected seconds of one call; None where nothing like it was measured."""
+        if is_looped(op):
+            taken_s = self.seconds(one_group(op))
+            return None if taken_s is None else num_groups(op) * taken_s
         size, known = size_of(op), [key for key in keys(op) if key in self._points]
         fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
         for key in known:
