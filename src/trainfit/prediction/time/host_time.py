@@ -51,6 +51,8 @@ class Issue:
         block_s = rates.checkpoint if id(op) in self._first else 0.0
         calls, tensors = op.wrapped
         wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
+        if "baddbmm" in op.name and op.module.endswith("base_layer"):
+            wrapped_s += rates.parametrized
         called_s = views * view_s + modules * rates.module + graphs * rates.graph
         return launch_s * bool(op.calls) + called_s + block_s + wrapped_s
 
