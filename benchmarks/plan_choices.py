@@ -4,19 +4,20 @@
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
-drawn by a seed from the same space. ``python -m benchmarks.several_gpus measure`` measures such a file, in
-its order: first choices,
-then the rest.
+drawn by a seed from the same space. Rows that such a file has stay; choices of today's planner are added, and
+drawn recipes until as many as ``NUM_WITHIN`` are predicted within the smallest limit. ``python -m
+benchmarks.several_gpus measure`` measures a file in its order: first choices, then the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from benchmarks.several_gpus import predicted, without_gpu
 from trainfit.api.plans import Tune
 from trainfit.planning.combinations import MARGIN
 from trainfit.planning.space import changed, space
+from trainfit.records import load
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
@@ -64,6 +66,8 @@ GOALS = (
 """Six families, 0.5B to 14B. The large ones train an adapter, so that some recipe fits."""
 NUM_DRAWN = 64
 """Recipes drawn for a model."""
+NUM_WITHIN, DRAWS_EACH = 30, 3
+"""Recipes of a file within its smallest limit, and recipes drawn for each that is missing."""
 FASTEST, OTHERS = 9, 4
 """Of the drawn recipes within a limit: those predicted fastest, and others, that are measured."""
 RECOMPUTE = ("none", "full", "selective", {"every": 2}, {"every": 3})
@@ -98,21 +102,25 @@ def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, An
     return line, [recipe.content() for recipe in recipes]
 
 
-def drawn(goal: Goal) -> Iterator[Recipe]:
-    """Yield different recipes of the planner's space, by the seed; none changes the mathematics."""
-    recipe, chance = start(goal), random.Random(f"{SEED} {goal.name}")
+def drawn(goal: Goal, small: bool = False) -> Iterator[Recipe]:
+    """Yield different recipes of the planner's space, by the seed; none changes the mathematics.
+
+    Args:
+        small: more of those that take little memory.
+    """
+    recipe, chance = start(goal), random.Random(f"{SEED} {goal.name}{' small' if small else ''}")
     options = space(recipe, keep_quality=True).options
     seen: set[str] = set()
     for _ in range(50 * NUM_DRAWN):
         values: dict[str, Any] = {}
         for family in dict.fromkeys(option.family for option in options):
             option = chance.choice([one for one in options if one.family == family])
-            if chance.random() < (0.25 if option.is_slow else 0.4):
+            if chance.random() < (0.25 if option.is_slow else 0.6 if small else 0.4):
                 values |= dict(option.values)
         most = goal.tokens_per_step // goal.seq
-        micro = chance.choice([size for size in (1, 2, 4, 8, 16) if size <= most])
+        micro = chance.choice([size for size in ((1, most) if small else (1, 2, 4, 8, 16)) if size <= most])
         values |= {"batch.micro": micro, "batch.accumulate": most // micro}
-        values["recompute"] = chance.choice(RECOMPUTE)
+        values["recompute"] = chance.choice((*RECOMPUTE, *("full",) * 5) if small else RECOMPUTE)
         try:
             one = changed(recipe, values)
         except InputError:
@@ -162,33 +170,68 @@ def _speed(record: Record) -> float:
 def write(folder: Path, goals: list[Goal], jobs: int) -> None:
     """Plan, draw, predict and write the files of ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
+    lines: list[dict[str, Any]] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=without_gpu) as pool:
         plans = {goal: [pool.submit(planned, goal, cap) for cap in goal.caps_gib] for goal in goals}
-        ids: dict[Goal, list[str]] = {}
-        asked: dict[str, Future[Record | None]] = {}
+        kept, asked, draws = {}, {}, {}
         for goal in goals:
-            some = list(drawn(goal))
-            ids[goal] = [one.id for one in some]
-            asked |= {one.id: pool.submit(prediction, one.content()) for one in some}
+            path = folder / f"predicted-{goal.name}.jsonl"
+            kept[goal] = {one.recipe_id: one for one in load(path)} if path.is_file() else {}
+            draws[goal] = _draws(goal, kept[goal])
+            asked |= {one.id: pool.submit(prediction, one.content()) for one in draws[goal]}
         for goal in goals:
-            lines = []
+            found: list[dict[str, Any]] = []
             for cap, future in zip(goal.caps_gib, plans[goal], strict=True):
                 try:
                     line, contents = future.result()
                 except InputError as error:
                     sys.exit(f"{goal.model}, {cap} GiB: {error}")
-                lines.append(line)
+                found.append(line)
                 for name, content in zip(line["found"], contents, strict=True):
-                    asked.setdefault(name, pool.submit(prediction, content))
+                    if name not in kept[goal]:
+                        asked.setdefault(name, pool.submit(prediction, content))
                 say(f"{goal.name}, {cap} GiB: {len(line['found'])} found")
-            names = [*ids[goal], *(name for line in lines for name in line["found"])]
-            records = {one: found for one in names if (found := asked[one].result()) is not None}
-            rows = [records[one] for one in chosen(goal, lines, records, ids[goal])]
+            ids = [one.id for one in draws[goal]]
+            names = [*ids, *(name for line in found for name in line["found"])]
+            new = {one: record for one in names if one in asked and (record := asked[one].result())}
+            records = kept[goal] | new
+            rows = [records[one] for one in _wanted(goal, found, records, ids, bool(kept[goal]))]
             text = "".join(to_line(row) + "\n" for row in rows)
             (folder / f"predicted-{goal.name}.jsonl").write_text(text, encoding="utf-8")
-            with (folder / "choices.jsonl").open("a", encoding="utf-8") as out:
-                out.writelines(json.dumps(line) + "\n" for line in lines)
+            lines += found
             say(f"{goal.name}: {len(rows)} recipes to measure")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "choices.jsonl").write_text(text, encoding="utf-8")
+
+
+def _draws(goal: Goal, kept: dict[str, Record]) -> list[Recipe]:
+    """Return the recipes to draw: of all sizes at first, later small ones, as far as they are missing."""
+    if not kept:
+        return list(drawn(goal))
+    missing = NUM_WITHIN - len(_within(goal.caps_gib[0], kept.values()))
+    some = itertools.islice(drawn(goal, small=True), max(0, DRAWS_EACH * missing))
+    return [one for one in some if one.id not in kept]
+
+
+def _wanted(
+    goal: Goal, lines: list[dict[str, Any]], records: dict[str, Record], ids: list[str], again: bool
+) -> list[str]:
+    """Return ids of a file's rows, in order."""
+    if not again:
+        return chosen(goal, lines, records, ids)
+    first = [one for line in lines for one in line["found"][:1]]
+    rest = [one for line in lines for one in line["found"][1:FOUND]]
+    before = [one for one in records if one not in {*ids, *first, *rest}]
+    small = _within(goal.caps_gib[0], (records[one] for one in ids if one in records))
+    missing = NUM_WITHIN - len(_within(goal.caps_gib[0], (records[one] for one in before)))
+    return [
+        one for one in dict.fromkeys([*first, *rest, *small[: max(0, missing)], *before]) if one in records
+    ]
+
+
+def _within(cap_gib: int, records: Iterable[Record]) -> list[str]:
+    """Return ids of the recipes within a limit, less the planner's margin."""
+    return [one.recipe_id for one in records if _bytes(one) <= cap_gib * GIB * (1 - MARGIN)]
 
 
 def main() -> None:

@@ -186,7 +186,7 @@ def predicted(recipe: Recipe) -> Record:
     return _record(recipe, estimate=predict(recipe))
 
 
-def measured(recipe: Recipe, estimate: Estimate, timeout_s: float, start: Any) -> Record:
+def measured(recipe: Recipe, estimate: Estimate, timeout_s: float, start: Any, steps: int = STEPS) -> Record:
     """Return the recipe's measurement; what this machine refuses is a crash with the reason."""
     from trainfit.measurement.environment import host_environment
     from trainfit.measurement.run import measure
@@ -196,7 +196,7 @@ def measured(recipe: Recipe, estimate: Estimate, timeout_s: float, start: Any) -
         flops["peak_flops_per_s"] = estimate.model_flops / estimate.step_s / estimate.mfu
     try:
         result = measure(
-            recipe, steps=STEPS, warmup=WARMUP, device="cuda", timeout_s=timeout_s, start=start, **flops
+            recipe, steps=steps, warmup=WARMUP, device="cuda", timeout_s=timeout_s, start=start, **flops
         )
     except InputError as error:
         host, why = host_environment("cuda"), f"refused: {error}"
@@ -235,7 +235,7 @@ def without_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def measure_all(source: Path, into: Path, seconds: float) -> None:
+def measure_all(source: Path, into: Path, seconds: float, steps: int) -> None:
     """Measure the recipes of ``source`` that ``into`` lacks, one after another, until the time is over."""
     from trainfit.measurement.fork_server import ready_to_fork
 
@@ -253,7 +253,7 @@ def measure_all(source: Path, into: Path, seconds: float) -> None:
             say(f"stopped at recipe {number}: {left:.0f} s are left")
             return
         began = time.monotonic()
-        record = measured(parse(Recipe, row.recipe), row.estimate, min(LIMIT_S, left - 5), start)
+        record = measured(parse(Recipe, row.recipe), row.estimate, min(LIMIT_S, left - 5), start, steps)
         result = record.measurement
         assert result is not None
         if result.status == "timeout" and left < LIMIT_S:
@@ -314,11 +314,12 @@ def main() -> None:
     predicting.add_argument("--of", type=Path, help="predict the recipes of this file")
     predicting.add_argument("--jobs", type=int, default=2, help="processes")
     measuring.add_argument("--seconds", type=float, default=float("inf"), help="of the whole command")
+    measuring.add_argument("--steps", type=int, default=STEPS, help="timed")
     chosen = parser.parse_args()
     if chosen.mode == "predict":
         predict_all(chosen.predicted, chosen.of, chosen.jobs)
     elif chosen.mode == "measure":
-        measure_all(chosen.predicted, chosen.measured, chosen.seconds)
+        measure_all(chosen.predicted, chosen.measured, chosen.seconds, chosen.steps)
     else:
         from benchmarks.tables import several_gpus_suite
 

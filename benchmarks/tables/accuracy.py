@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from benchmarks.tables.errors import exact, in_head, percentile_95, share, worst
+from benchmarks.tables.errors import exact, in_head, share, worst
 from benchmarks.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, errors, join, records
 from trainfit.catalog.load import model as find_model
 from trainfit.report.compare import Comparison
@@ -63,21 +63,6 @@ def verdicts(pairs: Pairs) -> Counter[tuple[bool, str]]:
     return Counter((one.predicted.fits, one.status) for one in pairs if one.predicted)
 
 
-def headline() -> str:
-    """Return both predictions of the whole suite, by kind of peak."""
-    rows = []
-    for name, field in PEAKS.items():
-        found = [errors(pairs, field) for pairs in suite().values()]
-        rows.append([
-            name, str(len(found[0])), *(str(exact(some)) for some in found),
-            *(in_head(share(percentile_95(some))) for some in found),
-            *(in_head(share(worst(some), signed=True)) for some in found),
-        ])  # fmt: skip
-    heads = ["peak", "recipes", f"to the byte, {FIRST}", ANEW, f"95th percentile, {FIRST}, %", f"{ANEW}, %",
-             f"worst, {FIRST}, %", f"{ANEW}, %"]  # fmt: skip
-    return markdown_grid(heads, rows)
-
-
 def groups() -> str:
     """Return the recipes by how they were chosen, and by the half that rules were learned from."""
     tests: dict[str, Callable[[Comparison], bool]] = {
@@ -92,10 +77,10 @@ def groups() -> str:
         first, anew = (list(filter(holds, pairs)) for pairs in suite().values())
         ratios = time_ratios(anew)
         rows.append([
-            name, str(len(errors(anew, PEAKS["allocated"]))), *_exact_and_worst(first),
+            name, str(len(errors(anew, PEAKS["allocated"]))), _exact_and_worst(first)[0],
             *_exact_and_worst(anew), f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if ratios else NOTHING,
         ])  # fmt: skip
-    heads = ["recipes", "ran", f"to the byte, {FIRST}", "worst, %", f"to the byte, {ANEW}", "worst, %",
+    heads = ["recipes", "ran", f"to the byte, {FIRST}", ANEW, "worst, %",
              "step time, measured / predicted"]  # fmt: skip
     return markdown_grid(heads, rows)
 
@@ -131,34 +116,35 @@ def origins_by_id() -> dict[str, str]:
     return {recipe_id: origin(found) for recipe_id, found in tags.items()}
 
 
-def techniques() -> str:
-    """Return the recipes that use each technique, alone or with others."""
-    rows = []
-    for name, technique in sorted(all_techniques().items()):
-        mine = [one for one in suite()[ANEW] if technique.applies(one.recipe)]
-        if mine:
-            rows.append([f"`{name}`", *_of_group(mine)])
-    return markdown_grid(["technique", *GROUP_HEADS], rows)
-
-
-GROUP_HEADS = ("ran", "to the byte", "worst, %", "reserved: worst, %", "device: worst, %")
-
-
-def _of_group(mine: Pairs) -> list[str]:
-    others = [_exact_and_worst(mine, name)[1] for name in ("reserved", "device")]
-    return [str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine), *others]
-
-
-def families() -> str:
-    """Return the recipes of each model family; trainfit's native decoder apart from transformers' models."""
-    groups: dict[str, Pairs] = {}
-    for one in suite()[ANEW]:
-        groups.setdefault(_family(one.recipe), []).append(one)
-    rows = [
-        [name, str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine)]
-        for name, mine in sorted(groups.items(), key=lambda item: item[0].lower())
+def groups_plot() -> str:
+    """Worst error and share of exact allocated peaks, by technique and by model family."""
+    mine = suite()[ANEW]
+    used = {
+        name: [one for one in mine if technique.applies(one.recipe)]
+        for name, technique in all_techniques().items()
+    }
+    by_family: dict[str, Pairs] = {}
+    for one in mine:
+        by_family.setdefault(_family(one.recipe), []).append(one)
+    panels = [
+        _worst_by_group(title, {name: some for name, some in sorted(groups.items(), key=_name) if some})
+        for title, groups in (("techniques", used), ("model families", by_family))
     ]
-    return markdown_grid(["family", "ran", "to the byte", "worst, %"], rows)
+    return draw(panels, "accuracy-groups")
+
+
+def _name(item: tuple[str, Pairs]) -> str:
+    return item[0].lower()
+
+
+def _worst_by_group(title: str, groups: dict[str, Pairs]) -> Panel:
+    found = [errors(pairs, PEAKS["allocated"]) for pairs in groups.values()]
+    series = Series(
+        "", [100 * abs(worst(some)) for some in found], x=[*groups], kind="bar",
+        text=[f"{exact(some)} of {len(some)} exact" for some in found],
+    )  # fmt: skip
+    return Panel([series], title=title, is_horizontal=True, x_label="worst error of the allocated peak, %",
+                 y_limits=(0.0, 0.12))  # fmt: skip
 
 
 def _family(recipe: Recipe) -> str:

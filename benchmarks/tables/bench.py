@@ -196,41 +196,10 @@ def products() -> str:
     )
 
 
-def sustained() -> str:
-    """Rates of Llama 3.1 8B's linear layers without a pause."""
-    some = [row for row in having(rows("gpu"), {"product": "all"}) if row.status != "refused"]
-    lines = [
-        (
-            str(row.point["sustained"]), f"{row.point['inputs']:,} x {row.point['outputs']:,}",
-            *(of_number(name, spec, scale)(row) for name, spec, scale in SUSTAINED),
-        )
-        for row in in_order(some, {"sustained": ("bf16", "fp8", "fp8-casts")})
-    ]  # fmt: skip
-    heads = ("kind", "layer", "TFLOP/s", "% of data sheet", "SM MHz", "W")
-    return markdown_grid(heads, lines, 2)
-
-
-SUSTAINED = (
-    ("tflops_per_s", ",.0f", 1.0),
-    ("of_data_sheet", ".0f", 100.0),
-    ("sm_mhz", ".0f", 1.0),
-    ("watts", ".0f", 1.0),
-)
-
-
 def fusion() -> str:
     """GB/s of RMSNorm and SwiGLU by body and number of rows."""
     names: dict[Cell, str] = {32768: "32,768 rows, GB/s", 512: "512 rows, GB/s"}
     return pivot(rows("fusion"), {"body": "body"}, "rows", names, of_number("gb_per_s", ",.0f"))
-
-
-def streams() -> str:
-    """Gain of a second stream and its bound."""
-    gain, bound = of_number("gain", ".2f"), of_number("at_most", ".2f")
-    some = having(rows("streams"), {"streams": "two"})
-    return markdown_grid(
-        ("case", "gain", "at most"), [(str(row.point["case"]), gain(row), bound(row)) for row in some]
-    )
 
 
 def dataloader() -> str:
@@ -240,13 +209,3 @@ def dataloader() -> str:
     ]
     names: dict[Cell, str] = {False: "pageable, %", True: "pinned, %"}
     return pivot(some, {"workers": "workers"}, "pinned", names, of_number("waiting_share", ".1f", 100.0))
-
-
-def accumulation() -> str:
-    """Error and time of five orders of addition."""
-    some = [row for row in rows("accumulation") if "method" in row.point]
-    error = of_number("relative_error", ".1e")
-    return markdown_grid(
-        ("order", "relative error", "ms"),
-        [(str(row.point["method"]), error(row), milliseconds(row)) for row in some],
-    )

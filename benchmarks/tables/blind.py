@@ -1,4 +1,4 @@
-"""Tables of recipes predicted before they were measured, and of predictions by library version."""
+"""Recipes predicted before they were measured, of docs/results/accuracy.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.tables.errors import exact, in_head, share, worst
-from benchmarks.tables.joined import FIRST_FILE, SUITE, UNNAMED, describe, recipe_of, records, versions_of
+from benchmarks.tables.joined import FIRST_FILE, records, versions_of
 from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.result import Estimate, Record
 
@@ -99,9 +99,15 @@ def _peaks(record: Record) -> tuple[int | None, int | None]:
 
 
 def groups() -> str:
-    """Return recipes predicted before they were measured, by group."""
-    every = [one for found in by_title().values() for one in found]
-    rows = [_row(title, found) for title, found in [*by_title().items(), ("all", every)]]
+    """Return recipes predicted before they were measured, by kind."""
+    kinds = {
+        "drawn around one technique": BLIND,
+        "of sweeps": SWEEPS,
+        "all, and two of other versions": by_title(),
+    }
+    rows = [
+        _row(kind, [one for title in titles for one in by_title()[title]]) for kind, titles in kinds.items()
+    ]
     return markdown_grid(["recipes", "ran", "to the byte", "worst, %", "device: ran", "worst, %"], rows)
 
 
@@ -112,27 +118,3 @@ def _row(title: str, found: Sequence[Blind]) -> list[str]:
         title, str(len(allocated)), str(exact(allocated)), in_head(share(worst(allocated), signed=True)),
         str(len(device)), in_head(share(worst(device), signed=True)) if device else NOTHING,
     ]  # fmt: skip
-
-
-def versions() -> str:
-    """Return the peaks of recipes predicted under several versions, in bytes, and what the first measured."""
-    predicted: dict[str, dict[tuple[str, str], int]] = {}
-    titles: dict[str, str] = {}
-    for record in records("versions/predicted.jsonl"):
-        assert record.estimate is not None
-        titles[record.recipe_id] = describe(recipe_of(record))
-        found = predicted.setdefault(record.recipe_id, {})
-        found[versions_of(record)] = record.estimate.peak_allocated_bytes
-    measured = {
-        record.recipe_id: record.measurement.peak_allocated_bytes
-        for record in records(SUITE, "versions/measured.jsonl")
-        if record.measurement is not None and versions_of(record) == UNNAMED
-    }
-    columns = sorted({key for found in predicted.values() for key in found})
-    rows = []
-    for recipe_id, found in sorted(predicted.items()):
-        peak = measured.get(recipe_id)
-        cells = [f"{found[key]:,}" if key in found else NOTHING for key in columns]
-        rows.append([titles[recipe_id], f"{peak:,}" if peak else NOTHING, *cells])
-    heads = [f"torch {torch}, transformers {transformers}" for torch, transformers in columns]
-    return markdown_grid(["recipe", f"measured, {heads[0]}", *heads], rows)

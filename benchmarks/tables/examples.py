@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from benchmarks.tables.joined import RESULTS
-from trainfit.report.table import markdown_grid
 
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 
@@ -20,16 +19,3 @@ def error(row: dict[str, Any], name: str) -> float:
     """Return (predicted - measured) / measured."""
     measured = row["measured"][name]
     return (row["predicted"][name] - measured) / measured
-
-
-def scripts() -> str:
-    """Peaks of each script in bytes."""
-    cells = []
-    for row in rows():
-        line = [f"`{row['command']}`"]
-        for name in PEAKS:
-            found = error(row, name)
-            line += [f"{row['measured'][name]:,}", f"{found * 100:+.3f}" if found else "0"]
-        cells.append(line)
-    heads = ["command", "allocated, bytes", "error, %", "reserved, bytes", "error, %"]
-    return markdown_grid(heads, cells)

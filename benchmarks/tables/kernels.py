@@ -62,14 +62,6 @@ def blocks() -> str:
     return markdown_grid(("operation", "pass", "eager, ms", "compiled, ms", "trainfit, ms"), lines, 2)
 
 
-def errors() -> str:
-    """Largest error of each operation against fp64, over that of eager PyTorch."""
-    lines = [
-        (name, f"{_worst(case):.2f}") for case, name in {"loss": "linear cross-entropy", **OPERATIONS}.items()
-    ]
-    return markdown_grid(("operation", "error over eager's"), lines)
-
-
 def _worst(case: str) -> float:
     return max(_ratios(case))
 

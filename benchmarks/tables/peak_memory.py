@@ -18,7 +18,7 @@ from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, markdown_grid, or_dash
 from trainfit.spec.parsing.recipe_file import load_recipe
-from trainfit.spec.result import Explanation, MemoryBreakdown
+from trainfit.spec.result import Explanation
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
@@ -148,25 +148,24 @@ def _plain(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) or value is None else f"{value:g}"
 
 
-def memory(name: str, also: str = "") -> str:
-    """Return memory, speed and perplexity of a sweep's rows; ``also``: a second sweep, whose rows follow."""
-    rows = [*sweep(name).values(), *(sweep(also).values() if also else ())]
-    control, theirs = sweep(name)["control"], published() if name == "trained" else {}
+def memory(name: str) -> str:
+    """Return memory, speed and perplexity of a sweep's rows."""
+    rows = [*sweep(name).values()]
+    control = sweep(name)["control"]
     shown = _changes_of(rows, control)
     columns = [
         NAME,
         Column("changes", lambda row: shown[row.variant], False),
-        *_memory_columns(control),
-        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes, 2)),
+        ALLOCATED,
+        Column("device GiB, predicted", _device),
         *_training_columns(control),
-        Column("published GiB", lambda row: or_dash(theirs.get(row.variant, {}).get("peak_gib"), "{:.2f}")),
     ]
     return _markdown(columns, rows)
 
 
 def _memory_columns(control: Row) -> list[Column]:
     return [
-        Column("allocated GiB", _allocated),
+        ALLOCATED,
         Column("less, %", lambda row: _per_cent(reduction(row, control), "z.1f")),
     ]
 
@@ -191,17 +190,22 @@ def _training_columns(control: Row) -> list[Column]:
     ]
 
 
+def _device(row: Row) -> str:
+    measured = device_bytes().get(row.recipe_id)
+    return _gib(row.predicted_device_bytes, 2) + (f" (measured {_gib(measured, 2)})" if measured else "")
+
+
 NAME = Column("row", lambda row: f"`{row.variant}`", False)
+ALLOCATED = Column("allocated GiB", lambda row: _allocated(row))
 HOST = Column("host GiB", lambda row: _gib(row.estimate.host_bytes or None, 2) if row.estimate else NOTHING)
 
 
 def ladders() -> str:
     """Return the rows of both ladders, which are the same techniques on two models."""
     rows = list(sweep(LADDERS["Llama"]).values())
-    shown = _changes_of(rows, rows[0])
-    columns = [NAME, Column("changes", lambda row: shown[row.variant], False)]
+    columns = [NAME]
     for title, name in LADDERS.items():
-        found = _memory_columns(sweep(name)["control"]) + _training_columns(sweep(name)["control"])
+        found = [ALLOCATED, *_training_columns(sweep(name)["control"])]
         columns += [_of_ladder(column, title, name) for column in found]
     return _markdown(columns, rows)
 
@@ -216,19 +220,6 @@ def _markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     cells = [[column.cell(row) for column in table.columns] for row in rows]
     numbers = [column.is_number for column in table.columns]
     return markdown_grid([column.title for column in table.columns], cells, is_number=numbers)
-
-
-def device(name: str = "trained") -> str:
-    """Return the rows whose device bytes were measured, with their allocated bytes."""
-    shown = [row for row in sweep(name).values() if row.recipe_id in device_bytes()]
-    columns = [
-        NAME,
-        Column("allocated GiB", lambda row: _gib(row.measured_bytes)),
-        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes)),
-        Column("measured", lambda row: _gib(device_bytes()[row.recipe_id])),
-        HOST,
-    ]
-    return _markdown(columns, sorted(shown, key=lambda row: -(row.measured_bytes or 0)))
 
 
 def budgets(name: str, control: str) -> str:
@@ -259,32 +250,6 @@ def slower(row: Row, base: Row, step_s: Callable[[Row], float | None] = measured
     """Return by which share the row's step takes longer than ``base``'s."""
     seconds, other = step_s(row), step_s(base)
     return seconds / other - 1 if seconds and other else None
-
-
-def peaks() -> str:
-    """Return where in the backward the peaks of explained rows are, and what is allocated there."""
-    columns = [
-        Column("row", lambda one: f"`{one[0]}`", False),
-        Column("peak GiB", lambda one: _gib(one[1].peak_allocated_bytes)),
-        Column("at", lambda one: _moment(one[1]), False),
-        *(_part_column(part) for part in ("gradients", "activations")),
-        Column("other", lambda one: _gib(_other(one[1].breakdown), 2)),
-        Column("most gradients", lambda one: _gib(one[1].most.gradients, 2)),
-    ]
-    return _markdown(columns, [(name, explained()[name]) for name in (*EXPLAINED, *COMPILED, *BLOCKS)])
-
-
-def _part_column(part: str) -> Column:
-    return Column(part, lambda one: _gib(getattr(one[1].breakdown, part), 2))
-
-
-def _other(held: MemoryBreakdown) -> int:
-    return held.total - held.weights - held.gradients - held.activations
-
-
-def _moment(one: Explanation) -> str:
-    assert one.moment.phase == "backward"
-    return f"`{one.moment.module or one.moment.op}`" + (", first step" if one.moment.step == "first" else "")
 
 
 def bars() -> str:

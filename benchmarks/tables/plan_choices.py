@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from benchmarks.plan_choices import GOALS, Goal
 from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
-from trainfit.report.compare import Comparison
-from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
-from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.result import Measurement
 from trainfit.spec.units import GIB
 
@@ -24,6 +22,8 @@ class Choice(NamedTuple):
     cap_gib: int
     first: Measurement | None
     """None: nothing fits, or the first choice was not measured."""
+    own: tuple[Measurement, ...]
+    """Recipes of the model's plans that were measured."""
     fits: bool
     within: tuple[Measurement, ...]
     """Measured recipes within the limit."""
@@ -62,7 +62,9 @@ def choices() -> list[Choice]:
                     one for one in results.values() if one.status == "done" and _bytes(one) <= cap * GIB
                 ]
                 first = results.get(line["found"][0]) if line["found"] else None
-                found.append(Choice(goal, cap, first, bool(line["found"]), tuple(within)))
+                names = {one for each in lines if each["model"] == goal.model for one in each["found"]}
+                own = tuple(one for name, one in results.items() if name in names)
+                found.append(Choice(goal, cap, first, own, bool(line["found"]), tuple(within)))
     return found
 
 
@@ -119,19 +121,3 @@ def against_trainer() -> str:
         rows.append([f"{one.goal.model}, {one.goal.tune}", f"{ours:,.0f}", *settings])
     titles = ["model, training", "planned, tokens/s", "Trainer", "compiled", "Liger", "compiled, Liger"]
     return markdown_grid(titles, rows, is_number=[False, *[True] * 5])
-
-
-def found_recipes() -> str:
-    """Return the first choice of each model and limit as a list."""
-    lines: list[str] = []
-    for line in (FOLDER / "choices.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if not row["found"]:
-            continue
-        path = FOLDER / f"predicted-{row['model']}-{row['tune']}.jsonl"
-        content = next((one.recipe for one in load(path) if one.recipe_id == row["found"][0]), None)
-        if content is not None:
-            one = Comparison(recipe_from(content), None, None)
-            said = markdown_cell(f"{one.model}, {one.batch}, {one.technique}")
-            lines.append(f"- {row['memory_gib']} GiB: {said}")
-    return "\n".join(lines)

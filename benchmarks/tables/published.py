@@ -1,52 +1,43 @@
-"""Tables of published runs on several GPUs, of docs/results/accuracy.md."""
+"""Table of published runs on several GPUs, of docs/results/accuracy.md."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.published_runs import FIGURES, LARGE, Figure, content, figures
-from trainfit.report.table import markdown_grid
+from trainfit.report.table import NOTHING, markdown_grid
 
 
-def by_run() -> dict[str, dict[str, Figure]]:
-    """Return each run's figures by name."""
-    found: dict[str, dict[str, Figure]] = {}
+def is_tensor(one: Figure) -> bool:
+    """Return whether a figure is of a run with tensor parallel."""
+    return "tensor" in one.run["recipe"].get("parallel", {})
+
+
+def groups() -> str:
+    """Errors of the predicted figures, by source, GPU and kind of parallelism, with likely causes."""
+    found: dict[tuple[str, str, str], list[Figure]] = {}
     for one in figures():
-        found.setdefault(one.run["name"], {})[one.name] = one
-    return found
-
-
-def runs() -> str:
-    """Published and predicted figures, by run."""
-    heads = ["run", "GPU", "tokens/s a GPU", "predicted", "error", "memory, GiB", "predicted", "error"]
-    lines = []
-    for number, found in enumerate(by_run().values(), 1):
-        run = next(iter(found.values())).run
-        source = content()["sources"][run["source"]]
-        title = f"{number}. {run['settings']} ([{source['title']}]({source['url']}))"
-        cells = [cell for name in FIGURES for cell in _cells(found.get(name))]
-        lines.append([title, run["recipe"]["hardware"]["gpu"], *cells])
+        source = content()["sources"][one.run["source"]]
+        gpu = one.run["recipe"]["hardware"]["gpu"].partition("-")[0].upper()
+        kind = "FSDP2, tensor parallel" if is_tensor(one) else "FSDP"
+        found.setdefault((f"[{source['title']}]({source['url']})", gpu, kind), []).append(one)
+    lines = [[", ".join(key), *_cells(some)] for key, some in found.items()]
+    heads = [
+        "runs",
+        "number",
+        *(f"{title}: error" for title in FIGURES.values()),
+        "causes of errors above 10 %",
+    ]
     return markdown_grid(heads, lines)
 
 
-def causes() -> str:
-    """Causes of errors above 10 %, with the numbers of the runs."""
-    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for number, run in enumerate(by_run().values(), 1):
-        for one in run.values():
-            if abs(one.error) > LARGE:
-                found.setdefault((one.cause, FIGURES[one.name]), []).append((number, one.error))
-    lines = [
-        [cause, figure, ", ".join(f"{number}: {_percent(error)}" for number, error in errors)]
-        for (cause, figure), errors in found.items()
-    ]
-    return markdown_grid(["cause", "figure", "run: error"], lines)
+def _cells(some: Sequence[Figure]) -> list[str]:
+    causes = dict.fromkeys(one.cause for one in some if abs(one.error) > LARGE)
+    errors = ([one.error for one in some if one.name == name] for name in FIGURES)
+    number = len({one.run["name"] for one in some})
+    return [str(number), *map(_range, errors), "; ".join(causes)]
 
 
-def _cells(one: Figure | None) -> list[str]:
-    if one is None:
-        return ["–", "–", "–"]
-    digits = 0 if one.name == "tokens_per_s_per_gpu" else 1
-    return [f"{one.published:,.{digits}f}", f"{one.predicted:,.{digits}f}", _percent(one.error)]
-
-
-def _percent(share: float) -> str:
-    return f"{share:+.1%}".replace("%", " %")
+def _range(errors: Sequence[float]) -> str:
+    ends = [f"{one:+.1%}".replace("%", " %") for one in sorted(errors)]
+    return " to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else NOTHING

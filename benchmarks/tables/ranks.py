@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.tables.bench import having, milliseconds, of_number, results, rows
-from trainfit.bench.experiments.ddp import STRATEGIES, SWEEP
+from trainfit.bench.experiments.ddp import STRATEGIES
 from trainfit.bench.harness.discovery import experiment
 from trainfit.report.bench_plot import TIMELINE, in_order, number, plot_of
 from trainfit.report.table import markdown_grid
@@ -33,39 +33,22 @@ def collectives() -> str:
 
 def ddp() -> str:
     """A data-parallel step by strategy."""
-    some = [row for row in _of_results(rows("ddp")) if "strategy" in row.point]
-    torchs = {_case(row): number(row, "median_s") for row in some if row.point["strategy"] == STRATEGIES[-1]}
+    some = [row for row in _of_results(having(rows("ddp"), SHOWN)) if "strategy" in row.point]
+    (torch_s,) = (number(row, "median_s") for row in some if row.point["strategy"] == STRATEGIES[-1])
     lines = []
-    for row in in_order(some, {"model": ("xl",), "precision": ("bf16", "fp32"), "strategy": STRATEGIES}):
-        step_s, torch_s = number(row, "median_s"), torchs.get(_case(row))
+    for row in in_order(some, {"strategy": STRATEGIES}):
+        step_s = number(row, "median_s")
         lines.append(
             (
-                str(row.point["model"]), str(row.point["strategy"]), milliseconds(row),
+                str(row.point["strategy"]), milliseconds(row),
                 f"{torch_s / step_s:.3f}" if step_s and torch_s else "",
                 of_number("exposed_share", ".1f", 100.0)(row),
                 of_number("communication_s", ".1f", 1e3)(row), of_number("hidden_share", ".0f", 100.0)(row),
                 of_number("peak_bytes", ".2f", 1 / GIB)(row),
             )
         )  # fmt: skip
-    heads = (
-        "model", "strategy", "step, ms", "DDP / this", "exposed, %", "NCCL, ms", "hidden, %", "peak, GiB",
-    )  # fmt: skip
-    return markdown_grid(heads, lines, 2)
-
-
-def _case(row: BenchRow) -> tuple[str, str]:
-    return str(row.point["model"]), str(row.point["precision"])
-
-
-def buckets() -> str:
-    """A data-parallel step by bucket size."""
-    lines: dict[str, list[str]] = {}
-    for row in _of_results(rows("ddp")):
-        if SWEEP in row.point:
-            cells = milliseconds(row), of_number("exposed_s", ".2f", 1e3)(row)
-            lines.setdefault(f"{row.point['bucket_mb']:,}", []).extend(cells)
-    heads = ("MiB", "bucketed: step, ms", "exposed, ms", "DDP: step, ms", "exposed, ms")
-    return markdown_grid(heads, [(size, *cells) for size, cells in lines.items()], 0)
+    heads = ("strategy", "step, ms", "DDP / this", "exposed, %", "NCCL, ms", "hidden, %", "peak, GiB")
+    return markdown_grid(heads, lines)
 
 
 def sharding() -> str:

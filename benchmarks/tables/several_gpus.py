@@ -6,13 +6,10 @@ import json
 from functools import cache
 from typing import Any, NamedTuple
 
-from benchmarks.tables.errors import share
 from benchmarks.tables.joined import RESULTS
-from trainfit.report.table import markdown_grid
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES
-from trainfit.spec.units import GIB
 
 Data = dict[str, Any]
 
@@ -93,17 +90,3 @@ def scripts() -> tuple[Data, ...]:
         measured, predicted = row["ranks"][0]["peak_allocated_bytes"], row["predicted"]
         row["error"] = (predicted["peak_allocated_bytes"] - measured) / measured
     return tuple(rows.values())
-
-
-def scripts_table() -> str:
-    """Allocated, reserved and device memory of users' scripts, against their measurements."""
-    lines: list[list[str]] = []
-    for row in scripts():
-        predicted, measured = row["predicted"], row["ranks"][0]
-        pairs = [
-            (predicted[name], measured[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes")
-        ]
-        pairs.append((predicted["peak_device_bytes"], measured["device_bytes_at_end"]))
-        errors = [share((ours - theirs) / theirs, signed=True) for ours, theirs in pairs]
-        lines.append([f"`{row['script']}`", f"{measured['peak_allocated_bytes'] / GIB:.2f}", *errors])
-    return markdown_grid(["script", "allocated, GiB", "error", "reserved error", "device error"], lines)

@@ -31,7 +31,6 @@ LOWER = re.compile(r"^DDP rebuilds its buckets .* or [^()]+ \((\d+) bytes\)$")
 SPEED_FILES = ("speed-predicted.jsonl", "speed-measured.jsonl")
 WITHIN = (0.0002, 0.005)
 """Sizes of errors whose share of recipes is shown."""
-NUM_LARGEST = 8
 HALVES = {False: "learned from", True: "held out"}
 
 
@@ -106,9 +105,8 @@ def by_strategy() -> str:
     for one in pairs:
         groups.setdefault(strategy_of(one), []).append(one)
     heads = [
-        "strategy", "recipes", "allocated: exact", "within 0.02 %", "worst",
-        "reserved: within 0.5 %", "worst", "device: worst", "step, measured / predicted: median (range)",
-        *(f"anew, {half}" for half in HALVES.values() if anew()),
+        "strategy", "recipes", "allocated: exact", "worst", "reserved: within 0.5 %", "worst",
+        "step, measured / predicted anew: median (range)",
     ]  # fmt: skip
     lines = [_group(name, some) for name, some in sorted(groups.items())]
     return markdown_grid(heads, [*lines, _group("all", pairs)])
@@ -141,15 +139,12 @@ def step_errors(pairs: Iterable[Comparison], held_out: bool) -> list[float]:
 
 
 def _group(name: str, pairs: Sequence[Comparison]) -> list[str]:
-    sizes = {title: _sizes(pairs, title) for title in PEAKS}
-    allocated, reserved, device = sizes.values()
+    allocated, reserved = (_sizes(pairs, title) for title in ("allocated", "reserved"))
     ids = {one.recipe.id for one in pairs}
     again = [one for one in anew() if one.recipe.id in ids]
-    by_half = ([one for one in again if is_held_out(one.recipe.id) == held_out] for held_out in HALVES)
-    least = [_ratios(some) for some in ((pairs, *by_half) if anew() else (pairs,))]
     return [
-        name, str(len(pairs)), str(exact(allocated)), _within(allocated, WITHIN[0]), _worst(allocated),
-        _within(reserved, WITHIN[1]), _worst(reserved), _worst(device), *least,
+        name, str(len(pairs)), str(exact(allocated)), _worst(allocated),
+        str(sum(abs(size) <= WITHIN[1] for size in reserved)), _worst(reserved), _ratios(again),
     ]  # fmt: skip
 
 
@@ -166,14 +161,6 @@ def _worst(values: Sequence[float]) -> str:
     return share(worst(values), signed=True) if values else ""
 
 
-def largest() -> str:
-    """Return the recipes with the largest errors of the allocated peak that are not exact."""
-    off = [one for one in suite() if allocated_error(one)]
-    off.sort(key=lambda one: abs(allocated_error(one) or 0.0), reverse=True)
-    heads = ["recipe", *PEAKS]
-    return markdown_grid(heads, [[_words(one), *_errors(one)] for one in off[:NUM_LARGEST]])
-
-
 def _words(one: Comparison) -> str:
     return describe(one.recipe).removesuffix(" on 2 x h200").rstrip(",")
 
@@ -188,32 +175,6 @@ def fsdp2(model: str) -> tuple[Comparison, ...]:
     """Return the measured recipes of one model of ``recipes/fsdp2``, on one and two GPUs."""
     found = joined(record for name in SPEED_FILES for record in load(FOLDER / name))
     return tuple(one for one in found if one.recipe.model.config == model)
-
-
-def speed() -> str:
-    """MFU, step time and device memory of Qwen3-14B in ``recipes/fsdp2``."""
-    lines: list[list[str]] = []
-    for one in fsdp2("qwen3-14b"):
-        assert one.predicted is not None
-        assert one.measured is not None
-        found = one.measured
-        lines.append(
-            [
-                describe(one.recipe), f"{found.tokens_per_s or 0:,.0f}", f"{100 * (found.mfu or 0):.1f}",
-                f"{1e3 * (found.step_s or 0):,.0f}", f"{ratio(one) or 0:.2f}",
-                f"{(found.peak_device_bytes or 0) / 2**30:.2f}", _errors(one)[-1],
-            ]
-        )  # fmt: skip
-    heads = [
-        "recipe",
-        "tokens/s in all",
-        "MFU, %",
-        "step, ms",
-        "measured / predicted",
-        "device, GiB",
-        "error",
-    ]
-    return markdown_grid(heads, lines)
 
 
 def scaling_pairs() -> list[tuple[Comparison, Comparison]]:
@@ -259,24 +220,22 @@ def measured_of(name: str) -> tuple[Comparison, ...]:
     )
 
 
-def context() -> str:
-    """Peaks and step times of context parallel on two GPUs."""
-    return _peaks_and_time("context")
+MEASURED_LATER = {
+    "meta": "models built on meta",
+    "experts": "expert parallel, and the same model without it",
+    "context": "context parallel",
+}
+"""Groups of recipes that were measured after the suite, and their titles."""
 
 
-def experts() -> str:
-    """Peaks and step times of mixtures of experts on two GPUs."""
-    return _peaks_and_time("experts")
-
-
-def meta() -> str:
-    """Peaks and step times of models built on the meta device."""
-    return _peaks_and_time("meta")
-
-
-def _peaks_and_time(name: str) -> str:
-    heads = ["recipe", *PEAKS, "step, measured / predicted"]
-    lines = [[_words(one), *_errors(one), f"{ratio(one) or 0:.2f}"] for one in measured_of(name)]
+def later() -> str:
+    """Errors of the peaks and step times of the recipes of MEASURED_LATER, by group."""
+    lines: list[list[str]] = []
+    for name, title in MEASURED_LATER.items():
+        pairs = measured_of(name)
+        worsts = [_worst(_sizes(pairs, peak)) for peak in PEAKS]
+        lines.append([title, str(len(pairs)), *worsts, _ratios(pairs)])
+    heads = ["recipes", "number", *(f"{peak}: worst" for peak in PEAKS), "step, measured / predicted"]
     return markdown_grid(heads, lines)
 
 

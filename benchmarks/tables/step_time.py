@@ -106,8 +106,8 @@ def groups() -> dict[str, list[Step]]:
 
 
 def table() -> str:
-    """Return the errors and the bounds of each group."""
-    cells = [[name, *_cells(mine)] for name, mine in groups().items() if mine]
+    """Return the errors and the bounds of each group of those held out."""
+    cells = [[name, *_cells(mine)] for name, mine in groups().items() if mine and mine[0].is_held_out]
     heads = ["steps", "recipes", "median, %", "95th percentile, %", "worst, %", "within the bounds, %",
              "bounds"]  # fmt: skip
     return markdown_grid(heads, cells)
@@ -124,15 +124,6 @@ def _cells(mine: Sequence[Step]) -> list[str]:
         f"{100 * inside:.0f}",
         f"{mine[0].band.low:.2f} to {mine[0].band.high:.2f}",
     ]
-
-
-def order() -> str:
-    """Return how far eager recipes of one model are ordered as measured, by half."""
-    rows = []
-    for name, half in (("learned from", False), ("held out", True)):
-        tau, pairs = kendall_tau(lambda one, half=half: one.is_held_out == half and not one.is_compiled)
-        rows.append([f"eager, {name}", str(pairs), f"{tau:.3f}"])
-    return markdown_grid(["recipes", "pairs of one model", "Kendall's tau"], rows)
 
 
 def kendall_tau(keep: Callable[[Step], bool] = lambda one: one.is_held_out) -> tuple[float, int]:

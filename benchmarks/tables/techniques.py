@@ -141,9 +141,9 @@ def measured() -> str:
     heads = [
         "technique",
         "in a recipe",
-        "allocated, GiB (%)",
-        "device, GiB (%)",
-        "step, ms (%)",
+        "allocated, GiB",
+        "device, GiB",
+        "step, ms",
         "perplexity",
     ]
     return markdown_grid(heads, rows, num_text=2)
@@ -153,8 +153,8 @@ def _cells(held: Measurement, effect: Effect | None, perplexity: float | None) -
     units = {"peak_allocated_bytes": (GIB, 2), "peak_device_bytes": (GIB, 2), "step_s": (MS, 1)}
     cells = []
     for field, (unit, digits) in units.items():
-        change = f" ({effect.change(field) * 100:+z.1f})" if effect is not None else ""
-        cells.append(f"{getattr(held, field) / unit:.{digits}f}{change}")
+        size = f"{getattr(held, field) / unit:.{digits}f}"
+        cells.append(size if effect is None else f"{effect.change(field) * 100:+z.1f}%")
     return [*cells, NOTHING if perplexity is None else f"{perplexity:,.2f}"]
 
 

@@ -1,17 +1,27 @@
 """What a predicting process leaves unimported changes no byte, and is there when it is used."""
 
 import json
+import os
 import subprocess
 import sys
 
+import pytest
+
 import trainfit
+from trainfit.ledger.ledger import RepeatError
+from trainfit.virtual.compile.forked import begin
 
 FIELDS = {"gpu": "h200", "seq": 256}
 SCRIPT = f"""
 import json, sys
-from trainfit.cli import start_up
+from trainfit.prediction import start_up
+from trainfit.virtual import own_process
+import pytest
+
 import trainfit
-start_up.is_own_process = True
+from trainfit.ledger.ledger import RepeatError
+from trainfit.virtual.compile.forked import begin
+own_process.is_own_process = True
 start_up.import_little(compiles=False)
 estimate = trainfit.predict("gpt2", use_cache=False, **{FIELDS})
 early = [name for name in ("torch._dynamo.symbolic_convert", "torchao") if name in sys.modules]
@@ -40,3 +50,48 @@ def test_an_eager_prediction_needs_no_compiler_and_leaves_it_whole() -> None:
     assert (num_graphs, has_later) == (1, False)  # Dynamo leaves out the function that was decorated early.
     expected = trainfit.predict("gpt2", use_cache=False, **FIELDS)
     assert estimate == json.loads(json.dumps(expected.model_dump(mode="json")))
+
+
+COMPILED = f"""
+import json, os
+from trainfit.prediction import start_up
+from trainfit.virtual import own_process
+import pytest
+
+import trainfit
+from trainfit.ledger.ledger import RepeatError
+from trainfit.virtual.compile.forked import begin
+own_process.is_own_process = True
+start_up.import_little(compiles=True)
+os.sched_getaffinity = lambda pid: {{0, 1}}
+from trainfit.virtual.compile import generate
+forks, begin = [], generate.begin
+def counted(function):
+    forks.append(function)
+    return begin(function)
+generate.begin = counted
+estimate = trainfit.predict("gpt2", use_cache=False, compile="block", **{FIELDS})
+print(json.dumps([estimate.model_dump(mode="json"), len(forks)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no process is forked elsewhere")
+def test_code_generated_in_a_fork_is_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    estimate, num_forks = json.loads(done.stdout)
+    assert num_forks == 1  # The forward's; equal blocks are compiled once.
+    expected = trainfit.predict("gpt2", use_cache=False, compile="block", **FIELDS)
+    assert estimate == json.loads(json.dumps(expected.model_dump(mode="json")))
+
+
+def test_a_fork_returns_results_and_exceptions() -> None:
+    assert begin(lambda: [1, "two"])() == [1, "two"]
+    with pytest.raises(RepeatError, match="not alike"):
+        begin(_refused)()
+    with pytest.raises(RuntimeError, match="ended"):
+        begin(lambda: os._exit(1))()
+
+
+def _refused() -> None:
+    raise RepeatError("not alike")

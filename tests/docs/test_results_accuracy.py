@@ -368,7 +368,7 @@ def test_figures_of_two_gpus_predicted_anew() -> None:
     close = sum(size <= 0.005 for size in sizes)
     check(
         PAGE,
-        r"# of the # recipes of PyTorch's DDP have the nearer reserved peak within 0\.5 %, the worst .*? # %",
+        r"# of the # recipes of PyTorch's DDP have the nearer reserved peak within .*? off by # %",
         (close, len(ddp), 100 * max(sizes)),
     )  # fmt: skip
     worst = max(several_gpus_suite.anew(), key=lambda one: abs(one.error("step_s") or 0.0))
@@ -404,8 +404,6 @@ def test_figures_of_scripts_on_two_gpus() -> None:
     check(PAGE, r"The largest error of the allocated peak is # %", (100 * max(map(abs, found)),))
 
 
-def test_figures_of_experts_and_models_built_on_meta() -> None:
+def test_figures_of_experts() -> None:
     errors = [one.error("peak_allocated_bytes") or 0.0 for one in several_gpus_suite.measured_of("experts")]
     check(PAGE, r"the allocated peak is up to # % above the prediction", (-100 * min(errors),))
-    errors = [one.error("peak_allocated_bytes") or 0.0 for one in several_gpus_suite.measured_of("meta")]
-    check(PAGE, r"the worst allocated peak is off by # %", (100 * max(map(abs, errors)),))

@@ -23,10 +23,20 @@ def test_the_choices_that_were_measured() -> None:
     (worst,) = (key for key, share in shares.items() if share < 0.97)
     assert worst == ("mistral-7b-v0.1", 24)
     check(PAGE, r"Mistral in 24 GiB reaches # %", (100 * shares[worst],))
-    counts = [len(one.within) for one in fitting]
-    check(PAGE, r"With # to # recipes within a limit", (min(counts), max(counts)))
-    (nothing,) = (one for one in every if not one.fits)
-    assert (nothing.goal.model, nothing.cap_gib) == ("pythia-2.8b", 24)
+    whole = {key: len(one.within) for key, one in zip(shares, fitting, strict=True)}
+    for names, sentence in (
+        (("gemma-2b", "pythia-2.8b"), "nearly whole: # to # recipes within a limit"),
+        (("qwen2.5-0.5b", "llama-3.2-1b", "mistral-7b-v0.1", "qwen3-14b"), "models, # to # recipes within"),
+    ):
+        counts = [count for (name, _), count in whole.items() if name in names]
+        check(PAGE, sentence, (min(counts), max(counts)))
+    for one in fitting:
+        if one.goal.model in ("gemma-2b", "pythia-2.8b"):
+            assert one.best == max(each.tokens_per_s or 0.0 for each in one.own if each in one.within)
+    gemma = next(one.goal for one in every if one.goal.model == "gemma-2b")
+    speeds = {round(one.tokens_per_s or 0.0) for one in plan_choices.measured(gemma).values()}
+    assert {22602, 32352, 33382} <= speeds
+    check(PAGE, "for Gemma reached #, # and # tokens/s", (22602, 32352, 33382))
 
 
 def test_planned_recipes_are_faster_than_the_trainer() -> None:

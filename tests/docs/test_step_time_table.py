@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.step_time import measured, predicted
 from benchmarks.tables import step_time
+from page_claims import check
 from tiny_recipe import tiny_recipe
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
@@ -50,12 +51,16 @@ def test_errors_bounds_and_order(written: Path, monkeypatch: pytest.MonkeyPatch)
     assert not any(one._replace(measured_s=1.01 * one.measured_s).is_inside for one in within)
     monkeypatch.setattr(step_time, "steps", lambda: found)
     lines = step_time.table().splitlines()
-    assert len(lines) == 2 + 8
+    assert len(lines) == 2 + 4
     assert all("| 60.0 | 60.0 | +60.0 | 0 | 0." in line for line in lines[2:])
     tau, pairs = step_time.kendall_tau()
     assert tau == 1.0
     assert pairs > 200
-    assert "1.000" in step_time.order()
+
+
+def test_the_pages_order_of_held_out_recipes() -> None:
+    tau, pairs = step_time.kendall_tau(lambda one: one.is_held_out and not one.is_compiled)
+    check("docs/results/accuracy.md", r"all of # held-out pairs: Kendall's tau is #", (pairs, tau))
 
 
 def test_a_changed_row_is_refused(written: Path) -> None:

@@ -1,6 +1,7 @@
 """The search: what it returns fits, is the fastest it traced, and takes a bounded number of traces."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,20 @@ def test_what_pins_too_much_of_the_host_is_refused() -> None:
     refused = [one.choice for one in found.rejected if "of the host's memory" in one.reason]
     assert any("offload.activations" in choice for choice in refused)
     assert found.num_traced <= 12
+
+
+def test_what_excludes_accumulation_is_tried_with_whole_batches() -> None:
+    """An update in the backward frees gradients, which fits where no accumulated recipe does."""
+    with Estimates(0) as estimates:
+        goal = Goal(tokens_per_step=2**7, vary=("batch", "optimizer.in_backward"))
+        small = recipe(batch={"seq": 64})
+        free = search(small, goal, estimates)
+        kept = [one for one in free.frontier if "in_backward" not in str(one.changes)]
+        limit_bytes = int(min(one.estimate.peak_device_bytes for one in kept) / 0.98) - MIB
+        found = search(small, replace(goal, memory_bytes=limit_bytes), estimates)
+    assert found.found
+    assert found.best.optimizer.in_backward
+    assert found.best.batch.accumulate == 1
 
 
 def test_where_nothing_fits_the_least_is_named() -> None:

@@ -10,12 +10,13 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import FOLDER, gpu, gpus
 from trainfit.catalog.rates import rates
 from trainfit.ledger.allocator import CachingAllocator
-from trainfit.ledger.ledger import Event, Ledger, Op, Segment, Storage
+from trainfit.ledger.ledger import ALLOCATE, Event, Ledger, Op, Segment, Storage
 from trainfit.ledger.replay import replay
 from trainfit.prediction.device_overhead import MARGIN, overhead_bytes
 from trainfit.prediction.estimate import estimate, ledger_of, predict
 from trainfit.prediction.time.device_time import op_s, peak_flops_per_s
 from trainfit.prediction.time.roofline import roofline
+from trainfit.prediction.trace import trace
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import read_json
@@ -53,6 +54,19 @@ def test_parts_agree_with_the_whole(fields: dict[str, Any]) -> None:
     assert found.phases.after_init <= min(found.phases.first.forward, found.phases.steady.forward)
     assert found.phases.first.forward <= found.phases.steady.forward
     assert parse(Estimate, json.loads(found.model_dump_json())) == found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_steady_steps_repeat(count: int) -> None:
+    """A steady step leaves as many allocations as it found, or the replay cannot repeat it."""
+    ledger = trace(tiny_recipe(hardware=Hardware(gpu="h200", count=count)))
+    alive: set[tuple[int, int]] = set()
+    before = None
+    for event in ledger.expand():
+        if before is None and ledger.segments[event.segment].step == "steady":
+            before = len(alive)
+        (alive.add if event.kind == ALLOCATE else alive.remove)(event.key)
+    assert before == len(alive)
 
 
 def test_categories_of_a_step_by_precision_and_adapter() -> None:

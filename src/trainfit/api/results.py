@@ -1,4 +1,4 @@
-"""Results that print like the commands do and show as a table in a notebook. No torch here.
+"""Results that print like the commands do and show as a table in Jupyter. No torch here.
 
 Each is the plain value (an Estimate, a Measurement, ...) with the recipe it is of; the recipe is no field, so
 the JSON is the command's.

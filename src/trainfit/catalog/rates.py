@@ -23,7 +23,7 @@ class HostRates(Value):
     view_in_backward: Seconds
     view_in_graph: Seconds
     module: Seconds
-    checkpoint: Seconds  # Of a recomputed block, besides its operations
+    checkpoint: Seconds  # Of a recomputed block, on top of its operations
     graph: Seconds
     read: Seconds  # Until the host goes on after it waited for a value
     parametrized: Seconds  # PEFT computes experts' weights with their adapter, by a parametrization

@@ -28,7 +28,8 @@ def main() -> int:
 
 def command() -> int:
     """Run ``main`` in a process that was started for it, and end the process."""
-    from trainfit.cli import start_up
+    from trainfit.prediction import start_up
+    from trainfit.virtual import own_process
 
-    start_up.is_own_process = True
+    own_process.is_own_process = True
     return start_up.leave(main())

@@ -11,7 +11,7 @@ from typer import Option
 
 from trainfit.cli import options
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings, count
-from trainfit.cli.start_up import import_little
+from trainfit.prediction.start_up import import_little
 from trainfit.spec.errors import InputError
 
 if TYPE_CHECKING:

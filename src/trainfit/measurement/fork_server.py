@@ -6,6 +6,7 @@ from functools import cache
 
 from trainfit.measurement.process import forked, spawned
 from trainfit.measurement.trial import import_for_steps
+from trainfit.models.deferred_torchao import defer_torchao
 from trainfit.spec.printable import say
 
 
@@ -20,6 +21,7 @@ def ready_to_fork(device: str) -> Callable[..., int]:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
+    defer_torchao()
     import_for_steps()  # Once for all forks, which otherwise take seconds each.
     can_fork = not torch.cuda.is_initialized() and (device == "cpu" or _fork_can_use_cuda())
     return forked if can_fork else spawned

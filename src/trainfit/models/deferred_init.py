@@ -30,6 +30,8 @@ from trainfit.virtual.trace.tensors import tensors_of
 
 OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "_no_grad_trunc_normal_"})
 """Operations after which nothing of their first argument's former values is left."""
+FILLS = OVERWRITES - {"copy_", "_no_grad_trunc_normal_"}
+"""Those that a meta tensor need not run: they have no other inputs whose shapes they check."""
 META = torch.device("meta")
 GENERATOR = 0
 """Key of the random generator among the storages that a call uses."""
@@ -118,7 +120,9 @@ class DeferredInit(TorchDispatchMode):
         inputs = tensors_of((args, kwargs))
         on_meta = any(t.is_meta for t in inputs) or kwargs.get("device") == META
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        if on_meta:
+        if on_meta and len(inputs) == 1 and func.__name__.partition(".")[0] in FILLS:
+            out = args[0]
+        elif on_meta:
             with _disable_current_modes():  # A fake mode would take meta tensors for its own.
                 out = func(*args, **kwargs)
         else:

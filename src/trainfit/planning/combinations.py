@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.estimates import Estimates, Request, Result
-from trainfit.planning.space import Options, Space, agree, changed, space
+from trainfit.planning.space import Option, Options, Space, agree, changed, space
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 
@@ -101,6 +101,7 @@ class Combinations:
         self.host_bytes = gpu.memory_bytes if goal.host_bytes is None else goal.host_bytes
         self.space: Space = space(recipe, vary=goal.vary, fixed=goal.fixed, keep_quality=goal.keep_quality)
         self.traced: dict[Key, Traced] = {}
+        self._whole_batches: dict[Option, bool] = {}
 
     def recipe_of(
         self, options: Options, level: str, micro: int, accumulate: int, budget: float = 0
@@ -134,9 +135,25 @@ class Combinations:
         found = [
             (micro, max(1, round(wanted / micro))) for micro in grid if micro <= wanted * (1 + TOKENS_OFF)
         ]
+        most = 1 if any(map(self._is_for_whole_batches, options)) else max(GRID)
         return [
-            (micro, count) for micro, count in found if abs(micro * count - wanted) <= TOKENS_OFF * wanted
+            (micro, count)
+            for micro, count in found
+            if count <= most and abs(micro * count - wanted) <= TOKENS_OFF * wanted
         ]
+
+    def _is_for_whole_batches(self, option: Option) -> bool:
+        """Return whether an option is refused only where gradients are accumulated."""
+        if option not in self._whole_batches:
+            refused: list[bool] = []
+            for count in (1, 2):
+                try:
+                    changed(self.recipe, {**dict(option.values), "batch.accumulate": count})
+                    refused.append(False)
+                except InputError:
+                    refused.append(True)
+            self._whole_batches[option] = refused == [False, True]
+        return self._whole_batches[option]
 
     def data_ranks(self, options: Options) -> int:
         """Return the ranks that read different data."""

@@ -40,6 +40,10 @@ class Sizes(NamedTuple):
         """Return these sizes with the difference of two others added; none becomes negative."""
         return Sizes(*(max(0.0, a + b - c) for a, b, c in zip(self, other, minus, strict=True)))
 
+    def times(self, other: "Sizes", before: "Sizes") -> "Sizes":
+        """Return these sizes with the ratio of two others, of one micro-batch and of the update."""
+        return Sizes(*(a * b / max(c, 1e-12) for a, b, c in zip(self, other, before, strict=True)))
+
     def scaled(self, bytes_ratio: float, s_ratio: float) -> "Sizes":
         """Return the sizes with the parts of a micro-batch multiplied."""
         return self._replace(batch_bytes=self.batch_bytes * bytes_ratio, micro_s=self.micro_s * s_ratio)

@@ -45,7 +45,10 @@ IMPORTS = (
     "trainfit.virtual.gpu",
     "trainfit.models.native.decoder",
     "torch.optim",
-    "transformers.models.auto.configuration_auto",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.utils.flop_counter",
+    "transformers.models.llama.configuration_llama",
+    "transformers.models.auto.modeling_auto",
 )
 """Modules that every trace needs."""
 SEVERAL_GPUS_IMPORT = ("trainfit.prediction.several_ranks", "torch.distributed.fsdp")

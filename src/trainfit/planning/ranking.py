@@ -68,9 +68,12 @@ class Ranking:
         start = self.levels[self.level]
         base = self.levels.get(level, start)
         found = start
-        for option in options:
-            if option in self.added:
-                found = found.plus(self.added[option], self.levels.get(self.level_of(option), start))
+        added = [option for option in options if option in self.added]
+        for option in sorted(added, key=lambda one: self.more_ranks(one) != 1):
+            before = self.levels.get(self.level_of(option), start)
+            # Several ranks that share a sequence share the other options' gain too.
+            combine = found.plus if self.more_ranks(option) == 1 else found.times
+            found = combine(self.added[option], before)
         ratio = base.batch_bytes / max(start.batch_bytes, 1.0)
         return found._replace(
             batch_bytes=found.batch_bytes * ratio,
@@ -100,8 +103,13 @@ class Ranking:
         """Return the data-parallel ranks with an option over those of the start."""
         return self.combinations.data_ranks((option,)) / self.combinations.data_ranks(self.start)
 
-    def ranked(self) -> list[Candidate]:
-        """Return every combination within the limit by the composed estimate, the fastest first."""
+    def ranked(self, limit: float = 1.0) -> list[Candidate]:
+        """Return every combination within the limit by the composed estimate, the fastest first.
+
+        Args:
+            limit: multiple of the bytes that may be used.
+        """
+        most = limit * self.combinations.usable_bytes
         found: list[Candidate] = []
         self.num_ranked = 0
         for options in self.structures():
@@ -112,18 +120,18 @@ class Ranking:
             for micro, count in self.combinations.batches(options):
                 moved = {level: self.grown.moved(one, self.at[0], micro) for level, one in sizes.items()}
                 self.num_ranked += len(moved)
-                found += self._fitting(options, moved, micro, count, tokens)
-                if all(one.device_bytes > 2 * self.combinations.usable_bytes for one in moved.values()):
+                found += self._fitting(options, moved, micro, count, tokens, most)
+                if all(one.device_bytes > 2 * most for one in moved.values()):
                     break
         return sorted(found, reverse=True, key=lambda one: (one.rate, -one.device_bytes))
 
     def _fitting(
-        self, options: Options, moved: dict[str, Sizes], micro: int, count: int, tokens: int
+        self, options: Options, moved: dict[str, Sizes], micro: int, count: int, tokens: int, most: float
     ) -> Iterator[Candidate]:
-        """Yield the candidates of one structure and batch that are within the limit."""
+        """Yield the candidates of one structure and batch that take at most ``most`` bytes."""
         for level, sizes in moved.items():
             size_off, time_off = self.corrections.get((options, False), (1.0, 1.0))
-            if sizes.device_bytes * size_off <= self.combinations.usable_bytes:
+            if sizes.device_bytes * size_off <= most:
                 rate = micro * count * tokens / (sizes.step_s(count) * time_off)
                 yield Candidate(rate, sizes.device_bytes * size_off, options, level, micro, count)
         if self.combinations.space.solves_recompute and len(moved) > 1 and self._can_mix(options):

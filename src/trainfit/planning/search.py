@@ -7,6 +7,8 @@ exact traces of those that rank highest.
 4. The highest are traced. Each trace corrects the estimate of its structure, until none left ranks higher.
 5. Options without which the best recipe is as fast are left out of it.
 6. Options that are slow to trace (compilation) are added to the best recipe, and ranked with the others.
+7. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
+   long as ten other traces.
 """
 
 import json
@@ -34,6 +36,8 @@ SLOW_GAIN = 0.1
 MAX_ROUNDS = 4
 NUM_TRACED = 2
 """Recipes traced in a round."""
+ALMOST = 1.5
+"""Multiple of the limit by the composed estimate above which nothing is traced when nothing fits."""
 NUM_FILLED = 2
 """Recipes traced to fill the frontier."""
 
@@ -84,7 +88,11 @@ class Search:
         self._trace_highest(WORTH_TRACING)
         self._simplify()
         if self._add_slow():
-            self._trace_highest(NUMERICS_GAIN)
+            self._trace_highest(NUMERICS_GAIN, rounds=1)
+        if self._trace_highest(WORTH_TRACING, mixed=True):
+            self._simplify()
+        if self._best() is None and self._find_smallest():
+            self._trace_highest(WORTH_TRACING)
         self._fill_frontier()
         return assembled(self.ranking, self._best(), self.rejected, self.largest)
 
@@ -279,23 +287,57 @@ class Search:
             self.ranking.dropped[option] = frozenset(self.ranking.start) - frozenset(kept)
             return structure
 
-    def _trace_highest(self, worth: float) -> None:
-        """Trace what ranks highest until nothing left ranks that share above the fastest traced recipe."""
+    def _trace_highest(self, worth: float, rounds: int = MAX_ROUNDS, *, mixed: bool = False) -> bool:
+        """Trace what ranks highest until nothing left ranks that share above the fastest traced recipe.
+
+        Args:
+            mixed: trace recipes whose blocks differ in recomputation, else those whose blocks do not.
+        Returns:
+            Whether there were any.
+        """
         tried: set[Key] = set()
-        for _ in range(MAX_ROUNDS):
+        for _ in range(rounds):
             best = max((one.rate for one in self.traced if self.combinations.fits(one)), default=0.0)
             chosen: list[Candidate] = []
             for one in self.ranking.ranked():
                 if one.rate < best * (1 + worth) or len(chosen) >= NUM_TRACED:
                     break
-                new = one.key not in tried and one.key not in self.traced
-                if new and one.key[:2] not in {each.key[:2] for each in chosen}:
+                if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
+                    continue  # Blocks that differ are compiled in each way that they may recompute: 20 s.
+                new = one.key not in tried and one.key not in self.combinations.traced
+                if new and one.key[:2] not in {each.key[:2] for each in chosen} and self._can_build(one):
                     chosen.append(one)
             if not chosen:
-                return
+                break
             tried.update(one.key for one in chosen)
             for candidate, one in zip(chosen, self._trace([one.key for one in chosen]), strict=True):
                 self.ranking.correct(candidate, one)
+        return bool(tried)
+
+    def _can_build(self, candidate: Candidate) -> bool:
+        """Return whether the values of a candidate are a recipe; one that is refused never ranks again."""
+        options, level, micro, accumulate = candidate.key
+        try:
+            self.combinations.recipe_of(options, level, micro, accumulate, budget=1.0)
+        except InputError as error:
+            self.ranking.correct(candidate, error)
+            return False
+        return True
+
+    def _find_smallest(self) -> bool:
+        """Trace what is smallest by the composed estimate, until one fits; return whether one does.
+
+        The composed estimate adds what each option saves alone, which may be less than they save together.
+        """
+        for _ in range(MAX_ROUNDS):
+            ranked = self.ranking.ranked(limit=ALMOST)
+            known = self.combinations.traced
+            new = sorted((one for one in ranked if one.key not in known), key=_bytes)[:NUM_TRACED]
+            for candidate, one in zip(new, self._trace([one.key for one in new]), strict=True):
+                self.ranking.correct(candidate, one)
+            if not new or self._best() is not None:
+                break
+        return self._best() is not None
 
     # The choice
 
@@ -346,10 +388,15 @@ class Search:
             return
         least = min(one.device_bytes for one in ranking)
         targets = [least + (self.usable_bytes - least) * step / NUM_FILLED for step in range(NUM_FILLED)]
-        pure = [one for one in ranking if one.level != MIX]
+        # A recipe that is slow to trace takes as long as all others together.
+        pure = [one for one in ranking if one.level != MIX and not any(each.is_slow for each in one.options)]
         inside = ((one for one in pure if one.device_bytes <= target) for target in targets)
         keys = dict.fromkeys(best.key for some in inside if (best := next(some, None)) is not None)
-        self._trace([key for key in keys if key not in self.traced])
+        self._trace([key for key in keys if key not in self.combinations.traced])
+
+
+def _bytes(one: Candidate) -> float:
+    return one.device_bytes
 
 
 def _named_in(error: InputError, options: Sequence[Option]) -> Option | None:

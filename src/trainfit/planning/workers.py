@@ -3,7 +3,6 @@
 They end when their requests' pipe closes, as it does when the parent ends in any way.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -96,11 +95,18 @@ class Workers:
 
 def serve(pipes: str, answer: str, imports: str) -> None:
     """Import modules, then answer requests in one process for each pair of pipes, until these close."""
+    from trainfit.prediction import start_up
+    from trainfit.virtual import own_process
+
+    own_process.is_own_process = True
+    start_up.import_little(compiles=False)
+    from trainfit.virtual.trace.process_state import freeze_for_good  # Imports torch.
+
     for name in imports.split(","):
         importlib.import_module(name)
     module, _, name = answer.partition(":")
     answers: Answer = getattr(importlib.import_module(module), name)
-    gc.freeze()  # What is imported stays, so no collection needs to visit it, nor copy its pages.
+    freeze_for_good()  # What is imported stays, so no collection needs to visit it, nor copy its pages.
     first, *others = json.loads(pipes)
     for number, own in enumerate(others):
         if os.fork() == 0:

@@ -229,6 +229,7 @@ def run_steps(step: Step, virtual: VirtualGpu) -> None:
             virtual.begin(name, phase)
 
         step(batches, on_phase=on_phase)
+        del batches  # Before those of the next step are made, or the steady step frees two steps' batches.
         for optimizer in step.optimizers:
             virtual.own_state(optimizer)
         for memory in step.hosted.moments.buffers() if step.hosted is not None else ():

@@ -1,4 +1,4 @@
-"""A plan as text, as the table of a notebook, and its frontier as a plot."""
+"""A plan as text, as a table for Jupyter, and its frontier as a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -215,7 +215,7 @@ def _short(one: Found) -> str:
 
 
 def html(plan: Plan) -> str:
-    """Return the table of a notebook."""
+    """Return the table that Jupyter shows."""
     given = recipe_from(plan.given)
     if not plan.found:
         least = plan.least

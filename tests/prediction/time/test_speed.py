@@ -88,7 +88,7 @@ def test_layers_cost_little(implementation: str, most_calls: int) -> None:
     traced, calls = counted_calls.of(lambda: predict(recipe, use_cache=False))
     cached, cached_calls = counted_calls.of(predict, recipe)
     assert calls < most_calls
-    assert cached_calls < 600_000
+    assert cached_calls < 700_000  # The steady step is replayed twice at least.
     assert cached == traced
 
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from trainfit.virtual.compile.program import Program
 from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc
 from trainfit.virtual.trace.repeated_layers import signature
 from trainfit.virtual.trace.scope import ScopeTracker
@@ -37,8 +38,7 @@ class VirtualCompiler:
         """Captured graphs."""
         self.layers: Layers | None = None
         """Repeated layers of a model that is compiled whole, by module names of the complete model."""
-        self.num_repeating = 0
-        """Programs of those layers."""
+        self._programs: list[Program] = []
         self._signatures: set[Any] = set()
 
     def __call__(self, module: nn.Module) -> None:
@@ -64,7 +64,8 @@ class VirtualCompiler:
             RepeatError: Dynamo captured each layer separately, so that its limit of graphs matters, or the
                 graph of a model that is compiled whole does not hold all layers.
         """
-        if self.layers is not None and (self.num_graphs, self.num_repeating) != (1, 2):
+        repeating = sum(any(kernel.place for kernel in program.kernels) for program in self._programs)
+        if self.layers is not None and (self.num_graphs, repeating) != (1, 2):
             raise RepeatError("the layers are not in one graph")
         if self.num_graphs > 2 * len(self._signatures):
             raise RepeatError("equal layers are compiled into graphs of their own")
@@ -84,7 +85,7 @@ class VirtualCompiler:
 
         num_graphs = self.num_graphs
         try:
-            with self._scopes.within_compiled(module), _no_function_modes(), paused_gc():
+            with self._scopes.within_compiled(module), _no_function_modes(), paused_gc(), _no_names_in_logs():
                 return _with_room(compiled, *args, **kwargs)
         except TorchDynamoException as error:
             refused = _refusal(error)
@@ -125,8 +126,8 @@ class VirtualCompiler:
         return layers._replace(part_of=lambda inner: layers.part_of(f"{name}.{inner}".removeprefix(".")))
 
     def _program(self, source: Source) -> Program:
-        self.num_repeating += any(kernel.place for kernel in source.kernels)
-        return Program(source, self._tracer, self._scopes, self._tuning)
+        self._programs.append(Program(source, self._tracer, self._scopes, self._tuning))
+        return self._programs[-1]
 
 
 def _refusal(error: BaseException) -> InputError | RepeatError | None:
@@ -165,6 +166,13 @@ def _with_room(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # CPython maps and unmaps a 16 KiB chunk of frames whenever calls cross its end, a third of the compiler's
 # time. A frame with a large stack gets a chunk of twice its size, in which all inner calls fit.
 _with_room.__code__ = _with_room.__code__.replace(co_stacksize=1 << 17)
+
+
+def _no_names_in_logs() -> AbstractContextManager[None]:
+    """Leave out of Dynamo's messages the names of functions, for which it parses whole files."""
+    from torch._dynamo import symbolic_convert
+
+    return replaced(symbolic_convert, "get_funcname", lambda *_: None)
 
 
 @contextmanager

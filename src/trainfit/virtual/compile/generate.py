@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from trainfit.virtual.compile.cuda_device import as_cuda, move_graph, moved_tensor
+from trainfit.virtual.compile.forked import begin, can_fork
 from trainfit.virtual.compile.unrolled import Layers, Place, planned_as_whole
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
@@ -44,8 +45,8 @@ class Kernel(NamedTuple):
 class Source:
     """A program of Inductor."""
 
-    text: str
-    kernels: tuple[Kernel, ...]
+    written: Callable[[], tuple[str, tuple[Kernel, ...]]]
+    """Returns its text and kernels, once. A forward's is written while the backward is lowered."""
     constants: dict[str, torch.Tensor]
     graph: fx.Graph | None = None
     """The lowered graph, with Inductor's rewrites."""
@@ -110,8 +111,16 @@ def _stopping_at_the_source(
         kernels.append(_kernel(node, V.graph.is_backward)._replace(place=places.get(node)))
 
     def source_only(graph: Any) -> Any:
-        text = graph.codegen()[0].value
-        source = Source(text, tuple(kernels), dict(graph.constants), graph.module.graph)
+        def write() -> tuple[str, tuple[Kernel, ...]]:
+            return graph.codegen()[0].value, tuple(kernels)
+
+        if graph.is_backward or graph.is_inference or not can_fork():
+            found = write()
+            written = lambda: found  # noqa: E731
+        else:
+            written = begin(write)
+            graph.scheduler = SimpleNamespace(nodes=[])  # Torch logs its collectives.
+        source = Source(written, dict(graph.constants), graph.module.graph)
         return SimpleNamespace(call=runnable(source), runner=None)
 
     with ExitStack() as stack:
@@ -144,7 +153,7 @@ def _kernel(node: Any, is_backward: bool) -> Kernel:
     modules = tuple(dict.fromkeys(name for origin in own if (name := _module_of(origin)) is not None))
     recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
     extern = own[0].name if node.is_extern() and own else None
-    return Kernel(node.get_read_write_buffers_sizes(), modules, recomputes, extern)
+    return Kernel(int(node.get_read_write_buffers_sizes()), modules, recomputes, extern)
 
 
 def _is_forwards(node: fx.Node) -> bool:

@@ -26,14 +26,18 @@ class Program:
     """A callable that takes a list of inputs, which it empties, and returns the outputs."""
 
     def __init__(self, source: Source, tracer: Tracer, scopes: ScopeTracker, tuning: Tuning | None):
-        self._kernels = source.kernels
+        self._source = source
+        self.kernels: tuple[Kernel, ...] = ()
+        """Known when it first runs."""
         self._tracer, self._scopes, self._tuning = tracer, scopes, tuning
         self._kernel = Kernel(0, (), False)
         self._base = NO_SCOPE
         self._masks = GraphMasks(source.graph, tracer.masks) if source.graph is not None else None
-        self._call = self._load(source)
+        self._call: Callable[[list[Any]], Any] | None = None
 
     def __call__(self, inputs: list[Any]) -> Any:
+        if self._call is None:
+            self._call = self._load()
         self._base = self._scopes.override = self._scopes.current()
         self._tracer.entered_graph()
         if self._masks is not None:
@@ -47,13 +51,14 @@ class Program:
             self._masks.leave(outputs)
         return outputs
 
-    def _load(self, source: Source) -> Callable[[list[Any]], Any]:
+    def _load(self) -> Callable[[list[Any]], Any]:
+        text, self.kernels = self._source.written()
         names: dict[str, Any] = {
             "__name__": "inductor_program",
             "__builtins__": {**vars(builtins), "__import__": self._import},
         }
-        exec(compile(source.text, "<inductor program>", "exec"), names)
-        names.update(source.constants)
+        exec(compile(text, "<inductor program>", "exec"), names)
+        names.update(self._source.constants)
         ops = _Overlaid(torch.ops, higher_order=RANDOM_OPS)
         names |= {
             "torch": _Overlaid(torch, cuda=_Stub(), device=lambda *_, **__: CPU, ops=ops),
@@ -76,7 +81,7 @@ class Program:
         return _Overlaid(found, **{key: _nothing for key in wanted or () if not hasattr(found, key)})
 
     def _begin_kernel(self, index: int) -> None:
-        self._kernel = self._kernels[index]
+        self._kernel = self.kernels[index]
         self._tracer.visible_share = (
             self._masks.visible_share(self._kernel.node) if self._masks is not None else None
         )

@@ -22,6 +22,15 @@ FP32_PRECISIONS = (
 """Backends and operations that have a setting of ``fp32_precision``."""
 _gc_frozen: ContextVar[bool] = ContextVar("gc_frozen", default=False)
 """True inside ``frozen_gc``; ``gc.get_freeze_count`` walks every object."""
+_freezes_for_good = False
+
+
+def freeze_for_good() -> None:
+    """Never collect what exists now or at the beginning of a trace, in a process that only traces."""
+    global _freezes_for_good
+    _freezes_for_good = True
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
@@ -30,16 +39,19 @@ def frozen_gc() -> Iterator[None]:
 
     A full collection of torch's and transformers' objects takes a quarter of a second on a CPU.
     """
-    if _gc_frozen.get() or gc.get_freeze_count():
+    if _gc_frozen.get() or (not _freezes_for_good and gc.get_freeze_count()):
         yield
         return
+    if _freezes_for_good:
+        gc.collect()  # What the trace before has left; most of its objects are frozen.
     gc.freeze()
     token = _gc_frozen.set(True)
     try:
         yield
     finally:
         _gc_frozen.reset(token)
-        gc.unfreeze()
+        if not _freezes_for_good:
+            gc.unfreeze()
 
 
 @contextmanager

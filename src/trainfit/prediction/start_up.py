@@ -8,13 +8,14 @@ import functools
 import gc
 import importlib
 import importlib.machinery
-import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from trainfit.models.deferred_torchao import defer_torchao
+from trainfit.virtual import own_process
 
 COMPILER = {
     "torch._dynamo": ("config", "_trace_wrapped_higher_order_op"),
@@ -24,10 +25,6 @@ COMPILER = {
 settings, transformers' masks use one class."""
 SCAN = "transformers.utils.import_utils"
 SOURCE = "torch._dynamo.source"
-TORCHAO = "torchao.prototype.safetensors.safetensors_support"
-"""Imported by transformers' quantizers for a function that saves checkpoints."""
-is_own_process = False
-"""Whether the process was started for one command."""
 
 
 def import_little(*, compiles: bool) -> None:
@@ -36,21 +33,20 @@ def import_little(*, compiles: bool) -> None:
     Args:
         compiles: the compiler is needed anyway.
     """
-    if not is_own_process:
+    if not own_process.is_own_process:
         return
     gc.disable()  # Collections while modules are imported take a second, and find nothing.
     loaders: dict[str, Callable[[Any, Callable[[Any], None]], None]] = {SCAN: _scan_less}
     if not compiles:
         loaders |= dict.fromkeys(COMPILER, _defer)
-    if importlib.util.find_spec("torchao") is not None:
-        sys.modules.setdefault(TORCHAO, _Torchao(TORCHAO))
+    defer_torchao()
     sys.meta_path.insert(0, _Finder(loaders))  # pyright: ignore[reportArgumentType]
 
 
 def leave(code: int) -> int:
     """End the process at once: taking a million objects apart takes a second. Return where that is unsafe."""
     torch = sys.modules.get("torch")
-    if torch is None or threading.active_count() > 1 or torch.cuda.is_initialized():
+    if torch is None or own_process.has_threads() or torch.cuda.is_initialized():
         return code
     atexit._run_exitfuncs()
     try:
@@ -88,21 +84,6 @@ def _scan_less(module: Any, run: Callable[[Any], None]) -> None:
         module.create_import_structure_from_path = functools.cache(
             scan.__wrapped__
         )  # Not the last 128 alone.
-
-
-class _Torchao(ModuleType):
-    """Stand-in of a module of functions, which imports the module when one is called."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(sys.modules.get(TORCHAO), _Torchao):
-                del sys.modules[TORCHAO]
-            return getattr(importlib.import_module(TORCHAO), name)(*args, **kwargs)
-
-        return call
 
 
 class _Name:
