@@ -1,4 +1,4 @@
-"""Fit catalog/rates.toml to the measured steps that may be learned from, and print the file.
+"""Fit the rates of catalog/rates.toml to the measured steps that may be learned from, and print them.
 
     python -m benchmarks.fit_rates [--iterations N] [--ledgers FOLDER]
 
@@ -127,7 +127,10 @@ def main() -> None:
     chosen = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     learned = [(recipe, took_s) for recipe, took_s in measured() if not is_held_out(recipe.id)]
-    ledgers, took = [ledger_of(recipe, chosen.ledgers) for recipe, _ in learned], [took_s for _, took_s in learned]
+    ledgers, took = (
+        [ledger_of(recipe, chosen.ledgers) for recipe, _ in learned],
+        [took_s for _, took_s in learned],
+    )
     fit = Fit(ledgers, took)
     x = fit.start
     say(summary(fit.times(x), took))

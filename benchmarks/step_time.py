@@ -5,9 +5,9 @@
 
 writes a line a recipe: the expected step, its bounds and its parts, in seconds, with the commit, the library
 versions and a digest. No GPU and no network are needed. What a recipe's operations are is kept in the ledger
-cache (TRAINFIT_CACHE), so a second run takes seconds of the processor, not minutes. With ``--ledgers`` nothing
-is traced: FOLDER has each recipe's ledger, as the versions that were measured trace it, as ID.json.gz. Recipes
-that cannot be predicted here are named, and the command then exits with 1.
+cache (TRAINFIT_CACHE), so a second run takes seconds of the processor, not minutes. With ``--ledgers``
+nothing is traced: FOLDER has each recipe's ledger, ID.json.gz, as the measured versions trace it. Recipes that
+cannot be predicted here are named, and the command then exits with 1.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--ledgers", type=Path, metavar="FOLDER", help="their ledgers, which are not traced then")
+    parser.add_argument(
+        "--ledgers", type=Path, metavar="FOLDER", help="their ledgers, which are not traced then"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--eager", action="store_true", help="only recipes that are not compiled")
     which.add_argument("--compiled", action="store_true", help="only recipes that are compiled")

@@ -1,4 +1,4 @@
-"""What products of experts' tokens cost beyond their FLOPs, as PyTorch computes ``_grouped_mm``. No torch here.
+"""What products of experts' tokens cost beyond their FLOPs: PyTorch's ``_grouped_mm``. No torch here.
 
 In bf16 one kernel has all groups: each group's last tile is padded. In other dtypes the groups are a loop of
 products, for which the host first reads how many tokens each group has.
@@ -14,8 +14,8 @@ FEW = 128
 ROWS = {True: 128, False: 256}
 """Rows of two tiles of a cluster, by whether the tiles are small."""
 EPILOGUE = 205
-"""Tokens within whose time a tile of a weight's gradient is begun and written. With it, and padded tiles, the three
-products of a calibrated layer in bf16 reach the same rate."""
+"""Tokens within whose time a tile of a weight's gradient is begun and written. With it, and padded tiles, the
+three products of a calibrated layer in bf16 reach the same rate."""
 
 
 def is_looped(op: Op | OpTime) -> bool:

@@ -24,7 +24,7 @@ FAR = math.log(4)
 """Distance above the largest measured size from which operations less alike, but as large, count instead."""
 ALIGNED = 8
 """Elements of 16 bits: products with other sizes take slower kernels."""
-BITS_16 = dict.fromkeys(("float16", "bfloat16"), "16 bits")
+BITS_16: dict[str, str] = dict.fromkeys(("float16", "bfloat16"), "16 bits")
 """Dtypes whose rows stand for one another."""
 FIXED_S = {"product": 4e-6, "attention": 6e-6, "other": 2.5e-6}
 """Part of an operation's time that its size does not change. Each predicts rows from the others best."""
