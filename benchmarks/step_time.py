@@ -6,8 +6,8 @@
 writes a line a recipe: the expected step, its bounds and its parts, in seconds, with the commit, the library
 versions and a digest. No GPU and no network are needed. What a recipe's operations are is kept in the ledger
 cache (TRAINFIT_CACHE), so a second run takes seconds of the processor, not minutes. With ``--ledgers``
-nothing is traced: FOLDER has each recipe's ledger, ID.json.gz, as the measured versions trace it. Recipes that
-cannot be predicted here are named, and the command then exits with 1.
+nothing is traced: FOLDER has each recipe's ledger, ID.json.gz, as the measured versions trace it. Recipes
+that cannot be predicted here are named, and the command then exits with 1.
 """
 
 from __future__ import annotations
