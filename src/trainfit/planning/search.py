@@ -86,14 +86,13 @@ class Search:
         self._add_options()
         self.say("tracing the recipes that rank highest")
         self._trace_highest(WORTH_TRACING)
-        self._simplify()
         if self._add_slow():
             self._trace_highest(NUMERICS_GAIN, rounds=1)
         if self._trace_highest(WORTH_TRACING, mixed=True):
-            self._simplify()
+            self._trace(self._simpler())
         if self._best() is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
-        self._fill_frontier()
+            self._trace(self._frontier())
         return assembled(self.ranking, self._best(), self.rejected, self.largest)
 
     def _trace(self, wanted: Sequence[Key]) -> list[Traced | InputError]:
@@ -220,27 +219,27 @@ class Search:
         return f"pins {format_bytes(estimate.host_bytes)} of the host's memory for each GPU, {limit}"
 
     def _add_slow(self) -> bool:
-        """Trace the best recipe, or the smallest, with each slow option; return whether there are any."""
+        """Trace the best recipe, or the smallest, with each slow option; return whether there are any.
+
+        Its simpler form, mostly the best, and the frontier are traced meanwhile: they take less time.
+        """
         slow = [one for one in self.space.options if one.is_slow and one not in self.rejected]
-        before = self._best() or min(self.traced, key=lambda one: one.device_bytes)
-        at = before.candidate
-        structures = [(one, self._with(one, at.options)) for one in slow]
-        level = self.ranking.level if at.level == MIX else at.level
-        wanted = [(one, (some, level, at.micro, at.accumulate)) for one, some in structures if some]
-        self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
-        for (option, _), found in zip(wanted, self._trace([key for _, key in wanted]), strict=True):
+        best = self._best() or min(self.traced, key=lambda one: one.device_bytes)
+        simpler = self._simpler()
+        at = simpler[0] if simpler else best.candidate.key
+        structures = [(one, self._with(one, at[0])) for one in slow]
+        wanted = [(one, (some, *at[1:])) for one, some in structures if some]
+        if wanted:
+            self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
+        traced = self._trace([*(key for _, key in wanted), *simpler, *self._frontier()])
+        before = sizes_of_traced(self.combinations.traced.get(at, best))
+        start, micro = self.ranking.levels[self.ranking.level], at[2]
+        for (option, _), found in zip(wanted, traced, strict=False):
             if isinstance(found, InputError):
                 self.rejected[option] = found.problem
-                continue
-            start = self.ranking.levels[self.ranking.level]
-            without = self.ranking.grown.moved(
-                self.ranking.sizes(at.options, level), self.ranking.at[0], at.micro
-            )
-            if at.level != MIX:
-                without = sizes_of_traced(before)
-            self.ranking.added[option] = start.plus(
-                self.ranking.moved(found), self.ranking.grown.moved(without, at.micro, self.ranking.at[0])
-            )
+            else:
+                without = self.ranking.grown.moved(before, micro, self.ranking.at[0])
+                self.ranking.added[option] = start.plus(self.ranking.moved(found), without)
         return bool(wanted)
 
     def _batch_for(self, structure: Options) -> tuple[int, int]:
@@ -366,11 +365,11 @@ class Search:
         level = {json.dumps(value_in(self.recipe, "recompute")): 0, MIX: 2}.get(one.candidate.level, 1)
         return sum(len(option.values) for option in options) + level
 
-    def _simplify(self) -> None:
-        """Trace the best recipe without the options that gain nothing together."""
+    def _simpler(self) -> list[Key]:
+        """Return the best recipe without the options that gain nothing together, if there are any."""
         best = self._best()
         if best is None:
-            return
+            return []
         at, start = best.candidate, self.ranking.levels[self.ranking.level]
         losses = {one: sizes.step_s(1) / start.step_s(1) - 1 for one, sizes in self.ranking.without.items()}
         needless: set[Option] = set()
@@ -378,21 +377,20 @@ class Search:
             smaller = self.ranking.without[option].device_bytes > start.device_bytes * (1 + TIE)
             if not smaller and sum(map(losses.__getitem__, needless), losses[option]) < TIE / 2:
                 needless.add(option)
-        if needless:
-            self._trace([(self.ranking.ordered(set(at.options) - needless), *at.key[1:])])
+        return [(self.ranking.ordered(set(at.options) - needless), *at.key[1:])] if needless else []
 
-    def _fill_frontier(self) -> None:
-        """Trace recipes between the smallest and the largest known ones, where the frontier has gaps."""
+    def _frontier(self) -> list[Key]:
+        """Return recipes between the smallest and the largest known ones, where the frontier has gaps."""
         ranking = self.ranking.ranked()
         if not ranking:
-            return
+            return []
         least = min(one.device_bytes for one in ranking)
         targets = [least + (self.usable_bytes - least) * step / NUM_FILLED for step in range(NUM_FILLED)]
         # A recipe that is slow to trace takes as long as all others together.
         pure = [one for one in ranking if one.level != MIX and not any(each.is_slow for each in one.options)]
         inside = ((one for one in pure if one.device_bytes <= target) for target in targets)
         keys = dict.fromkeys(best.key for some in inside if (best := next(some, None)) is not None)
-        self._trace([key for key in keys if key not in self.combinations.traced])
+        return [key for key in keys if key not in self.combinations.traced]
 
 
 def _bytes(one: Candidate) -> float:
