@@ -86,7 +86,7 @@ class Variants:
         dist.all_gather_object(problems, problem)
         return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), "")
 
-    def measure(self, name: str, step: Any, before_step: Callable[[], None], micros: tuple[int, ...]) -> None:
+    def measure(self, name: str, step: Any, micros: tuple[int, ...]) -> None:
         """Time the step at each batch size and profile one of the first; print the row."""
         row: Data = {"variant": name, "step_ms": {}, "commit": commit()}
         loss = torch.zeros(())
@@ -95,7 +95,6 @@ class Variants:
 
             def run(batches: Any = batches) -> None:
                 nonlocal loss
-                before_step()
                 loss = step(batches)
 
             for _ in range(WARMUP):
@@ -175,7 +174,7 @@ class Variants:
         with ExitStack() as stack:
             problem = ""
             try:
-                step, before_step = stack.enter_context(variant())
+                step = stack.enter_context(variant())
             except Exception as error:
                 traceback.print_exc()
                 problem = f"{type(error).__name__}: {error}"[:200]
@@ -184,7 +183,8 @@ class Variants:
                 if dist.get_rank() == 0:
                     self.note({"variant": name, "problem": problem})
                 return
-            self.measure(name, step, before_step, micros)
+            self.measure(name, step, micros)
+            del step
 
 
 def _kind(kernel: str) -> str:
@@ -225,7 +225,7 @@ def _run(rank: int, port: int, device_type: str, out: Path | None, deadline: flo
 
     @contextmanager
     def alone() -> Iterator[Any]:
-        yield assemble(_recipe(device, 1), device), lambda: None
+        yield assemble(_recipe(device, 1), device)
 
     variants.tried("alone, both at once", 0, alone)
     _emptied(device)
@@ -238,19 +238,26 @@ def _run(rank: int, port: int, device_type: str, out: Path | None, deadline: flo
     _emptied(device)
 
     @contextmanager
-    def pairs() -> Iterator[Any]:
-        with _units_of_two():
-            paired = assemble(recipe, device, mesh=mesh)
-        yield paired, lambda: None
+    def built(around: Any = nullcontext, **parallel: Any) -> Iterator[Any]:
+        with around():
+            found = assemble(_recipe(device, 2, **parallel), device, mesh=mesh)
+        yield found
 
-    variants.tried("kept, two blocks a unit", 20.0 * variants.on_gpu, pairs, MICROS[:1])
+    needed_s = 20.0 * variants.on_gpu
+    for name, kept in (("kept", False), ("resharded", True)):
+        variants.tried(
+            f"{name}, by copy engines", needed_s,
+            lambda kept=kept: built(copy_engines=True, reshard_after_forward=kept),
+        )  # fmt: skip
+        _emptied(device)
+    two = lambda: built(_units_of_two, reshard_after_forward=False)  # noqa: E731
+    variants.tried("kept, two blocks a unit", needed_s, two, MICROS[:1])
     sys.stdout.flush()
     os._exit(0)  # NCCL's communicators need not be left in order.
 
 
 def _together(variants: Variants, step: Any) -> None:
     """Measure the variants that need no other model."""
-    from benchmarks.peer_copies import PeerReduceScatter, SharedShards, peer_copies
     from trainfit.models.layers import decoder_blocks
 
     root = step_root(step)
@@ -262,8 +269,8 @@ def _together(variants: Variants, step: Any) -> None:
         for block in blocks:
             block.set_reshard_after_forward(reshard, recurse=False)
         _gathered_ahead(root, blocks, ahead)
-        with around() as before_step:
-            yield step, before_step or (lambda: None)
+        with around():
+            yield step
         _gathered_ahead(root, blocks, 0)
 
     @contextmanager
@@ -286,20 +293,6 @@ def _together(variants: Variants, step: Any) -> None:
             yield
             torch.cuda.synchronize() if on_gpu else None
 
-    shared: list[Any] = []
-
-    @contextmanager
-    def by_copies() -> Iterator[Any]:
-        if not shared:
-            shared.extend((SharedShards(root, variants.device), PeerReduceScatter(root, variants.device)))
-        shards, reduce_scatter = shared
-
-        def new_step() -> None:
-            shards.is_new_step = True
-
-        with peer_copies(shards, reduce_scatter, root):
-            yield new_step
-
     first = MICROS[:1]
     long_s, short_s = (14.0, 11.0) if on_gpu else (0.0, 0.0)
     variants.tried("kept after forward", long_s, variant)
@@ -307,11 +300,10 @@ def _together(variants: Variants, step: Any) -> None:
     if on_gpu:
         variants.tried(f"kept, {CARVED_SMS} SMs left", short_s, lambda: variant(around=carved), first)
     variants.tried("kept, gathered 2 ahead", short_s, lambda: variant(ahead=2), first)
-    variants.tried("kept, by copy engines", long_s, lambda: variant(ahead=2, around=by_copies))
-    variants.tried(
-        "resharded, by copy engines", long_s, lambda: variant(reshard=True, ahead=1, around=by_copies)
-    )
     variants.tried("kept, normal priority", short_s, lambda: variant(around=normal_priority), first)
+    variants.tried(
+        "resharded, normal priority", short_s, lambda: variant(reshard=True, around=normal_priority), first
+    )
     variants.tried("resharded, gathered 2 ahead", short_s, lambda: variant(reshard=True, ahead=2), first)
 
 

@@ -1,6 +1,5 @@
 """Records survive writers that are killed, and refuse files that are not theirs."""
 
-import json
 import os
 import random
 import signal
@@ -35,11 +34,7 @@ def test_what_goes_in_comes_out_in_order(tmp_path: Path):
         records.append(path, one)
     assert records.read(path) == written
     assert records.read(path, "train") == [written[0], written[3]]
-    assert records.read(path, gpu="a100") == [written[0], written[2]]
-    assert records.read(path, recipe_id=written[1].recipe_id) == [written[1]]
-    assert records.read(path, model="gpt2", newest=2) == written[2:]
-    assert records.read(path, since=written[2].created_at) == written[2:]
-    assert records.read(path, model="other") == []
+    assert records.read(path, "measure") == [one for one in written if one.kind == "measure"]
 
 
 def test_rollback_journal_not_wal(tmp_path: Path):
@@ -190,9 +185,8 @@ def test_a_text_that_looks_like_sql_is_only_text(tmp_path: Path):
     name = "x'); DROP TABLE records; --"
     recipe = parse(Recipe, {"model": {"config": {"model_type": "llama"}, "name": name}})
     records.append(path, new_record("train", recipe, train={}))
-    assert [
-        json.loads(one.model_dump_json())["recipe"]["model"]["name"] for one in records.read(path, model=name)
-    ] == [name]
+    assert records.read(path, name) == []
+    assert [one.recipe["model"]["name"] for one in records.read(path)] == [name]
 
 
 def test_commit_is_this_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

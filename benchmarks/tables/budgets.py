@@ -6,13 +6,13 @@
 import json
 from typing import Any, NamedTuple
 
-from benchmarks.published_runs import RESULTS, ROOT
+from benchmarks.published_runs import RESULTS, ROOT, SEVERAL_HOSTS
 from trainfit.catalog.load import gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.report.table import markdown_grid
 from trainfit.spec.units import format_count
 
-FILE = RESULTS.parent / "budgets.jsonl"
+FILE = RESULTS[SEVERAL_HOSTS].parent / "budgets.jsonl"
 GPU = "h100-sxm"
 COMMON = {
     "batch": {"micro": 1, "seq": 8192}, "precision": "mixed-bf16", "attention": "cudnn",

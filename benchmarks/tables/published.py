@@ -1,16 +1,19 @@
-"""Table of published runs on several GPUs, of docs/results/accuracy.md."""
+"""Tables of published runs, of docs/results/accuracy.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
-from benchmarks.published_runs import FIGURES, LARGE, Figure, content, figures
+from benchmarks.published_runs import FIGURES, LARGE, ONE_HOST, Figure, content, figures, is_learned
 from trainfit.report.table import NOTHING, markdown_grid
 
 
-def is_tensor(one: Figure) -> bool:
-    """Return whether a figure is of a run with tensor parallel."""
-    return "tensor" in one.run["recipe"].get("parallel", {})
+def kind(one: Figure) -> str:
+    """Return the kind of parallelism of a figure's run."""
+    parallel = one.run["recipe"].get("parallel", {})
+    inside = "FSDP2, tensor parallel" if "tensor" in parallel else "FSDP"
+    return f"pipeline, {inside}" if "pipeline" in parallel else inside
 
 
 def groups() -> str:
@@ -19,8 +22,7 @@ def groups() -> str:
     for one in figures():
         source = content()["sources"][one.run["source"]]
         gpu = one.run["recipe"]["hardware"]["gpu"].partition("-")[0].upper()
-        kind = "FSDP2, tensor parallel" if is_tensor(one) else "FSDP"
-        found.setdefault((f"[{source['title']}]({source['url']})", gpu, kind), []).append(one)
+        found.setdefault((f"[{source['title']}]({source['url']})", gpu, kind(one)), []).append(one)
     lines = [[", ".join(key), *_cells(some)] for key, some in found.items()]
     heads = [
         "runs",
@@ -31,6 +33,37 @@ def groups() -> str:
     return markdown_grid(heads, lines)
 
 
+def one_host() -> str:
+    """Errors of runs on one GPU or one host, by GPU and source, and by half."""
+    found: dict[tuple[str, str], list[Figure]] = {}
+    for one in figures(ONE_HOST):
+        found.setdefault((one.run["recipe"]["hardware"]["gpu"], one.run["source"]), []).append(one)
+    heads = ["GPU", "runs", "held out: within 10 %", "median", "range", "other half: within 10 %", "median"]
+    lines = []
+    for (gpu, name), some in found.items():
+        source = content(ONE_HOST)["sources"][name]
+        lines.append([gpu, f"[{source['title']}]({source['url']})", *_halves(some)])
+    return markdown_grid(heads, [*lines, ["all", NOTHING, *_halves(figures(ONE_HOST))]])
+
+
+def held_out(some: Sequence[Figure]) -> list[float]:
+    """Return the errors of the half that judges."""
+    return [one.error for one in some if not is_learned(one.run["name"])]
+
+
+def _halves(some: Sequence[Figure]) -> list[str]:
+    judged, learned = held_out(some), [one.error for one in some if is_learned(one.run["name"])]
+    return [_near(judged), _median(judged), _range(judged), _near(learned), _median(learned)]
+
+
+def _near(errors: Sequence[float]) -> str:
+    return f"{sum(abs(one) <= LARGE for one in errors)} of {len(errors)}" if errors else NOTHING
+
+
+def _median(errors: Sequence[float]) -> str:
+    return _percent(median(errors)) if errors else NOTHING
+
+
 def _cells(some: Sequence[Figure]) -> list[str]:
     causes = dict.fromkeys(one.cause for one in some if abs(one.error) > LARGE)
     errors = ([one.error for one in some if one.name == name] for name in FIGURES)
@@ -39,5 +72,9 @@ def _cells(some: Sequence[Figure]) -> list[str]:
 
 
 def _range(errors: Sequence[float]) -> str:
-    ends = [f"{one:+.1%}".replace("%", " %") for one in sorted(errors)]
+    ends = [_percent(one) for one in sorted(errors)]
     return " to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else NOTHING
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}".replace("%", " %")

@@ -64,46 +64,27 @@ def append_all(path: str | Path, records: Iterable[Record]) -> int:
     return len(rows)
 
 
-def read(
-    path: str | Path,
-    kind: str | None = None,
-    *,
-    recipe_id: str | None = None,
-    model: str | None = None,
-    gpu: str | None = None,
-    since: str | None = None,
-    newest: int | None = None,
-) -> list[Record]:
-    """The records that match every condition given, in the order they were appended.
-
-    Args:
-        model: as people read it (``ModelSpec.display_name``); gpu: the recipe's ``hardware.gpu``.
-        since: ISO 8601 in UTC; records made then or later.
-        newest: at most this many, the last ones.
+def read(path: str | Path, kind: str | None = None) -> list[Record]:
+    """Return the records (of one ``kind``) in the order they were appended.
 
     Raises:
         InputError: the file is not there, is not a record file, or is damaged.
     """
-    values = {"kind": kind, "recipe_id": recipe_id, "model": model, "gpu": gpu}
-    given = {f"{name} = ?": value for name, value in values.items() if value is not None}
-    given |= {} if since is None else {"created_at >= ?": since}
-    where = f"WHERE {' AND '.join(given)}" if given else ""
-    limit = -1 if newest is None else newest  # SQLite: a negative limit is none
+    where, given = ("", []) if kind is None else ("WHERE kind = ?", [kind])
     with _open(Path(path), create=False) as database:
         found = database.execute(
-            f"SELECT number, {COLUMNS} FROM records {where} ORDER BY number DESC LIMIT ?",
-            [*given.values(), limit],
+            f"SELECT number, {COLUMNS} FROM records {where} ORDER BY number", given
         ).fetchall()
-    return [_record(row, f"{path}, record {number}") for number, *row in reversed(found)]
+    return [_record(row, f"{path}, record {number}") for number, *row in found]
 
 
-def export(path: str | Path, out_jsonl: str | Path, kind: str | None = None) -> int:
-    """Write the records (of one ``kind``) as JSON Lines; how many. An existing file is replaced, as a whole.
+def export(path: str | Path, out_jsonl: str | Path) -> int:
+    """Write the records as JSON Lines; how many. An existing file is replaced, as a whole.
 
     Raises:
         InputError: ``out_jsonl`` is a record file, whose evidence would be lost; or as ``read``.
     """
-    records = read(path, kind)
+    records = read(path)
     replace_text(out_jsonl, "".join(to_line(record) + "\n" for record in records))
     return len(records)
 

@@ -16,11 +16,7 @@ SCRIPT = f"""
 import json, sys
 from trainfit.prediction import start_up
 from trainfit.virtual import own_process
-import pytest
-
 import trainfit
-from trainfit.ledger.ledger import RepeatError
-from trainfit.virtual.compile.forked import begin
 own_process.is_own_process = True
 start_up.import_little(compiles=False)
 estimate = trainfit.predict("gpt2", use_cache=False, **{FIELDS})
@@ -56,11 +52,7 @@ COMPILED = f"""
 import json, os
 from trainfit.prediction import start_up
 from trainfit.virtual import own_process
-import pytest
-
 import trainfit
-from trainfit.ledger.ledger import RepeatError
-from trainfit.virtual.compile.forked import begin
 own_process.is_own_process = True
 start_up.import_little(compiles=True)
 os.sched_getaffinity = lambda pid: {{0, 1}}

@@ -21,6 +21,8 @@ EQUAL = 1e-5
             {"recompute": "selective"},
         ),
         ("hf", {"model_type": "qwen3", "head_dim": 8}, {"recompute": "full"}),
+        ("native", {}, {"loss": "fused", "recompute": "full"}),
+        ("hf", {}, {"loss": "chunked", "batch": Batch(micro=2, seq=16, accumulate=2)}),
     ],
 )
 def test_losses_and_gradients_equal_one_process(

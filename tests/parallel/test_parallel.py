@@ -99,6 +99,8 @@ LORA = {"kind": "lora", "rank": 4}
     "fields",
     [
         {"loss": "fused"},
+        {"parallel": {"copy_engines": True}, "optimizer": {"clip_norm": 0.1}, "recompute": "full"},
+        {"parallel": {"copy_engines": True, "reshard_after_forward": False}, "loss": "fused"},
         {"loss": "chunked", "adapter": LORA, "parallel": {"prefetch": 1}},
         {"quantize": "nf4", "adapter": LORA, "optimizer": {"clip_norm": 0.1}},
         {"optimizer": {"name": "adamw8bit"}, "precision": "bf16"},

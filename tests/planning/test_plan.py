@@ -1,6 +1,7 @@
 """The search: what it returns fits, is the fastest it traced, and takes a bounded number of traces."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
 from trainfit.planning.combinations import Goal
 from trainfit.planning.composed import Sizes, within
-from trainfit.planning.estimates import Estimates, Request
+from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
 from trainfit.prediction.estimate import predict
@@ -96,6 +97,30 @@ def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:
     assert all(one.estimate.peak_device_bytes <= small.usable_bytes < limit_bytes for one in small.found)
     assert small.found[0].estimate.tokens_per_s <= free.found[0].estimate.tokens_per_s * 1.01  # pyright: ignore
     assert small.num_traced <= 30
+
+
+class Watched(Estimates):
+    """Notes the recipes that are asked for, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.asked: list[Recipe] = []
+
+    def of(self, requests: Sequence[Request]) -> list[Result]:
+        self.asked += [one.recipe for one in requests if not one.exact]
+        return super().of(requests)
+
+
+def test_few_recipes_are_compiled_and_budgets_are_solved_last(free: Plan) -> None:
+    least, most = (one.estimate.peak_device_bytes for one in (free.frontier[0], free.found[0]))
+    goal = Goal(memory_bytes=(least + most) // 2, tokens_per_step=2**14, vary=(*VARIED, "compile"))
+    with Watched() as estimates:
+        search(recipe(), goal, estimates)
+    compiled = [at for at, one in enumerate(estimates.asked) if one.compile]
+    budgets = [at for at, one in enumerate(estimates.asked) if one.plans_recompute]
+    assert 1 <= len(compiled) <= 3
+    assert not {*compiled} & {*budgets}
+    assert all(at > max(compiled) for at in budgets)
 
 
 def test_what_pins_too_much_of_the_host_is_refused() -> None:

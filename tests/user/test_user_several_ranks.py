@@ -51,6 +51,33 @@ def sent(found: Estimate) -> dict[str, tuple[int, int]]:
     return {one.kind: (one.calls, one.bytes_sent) for one in found.traffic}
 
 
+def train_with_batch_norm(synced: bool) -> None:
+    dist.init_process_group("nccl")
+    layers = [nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3)]
+    model = nn.Sequential(*layers, nn.BatchNorm2d(64))
+    if synced:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = DistributedDataParallel(model.cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(8, 3, 64, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_batch_norm_over_all_ranks() -> None:
+    """SyncBatchNorm gathers means, deviations and a count, and reduces two sums a channel in the backward."""
+    plain, synced = (
+        trainfit.trace(lambda synced=synced: train_with_batch_norm(synced), gpu="h200", world_size=2)
+        for synced in (False, True)
+    )
+    gathers, reductions = sent(synced)["all_gather"], sent(synced)["all_reduce"]
+    assert gathers == (2, 2 * 4 * (2 * 64 + 1))
+    assert reductions[0] == sent(plain)["all_reduce"][0] + 2
+    assert reductions[1] == sent(plain)["all_reduce"][1] + 2 * 4 * 2 * 64
+    assert synced.peak_allocated_bytes == pytest.approx(plain.peak_allocated_bytes, rel=0.02)
+
+
 def ddp_worker(rank: int, world_size: int) -> None:
     """Train as PyTorch's tutorial does; ``torch.multiprocessing.spawn`` starts it."""
     dist.init_process_group("nccl", rank=rank, world_size=world_size)

@@ -28,7 +28,8 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, FREE, MIDDLE, Event, Ledger, RepeatError, Segment, Storage
 from trainfit.ledger.replay import replay
 from trainfit.ledger.slices import check_slices
-from trainfit.prediction.trace import _trace, trace
+from trainfit.prediction import trace as tracing
+from trainfit.prediction.trace import PROGRAM_MARGINS, _trace, trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
 from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
 from trainfit.virtual.compile.tuning import Kernel, Tuning, headroom, read
@@ -168,7 +169,7 @@ def test_blocks_that_repeat_equal_all_of_them(implementation: str, adapter: Adap
 def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
     """Seven of ten layers, in one graph: every sum of the whole graph. Slices that differ are noticed."""
     recipe = tiny_recipe("native", layers=10, precision="bf16", compile="model")
-    folded, whole = _trace(recipe, whole=False), _trace(recipe, whole=True)
+    folded, whole = _trace(recipe, whole=False, margin=PROGRAM_MARGINS[0]), _trace(recipe, whole=True)
     assert folded.repeats == (4,)
     a, b = sums(folded), sums(whole)
     a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
@@ -350,3 +351,18 @@ def test_only_the_first_step_tunes() -> None:
 
     ledger = step_of(Twice, (TOKENS, E), compiled=True, trains=False)
     assert [s.num_bytes for s in ledger.storages if "/tuning/" in s.path] == [60 << 20]
+
+
+def test_a_refused_model_of_few_layers_is_traced_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[bool, tuple[int, int]]] = []
+    ledger = _trace(tiny_recipe("native", layers=1), whole=True)
+
+    def refused(*_: Any, whole: bool, margin: tuple[int, int] = (0, 0)) -> Ledger:
+        tried.append((whole, margin))
+        if not whole:
+            raise RepeatError("the layers differ")
+        return ledger
+
+    monkeypatch.setattr(tracing, "_trace", refused)
+    assert trace(tiny_recipe("native", layers=10, compile="model")) is ledger
+    assert tried == [*((False, margin) for margin in PROGRAM_MARGINS), (True, (0, 0))]

@@ -18,6 +18,7 @@ from trainfit.models.hf_attention import no_packed_sequences
 from trainfit.techniques.precision import fp8
 from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trainfit.virtual.cuda import fake_impls as fake_run
+from trainfit.virtual.trace import process_state
 from trainfit.virtual.trace.process_state import frozen_gc
 
 aten = torch.ops.aten
@@ -83,6 +84,18 @@ class _Knot:
 
     def __init__(self) -> None:
         self.itself = self
+
+
+def test_a_process_that_only_traces_unfreezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_state, "_freezes_for_good", False)
+    process_state.freeze_for_good()
+    try:
+        made = [[] for _ in range(100_000)]
+        with frozen_gc():
+            assert len(gc.get_objects()) < len(made)  # None of them is visited by a collection.
+        assert gc.get_freeze_count() > len(made)
+    finally:
+        gc.unfreeze()
 
 
 def test_frozen_collection_still_finds_new_cycles() -> None:

@@ -72,9 +72,14 @@ def _details(gpu: "Gpu") -> None:
     price = "none that could be dated; give your own: --set hardware.price_per_hour=USD"
     if (source := gpu.price_source) is not None:
         price = f"{source.url} ({source.accessed}): {source.note}"
+    sustained = ABSENT if gpu.basis == "accounted" else "the shares of an H200"
+    if (shares := gpu.sustained) is not None:
+        sustained = f"{shares.products:.0%} of the 16-bit peak, {shares.mma:.0%} in flash attention; "
+        sustained += f"{shares.memory:.0%} of the bandwidth"
     lines = [
         ["architecture", f"{gpu.vendor} {gpu.architecture}"],
         ["dense peaks, TFLOP/s", peaks or ABSENT],
+        ["sustained in a step", sustained],
         ["data sheet's memory", f"{gpu.memory_bytes / 1e9:.4g} GB"],
         ["a process may allocate", format_bytes(gpu.usable_bytes)],
         ["link", speed],

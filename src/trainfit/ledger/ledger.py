@@ -124,11 +124,16 @@ class Op(NamedTuple):
     """Operations on DTensors or other subclasses of tensors since the entry before, and their tensors."""
 
 
+COPIED = ("copied_gather", "copied_scatter")
+"""Collectives that copy engines run: they take neither SMs nor a communicator of NCCL."""
+
+
 class Collective(NamedTuple):
     """One collective operation of this rank."""
 
     name: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` or ``all_to_all``."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``; of COPIED by copy
+    engines."""
     segment: int
     group: int
     """Group of layers, as of an operation."""
@@ -193,6 +198,8 @@ class Ledger:
     """Versions of the libraries that the step uses, by name."""
     empty_cache_every: int | None = None
     """Steps between two calls of ``torch.cuda.empty_cache``."""
+    peer_bytes: int = 0
+    """Device memory outside the allocator that other ranks read and write."""
     held: list[tuple[int, int]] = field(default_factory=list)
     """Storages another thread may free sooner than these events say: index, and after how many events."""
 

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_map_only
 
 from trainfit.virtual.cuda.op_kinds import UNWRITTEN, base_name
 from trainfit.virtual.trace.exclusive import replaced
@@ -158,7 +157,7 @@ class DeferredInit(TorchDispatchMode):
     ) -> None:
         results = tensors_of(out)
         uses = used.union(map(address, results), [GENERATOR] if draws else [])
-        args, kwargs = tree_map_only(Tensor, place, (args, kwargs))
+        args, kwargs = _changed(Tensor, place, args), _changed(Tensor, place, kwargs)
         overwrites = _overwritten(func, args)
         self._calls.append(Call(func, args, kwargs, [place(t) for t in results], frozenset(uses), overwrites))
 
@@ -201,6 +200,17 @@ def _overwritten(func: Any, args: Any) -> int | None:
     if func.__name__.partition(".")[0] not in OVERWRITES or not isinstance(args[0], Place):
         return None
     return args[0].address if args[0].shape.numel() == args[0].size else None
+
+
+def _changed(kind: type, change: Any, value: Any) -> Any:
+    """Return arguments with those of a kind changed, as ``tree_map_only`` does in four times the time."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)([_changed(kind, change, each) for each in value])
+    if type(value) is dict:
+        return {key: _changed(kind, change, each) for key, each in value.items()}
+    return value
 
 
 def _local(tensor: Any) -> Tensor:
@@ -246,7 +256,7 @@ class _Replay:
                 heapq.heappush(ready, (GENERATOR in uses, -number))
 
     def _run(self, call: Call) -> None:
-        func, args, kwargs = call.func, *tree_map_only(Place, self._real, (call.args, call.kwargs))
+        func, args, kwargs = call.func, *_changed(Place, self._real, (call.args, call.kwargs))
         if kwargs.get("device") == META:
             kwargs = {**kwargs, "device": self._device}
         if func is torch.ops.aten._to_copy.default:

@@ -36,9 +36,9 @@ class LanguageHead(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
-    def hidden(self, input_ids: Tensor) -> Tensor:
-        """Return the input of ``layer``, [b, s, e]."""
-        out: Any = self.body(input_ids=input_ids)
+    def hidden(self, input_ids: Tensor, **positions: Tensor) -> Tensor:
+        """Return the input of ``layer``, [b, s, e]; ``positions``: position_ids [1, s] if not 0 to s - 1."""
+        out: Any = self.body(input_ids=input_ids, **positions)
         return out if isinstance(out, Tensor) else out.last_hidden_state
 
 
@@ -49,8 +49,8 @@ class NativeBody(nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.decoder.hidden(input_ids)
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.decoder.hidden(input_ids, position_ids=position_ids)
 
 
 def language_head(model: nn.Module, loss: str) -> LanguageHead:

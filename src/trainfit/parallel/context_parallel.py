@@ -9,6 +9,7 @@ Shapes: b batch, s sequence, n ranks, c = s / (2 n) tokens of a chunk, h heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,15 +61,36 @@ class SequenceShards:
         """
         ids_bs, labels_bs = batch["input_ids"], batch["labels"]
         targets = F.pad(labels_bs[:, 1:], (0, 1), value=IGNORED_LABEL)
-        positions = torch.arange(ids_bs.shape[1], device=ids_bs.device)[None]
-        logits = model(input_ids=self.own(ids_bs), position_ids=self.own(positions)).logits
+        logits = model(input_ids=self.own(ids_bs), position_ids=self.positions(ids_bs)).logits
         own = F.cross_entropy(
             logits.float().flatten(0, 1),
             self.own(targets).flatten(),
             ignore_index=IGNORED_LABEL,
             reduction="sum",
         )
-        own = own * self.size / (targets != IGNORED_LABEL).sum()
+        return self._of_all(own * self.size / (targets != IGNORED_LABEL).sum())
+
+    def positions(self, ids_bs: Tensor) -> Tensor:
+        """Return the positions of this rank's tokens, [1, s / n]."""
+        return self.own(torch.arange(ids_bs.shape[1], device=ids_bs.device)[None])
+
+    def mean_loss(
+        self, mean: Callable[[Tensor, Tensor], Tensor], targets_bs: Tensor, expected: Tensor | float
+    ) -> Tensor:
+        """Return the loss as ``loss`` does, from a mean over this rank's tokens.
+
+        Args:
+            mean: takes this rank's targets, and the gradient that its result will receive.
+            expected: the gradient that the returned loss will receive.
+        """
+        own_bs = self.own(targets_bs)
+        count, total = ((each != IGNORED_LABEL).sum() for each in (own_bs, targets_bs))
+        share = torch.where(count > 0, count * self.size / total, 1.0)
+        own = mean(own_bs, share * expected)
+        return self._of_all(torch.where(count > 0, own * share, 0.0))  # Without targets the mean is NaN.
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """Return the mean of all ranks' losses, with the gradient of this rank's."""
         mean = own.detach() / self.size
         dist.all_reduce(mean, group=self.group)
         return own + (mean - own.detach())

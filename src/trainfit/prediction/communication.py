@@ -9,22 +9,24 @@ from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import link
-from trainfit.ledger.ledger import Collective, Ledger
+from trainfit.ledger.ledger import COPIED, Collective, Ledger
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
 
 SUSTAINED = {
     "all_gather": 0.61, "reduce_scatter": 0.61, "all_reduce": 0.74, "broadcast": 0.82,
-    "all_to_all": 0.75, "send": 0.75,
+    "all_to_all": 0.75, "send": 0.75, "copied_gather": 0.84, "copied_scatter": 0.84,
 }  # fmt: skip
 """Share of the rate inside a host that NCCL reaches with tensors of a GB: 2 H200s, torch 2.11
-(docs/results/bench.md); the last two were not measured."""
+(docs/results/bench.md); those of all-to-alls and sends were not measured. Copy engines: of a step of
+Llama-3.1-8B (docs/log.md, 2026-11-23)."""
 SUSTAINED_BETWEEN_HOSTS = 0.75
 START_S = 20e-6
 """Of a collective, in addition to its bytes and the link's latency: as measured there for small ones."""
 BUS_SHARE = {
-    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2
+    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2,
+    "copied_gather": 1, "copied_scatter": 1,
 }  # fmt: skip
 """Multiples of (n - 1) / n of the tensor that pass through each GPU's link."""
 
@@ -124,6 +126,15 @@ def sustained_bytes_per_s(name: str, used: Ring) -> float:
     return used.bytes_per_s * (SUSTAINED_BETWEEN_HOSTS if used.between_hosts else SUSTAINED[name])
 
 
+def load(one: Collective, gpu: Gpu) -> float:
+    """Return a collective's rate over the one of its kind inside a host, at most 1.
+
+    What it takes from the computation, SMs and bandwidth, is in proportion to the bytes that it moves.
+    """
+    inside = link(gpu.link).bytes_per_s * SUSTAINED[one.name]
+    return min(1.0, max(sustained_bytes_per_s(one.name, used) for used, _ in sent(one, gpu)) / inside)
+
+
 def all_s(ledger: Ledger, gpu: Gpu) -> float:
     """Return the seconds of the steady step's collectives, one after another."""
     return sum(ledger.times(one) * collective_s(one, gpu) for one in _steady(ledger))
@@ -157,14 +168,16 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         if ledger.repeat > 1 and not all(one.is_synchronous for one in ledger.collectives)
         else ()
     )
+    copied = all(one.name in COPIED for one in ledger.collectives)
+    nccl = "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group"
+    by_nccl = () if copied else (nccl + ", 446 MiB more where it exchanges tokens" * exchanges,)
     shares = {one.name: f"{SUSTAINED[one.name]:.0%}" for one in ledger.collectives}
     rate = ", ".join(f"{name.replace('_', '-')} {share}" for name, share in sorted(shares.items()))
     return (
         *repeated,
         f"collectives: rings{', all-to-alls' * exchanges}, of the rate of {gpu.link}: {rate}{between}; "
         "each begins as soon as its data is there, and the computation waits where the code does",
-        "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group"
-        + ", 446 MiB more where it exchanges tokens" * exchanges,
+        *by_nccl,
     )
 
 

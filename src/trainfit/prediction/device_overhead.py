@@ -5,7 +5,7 @@ the allocator's reserved bytes was the same to the byte in every recipe. On othe
 listed in the estimate.
 """
 
-from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.ledger import COPIED, Ledger
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.units import MIB
 
@@ -25,12 +25,12 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
     if gpu.vendor == "host":
         return 0
     uses_cudnn = any("cudnn" in op.name for op in ledger.ops)
-    return CONTEXT_BYTES + (CUDNN_BYTES if uses_cudnn else 0) + nccl_bytes(ledger)
+    return CONTEXT_BYTES + (CUDNN_BYTES if uses_cudnn else 0) + nccl_bytes(ledger) + ledger.peer_bytes
 
 
 def nccl_bytes(ledger: Ledger) -> int:
     """Return the device memory of NCCL; groups of as many ranks and as wide a span count as one."""
-    communicators = {(one.num_ranks, one.span) for one in ledger.collectives}
+    communicators = {(one.num_ranks, one.span) for one in ledger.collectives if one.name not in COPIED}
     exchanging = {(one.num_ranks, one.span) for one in ledger.collectives if one.name == "all_to_all"}
     if not communicators:
         return 0

@@ -277,7 +277,8 @@ def timed_by(gpu: Gpu) -> str:
     known = calibrated(gpu)
     if gpu.name == known.gpu:
         return f"step time: {known.origin}; a recipe's own host may be slower"
-    return f"step time: {known.origin}, by the ratio of the data sheets; not calibrated on {gpu.name}"
+    ratio = "the data sheets" if gpu.sustained is None else "what both sustain"
+    return f"step time: {known.origin}, by the ratio of {ratio}; not calibrated on {gpu.name}"
 
 
 def least_headroom(gpu: Gpu) -> float:
@@ -312,6 +313,8 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
     if time is None:
         return {}
     expected, measured = time.expected.total, gpu.step_time_range
+    if measured is None and gpu.sustained is not None:
+        measured = gpu.sustained.steps
     if measured is None:
         most = HIGHEST_ON_AMD if gpu.gfx else HIGHEST
         low, high = time.lowest_s, most * expected
@@ -319,7 +322,9 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
             "low: every operation at the data sheet's rate; "
             f"high: {most} times the expectation, whose rates are an H200's and its host's"
         )
-    elif recipe.hardware.count == 1 or (not recipe.compile and recipe.hardware.count <= gpu.gpus_per_host):
+    elif gpu.step_time_range is not None and (
+        recipe.hardware.count == 1 or (not recipe.compile and recipe.hardware.count <= gpu.gpus_per_host)
+    ):
         several = recipe.hardware.count > 1
         band = calibrated(gpu).rates.several_gpus if several else time.band(compiled=bool(recipe.compile))
         low, high = max(band.low * expected, time.lowest_s), band.high * expected

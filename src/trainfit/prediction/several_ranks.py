@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger
 from trainfit.parallel import collectives, expert_parallel
@@ -45,6 +46,8 @@ def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) ->
             from trainfit.virtual.cluster.shards import own_chunks  # Imports FSDP2.
 
             stack.enter_context(own_chunks())
+            if recipe.mesh.copy_engines:
+                stack.enter_context(_peers(virtual))
             virtual.about_ranks = lambda _: (LARGEST_SHARDS,)
         elif strategy in ("ddp", "zero1"):
             stack.enter_context(ddp_on_fakes(virtual.tracer))
@@ -66,6 +69,54 @@ def _all_reduce(tensors: list[Tensor], op: Any, group: collectives.Group) -> dis
     options.reduceOp, options.asyncOp = op, True
     assert group is not None
     return group.allreduce(tensors, options)
+
+
+@contextmanager
+def _peers(virtual: VirtualGpu) -> Iterator[None]:
+    """Let peer memory be outside the allocator, and its copies be the collectives that they stand for."""
+    from trainfit.parallel import peer_copies  # Imports FSDP2.
+
+    live, ledger, world = virtual.tracer.live, virtual.tracer.ledger, _get_default_group
+
+    def renamed(name: str, num_parameters: int) -> None:
+        one = ledger.collectives[-1]
+        ledger.collectives[-1] = one._replace(name=name, num_parameters=num_parameters)
+
+    class VirtualPeers(peer_copies.PeerMemory):
+        def __init__(self, num_bytes: int, device: Any):
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.others = list(range(1, self.size))
+            ledger.peer_bytes += num_bytes
+
+        def moved(self, tensor: Tensor, place: slice) -> Tensor:
+            storage = tensor.untyped_storage()
+            index = live.index_of_storage(storage)
+            assert index is not None
+            live.resize(storage, index, 0, "moved")
+            return tensor
+
+        def received(self, gradient: Tensor, place: slice) -> Tensor:
+            length = (place.stop - place.start) // len(self.others) // gradient.element_size()
+            return gradient.flatten()[:length].expand(len(self.others), -1)
+
+        def barrier(self) -> None:
+            pass
+
+        def read(self, outputs: list[Tensor], places: list[slice]) -> None:
+            numel = sum(one.numel() for one in outputs) // self.size
+            of_one = outputs[0][:1]
+            world()._allgather_base(of_one.expand(numel * self.size), of_one.expand(numel))
+            renamed("copied_gather", len(outputs))
+
+        def write(self, gradients: list[Tensor], places: list[slice]) -> None:
+            numel = -(-sum(one.numel() for one in gradients) // self.size)
+            of_one = gradients[0].flatten()[:1]
+            whole, options = of_one.expand(numel * self.size), dist.ReduceScatterOptions()
+            world()._reduce_scatter_base(of_one.expand(numel), whole, options)
+            renamed("copied_scatter", len(gradients))
+
+    with replaced(peer_copies, "PeerMemory", VirtualPeers):
+        yield
 
 
 @contextmanager

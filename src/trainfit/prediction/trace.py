@@ -41,9 +41,9 @@ DETERMINISTIC = (
     "what other operations sort for it (experts' sums, for one) is not"
 )
 
-PROGRAM_MARGIN = 2, 2
+PROGRAM_MARGINS = (2, 2), (2, 4)
 """Layers before the first and after the last of the three that are compared, in a model compiled whole. The
-first layers to run find no buffers to reuse."""
+first layers to run find no buffers to reuse: of a backward two, or four where activations are large."""
 
 LOSS_SET = (
     'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
@@ -112,12 +112,13 @@ def _unlogged() -> Iterator[None]:
 def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
     if not trace_whole(recipe) or (shorten and recipe.compile != "model"):
-        try:
-            ledger = _trace(recipe, stage, whole=False)
-            deque(ledger.expand(), maxlen=0)
-            return ledger
-        except RepeatError:
-            pass  # The layers share more than the pattern shows: trace them all.
+        for margin in PROGRAM_MARGINS if recipe.compile == "model" else ((0, 0),):
+            try:
+                ledger = _trace(recipe, stage, whole=False, margin=margin)
+                deque(ledger.expand(), maxlen=0)
+                return ledger
+            except RepeatError:
+                pass  # The layers share more than the pattern shows: trace more, then all of them.
     return _trace(recipe, stage, whole=True)
 
 
@@ -147,7 +148,9 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
         yield stack.enter_context(rank_of(recipe, traits, prefers_cudnn=prefers_cudnn(gpu)))
 
 
-def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger:
+def _trace(
+    recipe: Recipe, stage: Stage | None = None, *, whole: bool, margin: tuple[int, int] = (0, 0)
+) -> Ledger:
     with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
@@ -170,7 +173,7 @@ def _trace(recipe: Recipe, stage: Stage | None = None, *, whole: bool) -> Ledger
                 layer_lists(model),
                 first_differs=first_differs,
                 least_period=max((one.min_repeated(recipe) for one in _applied(recipe)), default=1),
-                margin=PROGRAM_MARGIN if recipe.compile == "model" else (0, 0),
+                margin=margin,
             )
             groups.extend(found)
             virtual.tracer.ledger.repeats = repeats

@@ -8,6 +8,7 @@ from trainfit.spec.value import Bytes, PositiveInt, Value, disagreement
 
 PeakDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 LEAST_FOR_TRITON = (8, 0)
 """Compute capability of the oldest NVIDIA GPUs that Triton supports (its README, Compatibility)."""
 
@@ -38,6 +39,20 @@ class StepTimeRange(Value):
     high: PositiveFloat
     basis: str
     """Steps that the range covers."""
+
+
+class Sustained(Value):
+    """Shares of the data sheet that a GPU sustains in a training step.
+
+    A GPU without a calibration takes the calibrated one's times by the ratio of what the two sustain.
+    """
+
+    products: Share  # Of the dense 16-bit peak: large aligned products
+    mma: Share  # Of the same: kernels with Ampere's instructions, as PyTorch's flash attention
+    memory: Share  # Of the bandwidth: operations that move bytes
+    steps: StepTimeRange | None = None
+    """Published steps over those predicted with these shares; None: none were compared."""
+    source: Source
 
 
 class Cuda(NamedTuple):
@@ -76,6 +91,7 @@ class Gpu(Value):
     network: str = "ib-ndr"  # Name of the Link between hosts, one port for each GPU
     gpus_per_host: PositiveInt = 8
     step_time_range: StepTimeRange | None = None  # None: no step was measured on it
+    sustained: Sustained | None = None  # None: the same shares as the calibrated GPU's
     attention_rates_of: str = "h200"  # Its measured rates are taken, as shares of the dense peak
     price_per_hour: PositiveFloat | None = None  # US dollars, on demand, one accelerator
     price_source: Source | None = None

@@ -173,6 +173,7 @@ class Parallel(Value):
             which keeps whole gradients until then. None: True for FSDP2 without a pipeline, else False.
         prefetch: blocks that FSDP2 gathers ahead of the one that computes; None: in the forward none, in the
             backward one.
+        copy_engines: FSDP2 sends by the GPUs' copy engines, within one host, instead of by NCCL.
         virtual_stages: stages that each GPU of an interleaved pipeline holds; None: two.
     """
 
@@ -187,6 +188,7 @@ class Parallel(Value):
     bucket_mb: Annotated[float, Field(gt=0)] | None = 25.0
     sync_each_batch: bool | None = None
     prefetch: PositiveInt | None = None
+    copy_engines: bool = False
     schedule: Schedule = "1f1b"
     virtual_stages: PositiveInt | None = None
 
@@ -359,6 +361,7 @@ LATER: dict[str, Any] = {
     "parallel.bucket_mb": 25.0,
     "parallel.sync_each_batch": None,
     "parallel.prefetch": None,
+    "parallel.copy_engines": False,
     "parallel.schedule": "1f1b",
     "parallel.virtual_stages": None,
     "hardware.nodes": None,

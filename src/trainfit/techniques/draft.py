@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainfit.offload.blocks import HostBlocks
+    from trainfit.parallel.context_parallel import SequenceShards
     from trainfit.spec.pipeline import Stage
     from trainfit.spec.recipe import Recipe
 
@@ -66,6 +67,7 @@ class Draft:
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
     mesh: DeviceMesh | None = None  # The ranks, with the dimensions of recipe.mesh; None: one rank
+    sequences: SequenceShards | None = None  # The ranks that share sequences; None: each has whole ones
     stage: Stage | None = None  # The part of the model that it is; None: all of it
     before_batch: list[Callable[[bool], None]] = field(default_factory=list)
     """Called before each micro-batch; the argument is True for the last of a step."""

@@ -39,6 +39,13 @@ def test_ranks_share_a_sequences_flops_equally() -> None:
             assert share == pytest.approx(ledger(1).steady_sum(flops), rel=1e-9)
 
 
+def test_a_loss_without_all_logits_is_shared_too() -> None:
+    one, two = (trace(recipe(context, loss="fused")) for context in (1, 2))
+    assert 2 * two.steady_sum("model_flops") == pytest.approx(one.steady_sum("model_flops"), rel=1e-9)
+    with pytest.raises(InputError, match="causal mask begins at the first key"):
+        trace(recipe(2, attention="sdpa"))
+
+
 def test_keys_and_values_are_gathered_in_each_layer_and_their_gradients_scattered() -> None:
     found = ledger(2, 2)
     waited = [one for one in found.collectives if one.is_synchronous]

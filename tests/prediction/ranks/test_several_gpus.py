@@ -133,6 +133,26 @@ def test_blocks_gathered_ahead_are_alive_together() -> None:
         trace(recipe(2, parallel=Parallel(strategy="ddp", prefetch=2)))
 
 
+def test_copy_engines_take_neither_buffers_nor_communicators() -> None:
+    """Shards and the slots of two reductions are outside the allocator; what is sent is as with NCCL."""
+    plain, copied = ledger(2), trace(recipe(2, parallel=Parallel(copy_engines=True)))
+    sent = [[one.num_bytes for one in found.collectives if "gather" in one.name] for found in (plain, copied)]
+    assert sent[0] == sent[1]
+    assert {one.name for one in copied.collectives} == {"copied_gather", "copied_scatter"}
+    shards = 4 * elements(2)
+    assert shards <= copied.peer_bytes <= 3 * shards
+    peaks = [estimate(recipe(2), gpu("h200"), found).phases for found in (plain, copied)]
+    assert peaks[0].after_init == peaks[1].after_init
+    assert peaks[1].steady.optimizer <= peaks[0].steady.optimizer - shards
+    outside = [overhead_bytes(gpu("h200"), found) for found in (plain, copied)]
+    assert outside[1] < outside[0] - 800 * MIB
+    for mesh in ({"replicate": 2, "shard": 2}, {"strategy": "ddp"}):
+        with pytest.raises(InputError, match="copy_engines"):
+            trace(recipe(4, parallel=Parallel(copy_engines=True, **mesh)))
+    with pytest.raises(InputError, match="one host"):
+        trace(recipe(16, parallel=Parallel(copy_engines=True)))
+
+
 def test_replicas_reduce_their_shards() -> None:
     found = ledger(4, parallel=Parallel(replicate=2, shard=2))
     reduced = [

@@ -108,6 +108,9 @@ def test_computation_and_a_collective_beside_it_slow_each_other_down() -> None:
     late = ledger([BACKWARD] * 4 + [UPDATE], [one(3, BACKWARD, 1)])
     times = replay(late, lambda op: 1.0, lambda each: 1.0, overlap=Overlap(0.5, 0.5))
     assert (times.slowed_s, times.exposed_s) == ({}, {BACKWARD: 1.0})
+    # One of no load takes nothing.
+    light = replay(found, lambda op: 1.0, lambda each: 1.0, overlap=Overlap(0.5, 0.5), load=lambda each: 0.0)
+    assert (light.slowed_s, light.step_s) == ({}, 5.0)
 
 
 def test_what_the_host_issues_late_is_its_wait_and_not_the_collectives() -> None:

@@ -13,7 +13,8 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.attention_time import compute_share
-from trainfit.prediction.time.calibrated import Calibrated, calibrated
+from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
+from trainfit.prediction.time.op_times import ALIGNED
 from trainfit.spec.hardware import Gpu
 
 PEAK_DTYPE = {
@@ -76,7 +77,7 @@ def _seconds(op: Op, sheet: _Sheet, known: Calibrated) -> float:
     if taken_s is None:
         return _by_share(op, gpu, dtype) + launch_s
     if gpu.name != known.gpu:
-        taken_s *= max(least_s(op, gpu)) / max(least_s(op, find_gpu(known.gpu)))
+        taken_s *= max(sustained_s(op, gpu)) / max(sustained_s(op, find_gpu(known.gpu)))
     return max(taken_s * _factor(op, known.rates), launch_s)
 
 
@@ -92,7 +93,8 @@ def _factor(op: Op, rates: Rates) -> float:
 
 
 def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:
-    compute_s, move_s = least_s(op, gpu)
+    (compute_s, move_s), (compute, move) = least_s(op, gpu), _share_ratios(op, gpu)
+    compute_s, move_s = compute_s / compute, move_s / move
     if op.kernel:
         return max(compute_s / compute_share(op, gpu), move_s / UNKNOWN)
     return max(compute_s / (FP8 if dtype == "fp8" else UNKNOWN), move_s / UNKNOWN)
@@ -103,6 +105,33 @@ def least_s(op: Op, gpu: Gpu) -> tuple[float, float]:
     assert gpu.memory_bytes_per_s is not None
     peak = peak_flops_per_s(gpu, PEAK_DTYPE.get(op.dtype, "fp32"))
     return op.causal_flops / peak, op.num_bytes / gpu.memory_bytes_per_s
+
+
+def sustained_s(op: Op, gpu: Gpu) -> tuple[float, float]:
+    """Return the seconds at the rates that the GPU sustains: to compute, and to move the bytes."""
+    (compute_s, move_s), (compute, move) = least_s(op, gpu), _shares(op, gpu)
+    return compute_s / compute, move_s / move
+
+
+def _shares(op: Op, gpu: Gpu) -> tuple[float, float]:
+    """Return the shares of the peak and of the bandwidth; a GPU without own ones has the calibrated one's."""
+    reference = find_gpu(CALIBRATED).sustained
+    assert reference is not None
+    shares = gpu.sustained or reference
+    if PEAK_DTYPE.get(op.dtype, "fp32") in ("fp32", "fp64"):  # No tensor cores: nothing was compared.
+        return reference.products, shares.memory
+    return (shares.mma if _uses_mma(op) else shares.products), shares.memory
+
+
+def _uses_mma(op: Op) -> bool:
+    """Return whether a 16-bit kernel has Ampere's tensor-core instructions, on every later GPU as well."""
+    return op.kernel in ("flash", "efficient") or any(length % ALIGNED for length in op.shape[1:])
+
+
+def _share_ratios(op: Op, gpu: Gpu) -> tuple[float, float]:
+    """Return what the GPU sustains over what the calibrated one does."""
+    (compute, move), (known_compute, known_move) = _shares(op, gpu), _shares(op, find_gpu(CALIBRATED))
+    return compute / known_compute, move / known_move
 
 
 WIDER = {

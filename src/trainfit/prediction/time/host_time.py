@@ -61,7 +61,7 @@ def collective_issue_s(one: Collective, rates: HostRates) -> float:
     """Return the host's seconds to issue a collective, with all that FSDP2 does around it."""
     if not one.num_parameters:
         return rates.collective
-    if one.name == "all_gather":
+    if one.name in ("all_gather", "copied_gather"):
         return rates.unshard + one.num_parameters * rates.unshard_parameter
     return rates.reduce + one.num_parameters * rates.reduce_parameter
 

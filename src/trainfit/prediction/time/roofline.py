@@ -99,6 +99,7 @@ def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Tim
             lambda op: loop_issue_s(op, host),
         ),
         overlap=Overlap(overlap.computation, overlap.collectives),
+        load=lambda one: communication.load(one, gpu),
     )
 
 

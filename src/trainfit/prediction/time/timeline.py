@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from trainfit.ledger.ledger import Collective, Ledger, Op
+from trainfit.ledger.ledger import COPIED, Collective, Ledger, Op
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 QUEUE = 1000
@@ -43,6 +43,10 @@ class Overlap(NamedTuple):
     computation: float = 1.0
     collectives: float = 1.0
 
+    def at(self, load: float) -> "Overlap":
+        """Return the speeds beside a collective that takes this share of what a fast one takes."""
+        return Overlap(1 - load * (1 - self.computation), 1 - load * (1 - self.collectives))
+
 
 @dataclass
 class Times:
@@ -69,6 +73,7 @@ def replay(
     copy_s: Callable[[Op], float] = lambda op: 0.0,
     host: Host | None = None,
     overlap: Overlap = Overlap(),  # noqa: B008
+    load: Callable[[Collective], float] = lambda one: 1.0,
 ) -> Times:
     """Return the times of the steady step.
 
@@ -78,17 +83,19 @@ def replay(
         copy_s: seconds of a copy between the GPU and the host.
         host: None: it issues everything at once.
         overlap: speeds while computation and collectives overlap.
+        load: share of that slowdown which a collective causes, and has itself.
     """
-    return _Replay(ledger, op_s, collective_s, copy_s, host or Host(), overlap).run()
+    return _Replay(ledger, op_s, collective_s, copy_s, host or Host(), overlap, load).run()
 
 
 class _Flight:
     """An issued collective: when the host issued it, the operation that it needs, and what is left of it."""
 
-    __slots__ = ("issued_at", "left_s", "needs", "segment")
+    __slots__ = ("beside", "issued_at", "left_s", "needs", "segment")
 
-    def __init__(self, issued_at: float, needs: int, left_s: float, segment: int):
+    def __init__(self, issued_at: float, needs: int, left_s: float, segment: int, beside: Overlap):
         self.issued_at, self.needs, self.left_s, self.segment = issued_at, needs, left_s, segment
+        self.beside = beside
 
 
 class _Replay:
@@ -100,8 +107,11 @@ class _Replay:
         copy_s: Callable[[Op], float],
         host: Host,
         overlap: Overlap,
+        load: Callable[[Collective], float],
     ):
-        self.ledger, self.host, self.overlap = ledger, host, overlap
+        copied = all(one.name in COPIED for one in ledger.collectives)  # Copy engines slow nothing.
+        self.ledger, self.host, self.load = ledger, host, load
+        self.overlap = Overlap() if copied else overlap
         self.order = list(_order(ledger))
         self.num_ops = len(self.order)
         self.ops = {i: ledger.ops[i] for i in set(self.order)}
@@ -179,7 +189,8 @@ class _Replay:
         for each in self.issued.get(index, ()):
             one = self.ledger.collectives[each]
             self.host_now += self.host.collective_s(one)
-            flight = _Flight(self.host_now, self._needs(one, position), self.collective_s[each], one.segment)
+            needs, beside = self._needs(one, position), self.overlap.at(self.load(one))
+            flight = _Flight(self.host_now, needs, self.collective_s[each], one.segment, beside)
             self.flights.setdefault((one.num_ranks, one.span), deque()).append(flight)
             in_backward = self.ledger.segments[one.segment].phase == "backward"
             if one.is_synchronous or (one.begins_after < 0 and not in_backward):
@@ -282,12 +293,13 @@ class _Replay:
                     running.append((group, first))
                 else:
                     next_s = min(next_s, first.issued_at - self.now)
-        speed = self.overlap.computation if computes and running else 1.0
-        of_collectives = self.overlap.collectives if computes else 1.0
-        passed_s = min(limit_s / speed, next_s, *(one.left_s / of_collectives for _, one in running))
+        speed = min((one.beside.computation for _, one in running), default=1.0) if computes else 1.0
+        rates = [one.beside.collectives if computes else 1.0 for _, one in running]
+        ends_s = (one.left_s / rate for (_, one), rate in zip(running, rates, strict=True))
+        passed_s = min(limit_s / speed, next_s, *ends_s)
         self.now += passed_s
-        for group, one in running:
-            one.left_s -= passed_s * of_collectives
+        for (group, one), rate in zip(running, rates, strict=True):
+            one.left_s -= passed_s * rate
             if one.left_s <= LEAST_S:
                 one.left_s = 0.0
                 self.flights[group].popleft()

@@ -6,6 +6,7 @@ Shapes: b micro-batch, s sequence, e hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
@@ -34,10 +35,16 @@ def loss_of(draft: Draft, parts: LanguageHead, function: Callable[..., Tensor]) 
     from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        hidden_bse = parts.hidden(batch["input_ids"])
+        ids_bs, shards = batch["input_ids"], draft.sequences
         targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-        head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
         expected = _expected_gradient(draft)
+        if shards is None:
+            return mean(parts.hidden(ids_bs), targets_bs, expected)
+        hidden_bse = parts.hidden(shards.own(ids_bs), position_ids=shards.positions(ids_bs))
+        return shards.mean_loss(partial(mean, hidden_bse), targets_bs, expected)
+
+    def mean(hidden_bse: Tensor, targets_bs: Tensor, expected: Tensor | float) -> Tensor:
+        head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
         return function(hidden_bse.flatten(0, 1), head, targets_bs.flatten(), expected_gradient=expected)
 
     return loss

@@ -10,10 +10,8 @@ from trainfit.techniques.parallel._ranks import check_gpus, check_processes, che
 from trainfit.techniques.parallel.tensor import FAMILIES
 
 ALLOWED: dict[str, tuple[object, ...]] = {
-    "attention": ("triton",),
     "parallel.tensor": (1,),
     "parallel.replicate": (1,),
-    "loss": ("standard",),
     "loss_terms.label_smoothing": (0.0,),
     "loss_terms.z_loss": (0.0,),
     "compile": (False,),
@@ -32,6 +30,9 @@ def check(recipe: Recipe) -> None:
     if not recipe.mesh.shards_weights:
         problem = f"{recipe.mesh.strategy} does not average gradients over the ranks of a sequence"
         raise refusal(recipe, "parallel.strategy", problem, "use parallel.strategy: fsdp")
+    if recipe.attention != "triton":
+        problem = "its causal mask begins at the first key, and a rank's queries are the last of their keys"
+        raise refusal(recipe, "attention", problem, "use attention: triton with parallel.context")
     check_values(recipe, ALLOWED, "context parallel")
     config, ranks = model_config(recipe.model.config), recipe.mesh.context
     kind = config.get("model_type")
@@ -56,7 +57,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     for name, module in draft.model.named_modules():
         if name.rpartition(".")[2] in ("self_attn", "attention"):
             module.attend = shards.attend  # pyright: ignore[reportArgumentType]
-    draft.loss = shards.loss
+    draft.sequences, draft.loss = shards, shards.loss
     if recipe.model.implementation == "hf":
         # Positions that jump would be taken for packed sequences.
         draft.around_forward.append(no_packed_sequences)

@@ -17,6 +17,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "quantize": (None, "nf4", "int8"),
     "offload.weights": (False,),
     "parallel.prefetch": (None,),
+    "parallel.copy_engines": (False,),
 }
 """Field -> values that work with replicated weights."""
 TITLES = {

@@ -17,7 +17,7 @@ from trainfit.techniques.parallel._ranks import check_buckets, check_gpus, check
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "compile": (False, "block"),
@@ -41,11 +41,26 @@ COMPARED: dict[str, tuple[object, ...]] = {
     "parallel.context": (1,),
     "parallel.expert": (1, 2),
     "parallel.prefetch": (None,),
+    "parallel.copy_engines": (False,),
 }
 """Field -> values of recipes for several GPUs whose peaks were compared with measured runs."""
 MAX_TRACED_LAYERS = 64
 """Of deeper models three layers stand for all (70B over 64: -0.03 % allocated, +0.12 % reserved), and of a
 pipeline's stages (8B over 4 x 4: equal to the byte, reserved -0.3 to +0.5 %)."""
+
+
+COPIED: dict[str, tuple[object, ...]] = {
+    "precision": ("bf16", "fp32", "amp-bf16"),
+    "adapter.kind": (None,),
+    "quantize": (None,),
+    "compile": (False,),
+    "parallel.replicate": (1,),
+    "parallel.tensor": (1,),
+    "parallel.context": (1,),
+    "parallel.expert": (1,),
+    "parallel.pipeline": (1,),
+}
+"""Field -> values with which copy engines can send."""
 
 
 def check(recipe: Recipe) -> None:
@@ -57,6 +72,12 @@ def check(recipe: Recipe) -> None:
     check_gpus(recipe)
     check_values(recipe, ALLOWED, "FSDP2")
     check_buckets(recipe, "FSDP2")
+    if recipe.mesh.copy_engines:
+        check_values(recipe, COPIED, "parallel.copy_engines")
+        in_host = gpu(recipe.hardware.gpu).gpus_per_host
+        if (recipe.hardware.nodes or -(-recipe.hardware.count // in_host)) > 1:
+            problem = f"copy engines reach the {in_host} GPUs of one host"
+            raise refusal(recipe, "parallel.copy_engines", problem, "use one host, or leave it out")
     if recipe.optimizer.name == "sgd" and recipe.optimizer.implementation == "fused":
         problem = "PyTorch's fused SGD does not update shards"
         raise refusal(recipe, "optimizer.implementation", problem, "use foreach")
@@ -91,8 +112,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.before_batch.append(model.set_reshard_after_backward)
     if mesh.expert > 1:
         prefetch(blocks)
-    elif mesh.prefetch is not None:
-        _prefetch(model, blocks, mesh.prefetch)
+    elif mesh.prefetch is not None or mesh.copy_engines:
+        _prefetch(model, blocks, mesh.prefetch or 1)
+    if mesh.copy_engines:
+        _send_by_copies(model, draft)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
 
@@ -103,6 +126,18 @@ def _prefetch(model: Any, blocks: list[Any], num_ahead: int) -> None:
         following = blocks[index + 1 :] if module is not model else blocks
         module.set_modules_to_forward_prefetch(following[:num_ahead])
         module.set_modules_to_backward_prefetch(blocks[:index][::-1][:num_ahead])
+
+
+def _send_by_copies(model: FSDPModule, draft: Draft) -> None:
+    from trainfit.parallel.peer_copies import send_by_copies
+
+    gather = send_by_copies(model)
+
+    def updated(*_: Any) -> None:
+        gather.is_updated = True
+
+    draft.before_batch.append(updated)
+    draft.after_step.append(updated)
 
 
 def _with_loss(draft: Draft) -> nn.Module:
@@ -150,12 +185,13 @@ def _describe(recipe: Recipe) -> str:
         text = (
             f"{mesh.replicate} replicas of {text}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
         )
+    text += ", by copy engines" * mesh.copy_engines
     return text if mesh.prefetch is None else f"{text}, {mesh.prefetch} blocks gathered ahead"
 
 
 def _trace_whole(recipe: Recipe) -> bool:
     """Return whether every layer is traced: when a block is gathered and freed depends on its neighbours."""
-    if recipe.mesh.prefetch is not None:
+    if recipe.mesh.prefetch is not None or recipe.mesh.copy_engines:
         return True
     config = model_config(recipe.model.config)
     is_deep = int(config.get("num_hidden_layers", 0)) > MAX_TRACED_LAYERS  # pyright: ignore
@@ -177,7 +213,13 @@ TECHNIQUE = Technique(
     name="fsdp",
     order=235,
     title="Fully sharded data parallel",
-    fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward", "parallel.prefetch"),
+    fields=(
+        "parallel.shard",
+        "parallel.replicate",
+        "parallel.reshard_after_forward",
+        "parallel.prefetch",
+        "parallel.copy_engines",
+    ),
     when=lambda recipe: recipe.mesh.data_ranks * recipe.mesh.context > 1 and recipe.mesh.shards_weights,
     check=check,
     check_device=check_processes,

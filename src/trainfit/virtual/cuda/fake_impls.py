@@ -3,7 +3,7 @@
 Unknown values are zero. Errors of a GPU, such as an embedding index out of range, are raised.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -55,6 +55,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         _check_rows(args[0], args[1])
     if func is aten._grouped_mm.default:
         return _grouped_mm(args, kwargs)
+    if func in SYNC_BATCH_NORM:
+        return SYNC_BATCH_NORM[func](*args)
     if func is aten._scaled_mm.out:
         return kwargs["out"]  # From compiled code; only the functional overload has a fake kernel.
     if _only_writes_lists(func):
@@ -97,6 +99,29 @@ def _grouped_mm(args: Any, kwargs: Any) -> Tensor:
     if out.dtype == dtype:
         return out
     return torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=out.device)
+
+
+def _of_channels(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return so many statistics of the channels of ``x`` [b, c, ...], [c] each."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return tuple(torch.empty(x.shape[1], dtype=dtype, device=x.device) for _ in range(count))
+
+
+def _reduced(
+    gradient: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *_: bool
+) -> Any:
+    like = mean if weight is None else weight
+    return (*_of_channels(x, 2), torch.empty_like(like), torch.empty_like(like))
+
+
+SYNC_BATCH_NORM: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm_stats.default: lambda x, *_: _of_channels(x, 2),
+    aten.batch_norm_gather_stats_with_counts.default: lambda x, *_: _of_channels(x, 2),
+    aten.batch_norm_elemt.default: lambda x, *_: torch.empty_like(x),
+    aten.batch_norm_backward_reduce.default: _reduced,
+    aten.batch_norm_backward_elemt.default: lambda gradient, x, *_: torch.empty_like(x),
+}
+"""Operations of torch.nn.SyncBatchNorm, which have no fake kernels."""
 
 
 def _check_rows(table: Tensor, indices: Tensor) -> None:

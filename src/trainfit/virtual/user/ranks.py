@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import _dispatch, _op_schema
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainfit.spec.errors import InputError
@@ -35,7 +36,7 @@ BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 """Operations of two ranks, of which only one is traced."""
 NCCL_VERSION = (2, 28, 9)  # Of torch 2.13 for CUDA; logged only
 Objects = list[Any]
-Replacement = tuple[Any, str, Callable[..., Any]]  # Owner, name and the function in place of it
+Replacement = tuple[Any, str, Any]  # Owner, name and the function in place of it
 
 
 def set_environment(num_ranks: int, local_ranks: int) -> None:
@@ -67,6 +68,7 @@ def virtual_rank(
         for owner, name, function in (
             *_of_groups(num_ranks, tracer.notes),
             *_of_dtensor(),
+            (SyncBatchNorm, "forward", staticmethod(_with_all_counts(SyncBatchNorm.forward))),
             *_of_fsdp(steps),
             (tracer, "before_collective", _check_partner),
         ):
@@ -115,6 +117,17 @@ def _of_fsdp(steps: StepFollower) -> list[Replacement]:
         (FSDPParam, "init_unsharded_param", _unnoticed(FSDPParam.init_unsharded_param, steps)),
         *((module, STATES, _with_buffers_moved(getattr(module, STATES))) for module in modules),
     ]
+
+
+def _with_all_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let SyncBatchNorm keep the statistics of every rank, where it drops those of empty inputs."""
+
+    def forward(*args: Any) -> Any:
+        # As while a CUDA graph is captured, when values cannot be read either.
+        with replaced(torch.cuda, "is_current_stream_capturing", lambda: True):
+            return original(*args)
+
+    return forward
 
 
 def _rendezvous(num_ranks: int) -> Callable[..., Iterator[Any]]:
