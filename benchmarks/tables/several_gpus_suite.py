@@ -200,6 +200,7 @@ def scaling() -> str:
         if name == "fsdp":
             name += ", resharded" if parallel.reshard_after_forward else ", kept after forward"
             name += ", reduced once" * (parallel.sync_each_batch is False)
+            name += ", copy engines" * parallel.copy_engines
         times = [1e3 * (one.measured.step_s or 0.0) for one in (alone, several) if one.measured is not None]
         lines.append(
             [

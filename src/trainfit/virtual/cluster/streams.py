@@ -28,14 +28,15 @@ class Order:
     """What each stream has waited for. The first stream computes."""
 
     def __init__(self, tracer: Tracer):
-        self._ledger = tracer.ledger
+        self._tracer, self._ledger = tracer, tracer.ledger
         self._computes = torch.cpu.current_stream()
         self._points: dict[Any, Point] = {}
         self._host_waited_for = -1
         """Index of the last operation that the host waited for before it went on issuing."""
 
     def host_waits(self) -> None:
-        """Let the host wait for the computation: no later collective begins before."""
+        """Let the host wait for the computation, as to read a value: nothing that it issues begins before."""
+        self._tracer.count_read()
         self._host_waited_for = len(self._ledger.ops) - 1
 
     def point(self, stream: Any) -> Point:

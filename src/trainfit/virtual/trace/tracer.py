@@ -92,6 +92,10 @@ class Tracer(TorchDispatchMode):
         op = Op(name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, **self._host_calls())
         self.ledger.ops.append(op)
 
+    def count_read(self) -> None:
+        """Count a read of a value, for which the host waits."""
+        self._reads += 1
+
     def entered_graph(self) -> None:
         """Count a call of a compiled graph."""
         self._graphs += 1
@@ -128,7 +132,7 @@ class Tracer(TorchDispatchMode):
                 self._record(func, args, kwargs, out)  # The device of a virtual CPU is the host.
             return out
         if func in READS_VALUE:
-            self._reads += 1
+            self.count_read()
             return read(args[0])
         func = accumulate_in_place(func, args, kwargs)
         launched = dry_run(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None
