@@ -1,11 +1,11 @@
-"""Fit catalog/rates.toml to the measured steps that may be learned from, and print the file.
+"""Fit the rates of catalog/rates.toml to the measured steps that may be learned from, and print them.
 
-    python -m benchmarks.fit_rates [--iterations N]
+    python -m benchmarks.fit_rates [--iterations N] [--ledgers FOLDER]
 
 Weighted least squares of the logarithms of predicted over measured steps (Gauss-Newton; the derivatives are
 differences of whole predictions; a step far off weighs little). Each rate is held near its present value, as
 far as the steps say nothing of it. Held-out recipes are not read. The steps' ledgers come from the cache or
-are traced.
+are traced, or are those of a folder (benchmarks/step_time.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median, quantiles
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.step_time import measured
+from benchmarks.step_time import ledger_of, measured
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Ledger
@@ -36,6 +37,10 @@ PRIOR = 0.5
 """Standard deviation of a rate's logarithm around its present value."""
 NOISE = {False: 0.03, True: 0.08}
 """Standard deviation of a step's logarithm, by whether the host decides it: hosts differ from day to day."""
+SEVERAL_GPUS = (
+    "wrapped", "wrapped_tensor", "collective", "unshard", "unshard_parameter", "reduce", "reduce_parameter",
+)  # fmt: skip
+"""Costs of the host that steps of one GPU do not have."""
 Vector = NDArray[np.float64]
 
 
@@ -48,7 +53,7 @@ class Fit:
         data = self.base.rates.model_dump()
         self.names = [
             *(name for name, value in data.items() if isinstance(value, float)),
-            *(f"host.{name}" for name in data["host"]),
+            *(f"host.{name}" for name in data["host"] if name not in SEVERAL_GPUS),
         ]
         self.start = np.log([self._get(self.base.rates, name) for name in self.names])
 
@@ -118,12 +123,14 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--ledgers", type=Path, metavar="FOLDER")
     chosen = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from trainfit.prediction.estimate import ledger_of
-
     learned = [(recipe, took_s) for recipe, took_s in measured() if not is_held_out(recipe.id)]
-    ledgers, took = [ledger_of(recipe) for recipe, _ in learned], [took_s for _, took_s in learned]
+    ledgers, took = (
+        [ledger_of(recipe, chosen.ledgers) for recipe, _ in learned],
+        [took_s for _, took_s in learned],
+    )
     fit = Fit(ledgers, took)
     x = fit.start
     say(summary(fit.times(x), took))

@@ -1,11 +1,13 @@
 """Predict anew the step time of every recipe that was measured on one H200.
 
     python -m benchmarks.step_time results/step-time/predicted.jsonl [--jobs N] [--eager | --compiled]
+        [--ledgers FOLDER]
 
 writes a line a recipe: the expected step, its bounds and its parts, in seconds, with the commit, the library
 versions and a digest. No GPU and no network are needed. What a recipe's operations are is kept in the ledger
-cache (TRAINFIT_CACHE), so a second run takes seconds of the processor, not minutes. Recipes that cannot be
-predicted here are named, and the command then exits with 1.
+cache (TRAINFIT_CACHE), so a second run takes seconds of the processor, not minutes. With ``--ledgers``
+nothing is traced: FOLDER has each recipe's ledger, ID.json.gz, as the measured versions trace it. Recipes
+that cannot be predicted here are named, and the command then exits with 1.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.joined import SUITE, join, records
 from trainfit.catalog.load import gpu
+from trainfit.ledger.file import load
+from trainfit.ledger.ledger import Ledger
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import DIGEST, commit, digest_of
 from trainfit.spec.recipe import Recipe, is_held_out
@@ -50,15 +55,24 @@ def _order(row: tuple[Recipe, float]) -> tuple[bool, bool, str]:
     return recipe.compile is not False, is_held_out(recipe.id), recipe.id
 
 
-def predicted(content: Data) -> Data | str:
+def ledger_of(recipe: Recipe, folder: Path | None) -> Ledger:
+    """Return a recipe's ledger: that of a folder, or from the cache or a trace."""
+    if folder is not None:
+        return load(folder / f"{recipe.id}.json.gz")
+    from trainfit.prediction import estimate
+
+    return estimate.ledger_of(recipe)
+
+
+def predicted(content: Data, folder: Path | None = None) -> Data | str:
     """Return a recipe's row, or why it has none: the step's time as ``predict`` has it, memory left out."""
-    from trainfit.prediction.estimate import bounds, ledger_of
+    from trainfit.prediction.estimate import bounds
     from trainfit.prediction.time.roofline import roofline
 
     recipe = parse(Recipe, content)
     card = gpu(recipe.hardware.gpu)
     try:
-        ledger = ledger_of(recipe)
+        ledger = ledger_of(recipe, folder)
     except Exception as error:  # One recipe's failure is to be seen, and the others predicted.
         return f"{recipe.id}: {type(error).__name__}: {error}"
     found = roofline(ledger, card)
@@ -76,7 +90,7 @@ def predicted(content: Data) -> Data | str:
     return row | {DIGEST: digest_of(row)}
 
 
-def predict_all(into: Path, recipes: list[Recipe], jobs: int) -> bool:
+def predict_all(into: Path, recipes: list[Recipe], jobs: int, folder: Path | None = None) -> bool:
     """Write the rows of the recipes; return whether each has one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -86,7 +100,7 @@ def predict_all(into: Path, recipes: list[Recipe], jobs: int) -> bool:
         ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
         into.open("w", encoding="utf-8") as out,
     ):
-        rows = pool.map(predicted, [recipe.content() for recipe in recipes])
+        rows = pool.map(predicted, [recipe.content() for recipe in recipes], repeat(folder))
         for number, (recipe, row) in enumerate(zip(recipes, rows, strict=True), 1):
             if isinstance(row, str):
                 whole = False
@@ -103,6 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument(
+        "--ledgers", type=Path, metavar="FOLDER", help="their ledgers, which are not traced then"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--eager", action="store_true", help="only recipes that are not compiled")
     which.add_argument("--compiled", action="store_true", help="only recipes that are compiled")
@@ -112,7 +129,7 @@ def main() -> None:
         for recipe, _ in measured()
         if not (chosen.compiled if recipe.compile is False else chosen.eager)
     ]
-    sys.exit(0 if predict_all(chosen.out, recipes, chosen.jobs) else 1)
+    sys.exit(0 if predict_all(chosen.out, recipes, chosen.jobs, chosen.ledgers) else 1)
 
 
 if __name__ == "__main__":

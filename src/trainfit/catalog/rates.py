@@ -26,6 +26,8 @@ class HostRates(Value):
     checkpoint: Seconds  # Of a recomputed block, on top of its operations
     graph: Seconds
     read: Seconds  # Until the host goes on after it waited for a value
+    parametrized: Seconds  # PEFT computes experts' weights with their adapter, by a parametrization
+    looped: Seconds  # A product of a loop over experts
     launch: Seconds  # From a launch by the host to its start on an idle GPU
     wrapped: Seconds  # An operation on DTensors or other subclasses, in addition to the one inside
     wrapped_tensor: Seconds  # Each of its tensors
@@ -54,6 +56,7 @@ class Rates(Value):
     """Times of products, attention and other operations in a step over those alone; the host's seconds."""
 
     products: PositiveFloat
+    products_fp16: PositiveFloat
     products_fp32: PositiveFloat
     grouped: PositiveFloat  # Products of experts' tokens, whose numbers differ
     attention: PositiveFloat

@@ -121,3 +121,15 @@ def test_what_the_host_issues_late_is_its_wait_and_not_the_collectives() -> None
     assert times.step_s == pytest.approx(3.0 + 2.0 + times.idle_s)
     assert times.idle_s == pytest.approx(7.0, abs=2.0)
     assert times.issue_s == 10.0
+
+
+def test_a_loop_of_launches_begins_with_a_read_and_goes_on_at_the_hosts_pace() -> None:
+    found = ledger([FORWARD] * 3, [])
+    looped = found.ops[1]._replace(name="loop")
+    found.ops[1] = looped
+    host = Host(lambda op: 0.5, loop_s=lambda op: 4.0 if op is looped else 0.0)
+    times = replay(found, lambda op: 1.0, lambda collective: 0.0, host=host)
+    # The loop is issued when the GPU has done the first operation: 0.5 s until its first product, 4 s until
+    # its last one, and another 0.5 s until the operation after it.
+    assert times.step_s == pytest.approx(1 + 0.5 + 4 + 0.5 + 1)
+    assert times.issue_s == pytest.approx(3 * 0.5 + 4)

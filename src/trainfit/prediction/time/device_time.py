@@ -86,6 +86,8 @@ def _factor(op: Op, rates: Rates) -> float:
     if part == "products":
         if op.dtype == "float32":
             return rates.products_fp32
+        if op.dtype == "float16":
+            return rates.products_fp16
         return rates.grouped if "grouped" in op.name else rates.products
     return rates.attention if part == "attention" else rates.memory
 

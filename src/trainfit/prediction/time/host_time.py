@@ -4,6 +4,7 @@ import re
 
 from trainfit.catalog.rates import HostRates
 from trainfit.ledger.ledger import Collective, Ledger, Op
+from trainfit.prediction.time.experts import is_looped, num_groups
 
 BLOCK = re.compile(r"\.\d+(?=\.|$)")
 
@@ -50,6 +51,8 @@ class Issue:
         block_s = rates.checkpoint if id(op) in self._first else 0.0
         calls, tensors = op.wrapped
         wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
+        if "baddbmm" in op.name and op.module.endswith("base_layer"):
+            wrapped_s += rates.parametrized
         called_s = views * view_s + modules * rates.module + graphs * rates.graph
         return launch_s * bool(op.calls) + called_s + block_s + wrapped_s
 
@@ -61,3 +64,8 @@ def collective_issue_s(one: Collective, rates: HostRates) -> float:
     if one.name in ("all_gather", "copied_gather"):
         return rates.unshard + one.num_parameters * rates.unshard_parameter
     return rates.reduce + one.num_parameters * rates.reduce_parameter
+
+
+def loop_issue_s(op: Op, rates: HostRates) -> float:
+    """Return the host's seconds to issue a loop over groups' products, after the first; else 0."""
+    return (num_groups(op) - 1) * rates.looped if is_looped(op) else 0.0

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Op
+from trainfit.prediction.time.experts import is_looped, num_groups, one_group, padding
 from trainfit.spec.calibration import OpTime
 
 SHEET = "h200"
@@ -23,7 +24,8 @@ FAR = math.log(4)
 """Distance above the largest measured size from which operations less alike, but as large, count instead."""
 ALIGNED = 8
 """Elements of 16 bits: products with other sizes take slower kernels."""
-LIKE = {"float16": "bfloat16", "bfloat16": "float16"}
+BITS_16: dict[str, str] = dict.fromkeys(("float16", "bfloat16"), "16 bits")
+"""Dtypes whose rows stand for one another."""
 FIXED_S = {"product": 4e-6, "attention": 6e-6, "other": 2.5e-6}
 """Part of an operation's time that its size does not change. Each predicts rows from the others best."""
 ADDED = "baddbmm"
@@ -82,8 +84,12 @@ def work_of(op: Op | OpTime) -> float:
     A product that is bound by memory counts the FLOPs of the time that its bytes take.
     """
     if op.shape:
-        waves = _waves(op.shape) if op.dtype == "float32" and "grouped" not in _base(op) else 1.0
-        return max(_flops(op) * waves, op.num_bytes * _flops_per_byte(op.dtype))
+        more = 1.0
+        if "grouped_mm" in _base(op):
+            more = padding(op)
+        elif op.dtype == "float32":
+            more = _waves(op.shape)
+        return max(_flops(op) * more, op.num_bytes * _flops_per_byte(op.dtype))
     return _flops(op) or float(op.num_bytes)
 
 
@@ -119,37 +125,32 @@ def _bytes_per_s() -> float:
 
 def keys(op: Op | OpTime) -> Iterable[Key]:
     """Yield what rows of an operation are found by, the most exact first."""
-    base, dtypes = _base(op), (op.dtype, LIKE.get(op.dtype))
+    base, dtype = _base(op), BITS_16.get(op.dtype, op.dtype)
     if base == ADDED:
-        for dtype in dtypes:
-            yield base, dtype, op.layout
+        yield base, dtype, op.layout
         if isinstance(op, OpTime):
             return
     if op.shape:
         kind = base if "grouped" in base else "product"
         odd = op.dtype != "float32" and any(length % ALIGNED for length in op.shape[1:])
-        for dtype in dtypes:
-            yield kind, dtype, op.layout, odd
-            yield kind, dtype, odd
-            yield kind, dtype
+        yield kind, dtype, op.layout, odd
+        yield kind, dtype, odd
+        yield kind, dtype
         return
     if op.kernel:
-        for dtype in dtypes:
-            yield base, op.kernel, dtype, op.head, op.masked
-            yield base, op.kernel, dtype, op.masked
+        yield base, op.kernel, dtype, op.head, op.masked
+        yield base, op.kernel, dtype, op.masked
         return
-    for dtype in dtypes:
-        yield op.op if isinstance(op, OpTime) else op.name, dtype, op.layout
-        yield base, dtype, op.layout
-        if op.name.startswith("triton_") if isinstance(op, Op) else op.op.startswith("triton_"):
-            yield ("triton",)
-        yield base, dtype, None
-    for dtype in dtypes:
-        if base in FAMILIES:
-            yield FAMILIES[base], dtype, op.layout
-    for dtype in dtypes:
-        if not _is_list(base):
-            yield "elementwise", dtype, op.layout
+    name = op.op if isinstance(op, OpTime) else op.name
+    yield name, dtype, op.layout
+    yield base, dtype, op.layout
+    if name.startswith("triton_"):
+        yield ("triton",)
+    yield base, dtype, None
+    if base in FAMILIES:
+        yield FAMILIES[base], dtype, op.layout
+    if not _is_list(base):
+        yield "elementwise", dtype, op.layout
     yield "list" if _is_list(base) else "elementwise", None, None
 
 
@@ -177,6 +178,9 @@ class OpTimes:
 
     def seconds(self, op: Op) -> float | None:
         """Return the expected seconds of one call; None where nothing like it was measured."""
+        if is_looped(op):
+            taken_s = self.seconds(one_group(op))
+            return None if taken_s is None else num_groups(op) * taken_s
         size, known = size_of(op), [key for key in keys(op) if key in self._points]
         fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
         for key in known:

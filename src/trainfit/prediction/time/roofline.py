@@ -12,7 +12,7 @@ from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.time.calibrated import Calibrated, calibrated
 from trainfit.prediction.time.device_time import least_s, op_s, part_of
-from trainfit.prediction.time.host_time import Issue, collective_issue_s
+from trainfit.prediction.time.host_time import Issue, collective_issue_s, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
@@ -96,6 +96,7 @@ def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Tim
             host.read,
             host.launch,
             lambda one: collective_issue_s(one, host),
+            lambda op: loop_issue_s(op, host),
         ),
         overlap=Overlap(overlap.computation, overlap.collectives),
         load=lambda one: communication.load(one, gpu),

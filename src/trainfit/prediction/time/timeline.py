@@ -33,6 +33,8 @@ class Host:
     read_s: float = 0.0
     launch_s: float = 0.0
     collective_s: Callable[[Collective], float] = lambda one: 0.0
+    loop_s: Callable[[Op], float] = lambda op: 0.0
+    """Seconds to issue an operation's launches after the first; before these the host reads a value."""
 
 
 class Overlap(NamedTuple):
@@ -119,6 +121,7 @@ class _Replay:
         self.copy_s = {i: copy_s(op) for i, op in self.ops.items() if op.name in COPY_DIRECTIONS}
         self.op_s = {i: 0.0 if i in self.copy_s else op_s(op) for i, op in self.ops.items()}
         self.issue_s = {i: host.issue_s(op) for i, op in self.ops.items()}
+        self.loop_s = {i: loop_s for i, op in self.ops.items() if (loop_s := host.loop_s(op))}
         self.collective_s = [collective_s(one) for one in ledger.collectives]
         self.issued: dict[int, list[int]] = {}
         self.waited: dict[int, list[int]] = {}
@@ -152,7 +155,7 @@ class _Replay:
             for position in range(step * self.num_ops, (step + 1) * self.num_ops):
                 self._compute(position)
             self.times.step_s = self.now - began
-        self.times.issue_s = sum(self.issue_s[i] for i in self.order) + sum(
+        self.times.issue_s = sum(self.issue_s[i] + self.loop_s.get(i, 0.0) for i in self.order) + sum(
             self.host.collective_s(self.ledger.collectives[each]) * self.ledger.times(one)
             for each, one in enumerate(self.ledger.collectives)
             if one.op in self.ops
@@ -166,8 +169,7 @@ class _Replay:
         most = position + QUEUE if position + QUEUE < STEPS * self.num_ops else STEPS * self.num_ops
         while self.next < most and (self.next <= position or self.host_now <= until):
             index = self.order[self.next % self.num_ops]
-            op = self.ops[index]
-            if reads := op.host[-1]:
+            if reads := self.ops[index].host[-1] + (index in self.loop_s):
                 if self.next > position:
                     return  # It waits until the GPU has come here.
                 self.host_now = max(self.host_now, self.now) + reads * self.host.read_s
@@ -175,6 +177,7 @@ class _Replay:
                 self.host_now = self.ended_at[self.next - QUEUE]
             self.host_now += self.issue_s[index]
             self.launched_at.append(self.host_now)
+            self.host_now += self.loop_s.get(index, 0.0)
             if self.issued:
                 self._issue(self.next, index)
             self.next += 1
@@ -229,6 +232,9 @@ class _Replay:
             self._work(work_s, op.segment)
         else:
             self.now += work_s
+        if index in self.loop_s and (start := self.launched_at[position] + self.loop_s[index]) > self.now:
+            self.times.idle_s += start - self.now
+            self._pass(start)
         self.ended_at.append(self.now)
         if index in self.copy_s:
             way = COPY_DIRECTIONS[op.name]
