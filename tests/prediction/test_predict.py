@@ -228,8 +228,8 @@ def test_roofline_by_hand() -> None:
     found = roofline(Ledger(segments=segments, ops=ops), h200)
     assert found is not None
     assert found.lowest_s == pytest.approx(2e-3)
-    # What one H200 sustains: 0.65 to 0.80 of the peak. 0.75 to 0.95 of the bandwidth: a copy alone 0.90, in steps
-    # the L2 cache holds a part.
+    # What one H200 sustains: 0.65 to 0.80 of the peak; 0.75 to 0.95 of the bandwidth, as the L2 cache
+    # holds a part of a step (a copy alone: 0.90).
     assert 0.65 < 1e-3 / found.expected.matmul_s < 0.80
     assert 0.75 < 1e-3 / found.expected.memory_s < 0.95
     assert found.expected.host_s < 1e-4
