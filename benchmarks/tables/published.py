@@ -45,7 +45,7 @@ def one_host() -> str:
         "held out: within 10 %",
         "median",
         "range",
-        "other half: within 10 %",
+        "learned: within 10 %",
         "median",
     ]
     lines = [[gpu, _sources(some, content(ONE_HOST)), *_halves(some)] for gpu, some in found.items()]
