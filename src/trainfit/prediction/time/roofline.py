@@ -93,9 +93,27 @@ def step_times(ledger: Ledger, gpu: Gpu) -> Times:
 
 
 def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated) -> dict[int, float]:
-    """Return the seconds on the GPU of each entry of the steady step, by its ``id``."""
-    ops = [op for op in ledger.steady_ops if op.name not in COPY_DIRECTIONS]
-    return {id(op): op_s(op, gpu, known) for op in ops}
+    """Return the seconds on the GPU of each entry of the steady step, by its ``id``.
+
+    An operation on lists of several groups' tensors is one call: its entries share that call's seconds.
+    """
+    calls = list[list[Op]]()
+    for op in ledger.steady_ops:
+        if op.name in COPY_DIRECTIONS:
+            continue
+        if not op.calls and calls and op.name == calls[-1][0].name:
+            calls[-1].append(op)
+        else:
+            calls.append([op])
+    seconds = dict[int, float]()
+    for first, *others in calls:
+        taken_s = None
+        if others:
+            num_bytes = sum(ledger.times(op) * op.num_bytes for op in (first, *others))
+            taken_s = op_s(first._replace(num_bytes=num_bytes), gpu, known) / num_bytes if num_bytes else None
+        for op in (first, *others):
+            seconds[id(op)] = op_s(op, gpu, known) if taken_s is None else op.num_bytes * taken_s
+    return seconds
 
 
 def _issue_s(ledger: Ledger, known: Calibrated) -> dict[int, float]:
