@@ -50,7 +50,7 @@ class Issue:
         view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
         block_s = rates.checkpoint if id(op) in self._first else 0.0
         calls, tensors = op.wrapped
-        wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
+        wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor + op.in_mode * rates.in_mode
         if "baddbmm" in op.name and op.module.endswith("base_layer"):
             wrapped_s += rates.parametrized
         called_s = views * view_s + modules * rates.module + graphs * rates.graph
