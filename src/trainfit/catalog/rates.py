@@ -31,6 +31,8 @@ class HostRates(Value):
     launch: Seconds  # From a launch by the host to its start on an idle GPU
     wrapped: Seconds  # An operation on DTensors or other subclasses, in addition to the one inside
     wrapped_tensor: Seconds  # Each of its tensors
+    python_op: Seconds  # An operator implemented in Python, which launches a Triton kernel
+    python_op_backward: Seconds  # One of a backward, with the Python around it
     in_mode: Seconds  # A call that passes through a dispatch mode in Python
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release

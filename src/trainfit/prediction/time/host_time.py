@@ -37,7 +37,9 @@ class Issue:
         views, modules, graphs, _ = op.host
         backward = phase == "backward" and not op.is_update
         in_graph = op.name.startswith("triton_") or op.name.endswith(".out") or "empty_strided" in op.name
-        if in_graph:
+        if op.name.startswith("trainfit."):
+            launch_s = rates.python_op_backward if "_backward" in op.name else rates.python_op
+        elif in_graph:
             launch_s = rates.in_graph
         elif "_foreach_" in op.name:
             launch_s = rates.foreach
