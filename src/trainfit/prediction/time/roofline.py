@@ -132,7 +132,7 @@ def _slow_down(ledger: Ledger, known: Calibrated, device: dict[int, float], issu
     products_s = sum(ledger.times(op) * device[id(op)] for op in products)
     slowdown = known.rates.power.slowdown(products_s / max(busy_s, host_s)) if products_s else 1.0
     if slowdown > 1:
-        device.update((id(op), slowdown * device[id(op)]) for op in products)
+        device.update({id(op): slowdown * device[id(op)] for op in products})  # An entry may be there twice.
 
 
 def _replayed(
