@@ -73,3 +73,16 @@ def test_calls_through_a_dispatch_mode_cost_the_host() -> None:
     issued = [one.expected.issue_s for one in (roofline(selective, H200), roofline(silent, H200)) if one]
     times = sum(selective.times(op) * op.in_mode for op in selective.steady_ops)
     assert issued[0] - issued[1] == pytest.approx(times * rates().host.in_mode)
+
+
+def test_an_operator_in_python_costs_the_host_more_and_its_backward_most() -> None:
+    host = rates().host
+
+    def issued(name: str) -> float:
+        op = Op(name, "", FORWARD, NO_LAYER, 0, 0, 0, 0, 1000, "bfloat16")
+        return expected(*[op] * 5).issue_s - expected(*[op] * 4).issue_s
+
+    assert issued("aten.add.Tensor") == pytest.approx(host.forward)
+    assert issued("trainfit.own_rms_norm.default") == pytest.approx(host.python_op)
+    assert issued("trainfit.own_rms_norm_backward.default") == pytest.approx(host.python_op_backward)
+    assert host.forward < host.python_op < host.python_op_backward
