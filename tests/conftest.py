@@ -16,6 +16,12 @@ import pytest
 
 from command_worker import Worker
 
+gc.disable()  # Until all tests are collected: garbage collections during their imports take 3 s.
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -94,15 +94,19 @@ def _cell(cell: Cell) -> str:
     return f"{cell:,}" if type(cell) is int else str(cell)
 
 
+SHOWN = (1024, 2048, 8192, 16384)
+"""Lengths in the table of rates; its figure has all."""
+
+
 def attention_rates() -> str:
     """TFLOP/s of causal attention, 16 heads, bf16, forward and backward."""
     some = having(rows("flash"), {"dtype": "bf16", "heads": 16, "pass": "both"})
-    some = [row for row in in_order(some, {"head": (128, 64), "seq": ()}) if int(row.point["seq"]) <= 32768]
+    some = [row for row in in_order(some, {"head": (128, 64), "seq": ()}) if row.point["seq"] in SHOWN]
     keys = {"head": "head size", "seq": "tokens"}
     return pivot(some, keys, "body", BODIES, of_number("tflops_per_s", ".0f"))
 
 
-LENGTHS = (1024, 4096, 16384, 65536)
+LENGTHS = (1024, 16384, 65536)
 
 
 def attention_memory() -> str:

@@ -148,9 +148,15 @@ def _plain(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) or value is None else f"{value:g}"
 
 
+REPETITIONS = frozenset(
+    "memory_budget_60 fused_memory_budget_05 bf16_memory_budget_60 bf16_fused_offload_checkpoint bf16_only "
+    "bf16_checkpoint compile_block bf16_chunked_loss".split()
+)
+
+
 def memory(name: str) -> str:
     """Return memory, speed and perplexity of a sweep's rows."""
-    rows = [*sweep(name).values()]
+    rows = _without_repetitions(name)
     control = sweep(name)["control"]
     shown = _changes_of(rows, control)
     columns = [
@@ -161,6 +167,11 @@ def memory(name: str) -> str:
         *_training_columns(control),
     ]
     return _markdown(columns, rows)
+
+
+def _without_repetitions(name: str) -> list[Row]:
+    """Return the rows of a sweep without those that combine two others and show nothing new."""
+    return [row for variant, row in sweep(name).items() if variant not in REPETITIONS]
 
 
 def _memory_columns(control: Row) -> list[Column]:
@@ -202,7 +213,7 @@ HOST = Column("host GiB", lambda row: _gib(row.estimate.host_bytes or None, 2) i
 
 def ladders() -> str:
     """Return the rows of both ladders, which are the same techniques on two models."""
-    rows = list(sweep(LADDERS["Llama"]).values())
+    rows = _without_repetitions(LADDERS["Llama"])
     columns = [NAME]
     for title, name in LADDERS.items():
         found = [ALLOCATED, *_training_columns(sweep(name)["control"])]

@@ -73,22 +73,17 @@ def _bytes(one: Measurement) -> int:
 
 
 def first_choices() -> str:
-    """Return a row a model and limit."""
-    rows = []
+    """Return a row a model and kind of training: under each limit the speed, memory and share of the best."""
+    limits = sorted({one.cap_gib for one in choices()})
+    rows: dict[str, dict[int, str]] = {}
     for one in choices():
-        speed = f"{one.first.tokens_per_s:,.0f}" if one.first and one.first.tokens_per_s else NOTHING
-        if not one.fits:
-            speed = "nothing fits"
-        memory = f"{_bytes(one.first) / GIB:.1f}" if one.first and one.first.status == "done" else NOTHING
-        rows.append([
-            f"{one.goal.model}, {one.goal.tune}", str(one.cap_gib), memory, str(len(one.within)), speed,
-            f"{one.best:,.0f}" if one.best else NOTHING, NOTHING if one.share is None else f"{one.share:.1%}",
-        ])  # fmt: skip
-    titles = [
-        "model, training", "limit, GiB", "first choice, GiB", "recipes measured within",
-        "first choice, tokens/s", "fastest, tokens/s", "share",
-    ]  # fmt: skip
-    return markdown_grid(titles, rows, is_number=[False, *[True] * 6])
+        cell = NOTHING if one.fits else "nothing fits"
+        if one.first and one.first.tokens_per_s and one.share is not None:
+            memory = _bytes(one.first) / GIB
+            cell = f"{one.first.tokens_per_s:,.0f}; {memory:.1f}; {one.share:.1%} of {len(one.within)}"
+        rows.setdefault(f"{one.goal.model}, {one.goal.tune}", {})[one.cap_gib] = cell
+    cells = [[name, *(found.get(limit, NOTHING) for limit in limits)] for name, found in rows.items()]
+    return markdown_grid(["model, training", *(f"{limit} GiB" for limit in limits)], cells)
 
 
 def trainer_rows() -> list[dict[str, Any]]:

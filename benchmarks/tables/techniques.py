@@ -131,22 +131,14 @@ def _key(recipe: Recipe) -> str:
 
 def measured() -> str:
     """Memory, step time and perplexity with each technique, against the same recipe without it."""
-    rows = [["(reference)", "", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
+    rows = [["(reference)", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
     for one in effects():
         own = as_yaml(differences(one.recipe, ALL[one.technique].fields))
         needed = as_yaml(ALL[one.technique].needs)
         cells = _cells(one.with_it, one, one.perplexity)
         recipe = f"`{own}`" + (f" over `{needed}`" if needed else "")
-        rows.append([TITLES[one.technique], recipe, *cells])
-    heads = [
-        "technique",
-        "in a recipe",
-        "allocated, GiB",
-        "device, GiB",
-        "step, ms",
-        "perplexity",
-    ]
-    return markdown_grid(heads, rows, num_text=2)
+        rows.append([recipe, *cells])
+    return markdown_grid(["technique", "allocated, GiB", "device, GiB", "step, ms", "perplexity"], rows)
 
 
 def _cells(held: Measurement, effect: Effect | None, perplexity: float | None) -> list[str]:

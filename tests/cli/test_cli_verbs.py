@@ -73,6 +73,15 @@ def test_does_not_fit_says_by_how_much_and_a_price_is_taken(capsys: Captured) ->
     assert "3.50 $ an hour" in out
 
 
+@pytest.mark.parametrize("verb", ["predict", "explain"])
+def test_short_options_set_fields(verb: str, capsys: Captured) -> None:
+    short = ["--gpu", "h200", "--count", "2", "--seq", "64"]
+    fields = ["hardware.gpu=h200", "hardware.count=2", "batch.seq=64"]
+    long = [word for field in fields for word in ("--set", field)]
+    assert as_json([verb, "tiny-cpu", *short], capsys) == as_json([verb, "tiny-cpu", *long], capsys)
+    assert main([verb, "tiny-cpu", "--seq", "1"]) == 2
+
+
 @pytest.mark.slow
 def test_a_gib_budget_is_planned_and_the_plan_can_be_written_out(capsys: Captured) -> None:
     more = ["--set", "batch.micro=16"]

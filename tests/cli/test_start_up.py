@@ -8,10 +8,13 @@ import sys
 import pytest
 
 import trainfit
+from tiny_recipe import TINY_LLAMA
 from trainfit.ledger.ledger import RepeatError
 from trainfit.virtual.compile.forked import begin
 
 FIELDS = {"gpu": "h200", "seq": 256}
+PLAIN = {"model_type": "trainfit", "position_embedding": "learned", "gated_mlp": False, "hidden_act": "relu"}
+SMALL = {"model": {"config": TINY_LLAMA | PLAIN, "implementation": "native"}, "compile": "block"}
 SCRIPT = f"""
 import json, sys
 from trainfit.prediction import start_up
@@ -62,7 +65,7 @@ def counted(function):
     forks.append(function)
     return begin(function)
 generate.begin = counted
-estimate = trainfit.predict("gpt2", use_cache=False, compile="block", **{FIELDS})
+estimate = trainfit.predict({SMALL}, use_cache=False, gpu="h200", seq=32)
 print(json.dumps([estimate.model_dump(mode="json"), len(forks)]))
 """
 
@@ -73,7 +76,7 @@ def test_code_generated_in_a_fork_is_the_same() -> None:
     assert done.returncode == 0, done.stderr
     estimate, num_forks = json.loads(done.stdout)
     assert num_forks == 1  # The forward's; equal blocks are compiled once.
-    expected = trainfit.predict("gpt2", use_cache=False, compile="block", **FIELDS)
+    expected = trainfit.predict(SMALL, use_cache=False, gpu="h200", seq=32)
     assert estimate == json.loads(json.dumps(expected.model_dump(mode="json")))
 
 

@@ -4,6 +4,7 @@ Run as a program: a request a line on standard input, an answer a line on standa
 imports makes a case cost what the command itself does. The parent starts no thread, so forks are safe.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -21,8 +22,8 @@ MEMORY_BYTES = 10**9  # Address space that a command may take in addition to tha
 
 IMPORTS = (
     "numpy", "peft", "torch", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama", "trainfit.prediction.estimate", "trainfit.prediction.trace",
-    "trainfit.training.loop",
+    "transformers.models.llama.modeling_llama", "trainfit.api.calls", "trainfit.cli.main",
+    "trainfit.prediction.estimate", "trainfit.prediction.trace", "trainfit.training.loop",
 )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def _serve() -> None:
     for module in IMPORTS:
         importlib.import_module(module)
     sys.modules["torch"].set_num_threads(1)
+    gc.freeze()  # A collection in a fork would copy all of this memory.
     for line in sys.stdin:
         answers.write(json.dumps(_ending(json.loads(line))) + "\n")
         answers.flush()

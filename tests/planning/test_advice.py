@@ -7,8 +7,8 @@ import pytest
 import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
-from trainfit.planning.advice import first_fitting, more_gpus
-from trainfit.planning.combinations import MARGIN
+from trainfit.planning.advice import changes_that_fit, first_fitting, more_gpus
+from trainfit.planning.combinations import MARGIN, Goal
 from trainfit.planning.estimates import Estimates
 from trainfit.spec.plan import Advice
 
@@ -28,7 +28,9 @@ def test_what_is_named_holds_the_recipe() -> None:
         again = trainfit.predict(one.as_recipe())
         assert again.fits
         assert again.peak_device_bytes == one.estimate.peak_device_bytes
-        assert again.tokens_per_s == pytest.approx(one.estimate.tokens_per_s)
+        # Of several micro-batches two are traced, and the others taken to be like the second.
+        rel = 0.02 if one.as_recipe().batch.accumulate > 2 else 1e-6
+        assert again.tokens_per_s == pytest.approx(one.estimate.tokens_per_s, rel=rel)
         assert one.as_recipe().batch.tokens == large.recipe.batch.tokens
     order = [(bool(one.numerics), -(one.estimate.tokens_per_s or 0)) for one in found.changes]
     assert order == sorted(order)
@@ -37,6 +39,17 @@ def test_what_is_named_holds_the_recipe() -> None:
     bound = large.peak_device_bytes / (1 - MARGIN)
     smaller = [row for row in gpus().values() if bound <= row.usable_bytes < found.gpu.estimate.device_bytes]
     assert all(row.vendor != "nvidia" or "bf16" not in row.peak_flops_per_s for row in smaller)
+
+
+def test_where_no_single_change_is_enough_two_together_are_named() -> None:
+    deep = {"model": {"config": LLAMA | {"num_hidden_layers": 16}}, "batch": {"seq": 49152}}
+    large = trainfit.predict({**deep, "hardware": {"gpu": "rtx-4090", "count": 4}})
+    assert not large.fits
+    with Estimates(0) as estimates:
+        found = changes_that_fit(large.recipe, large, Goal(vary=("recompute", "parallel")), estimates)
+        assert estimates.num_traced <= 5
+    assert ("recompute: full", "parallel.tensor: 2") in [one.changes for one in found]
+    assert all(one.estimate.fits for one in found)
 
 
 def test_the_state_of_a_model_is_shared_by_more_gpus() -> None:
@@ -60,9 +73,10 @@ def test_the_command_prints_it_after_the_prediction(
     words = ["predict", "gpt2", "--gpu", "t4", "--set", "batch.micro=64"]
     assert main([*words, "--check"]) == 1
     text = capsys.readouterr().out
-    assert (
-        text.index("DOES NOT FIT") < text.index("What would fit") < text.index("no single change is enough")
-    )
+    parts = [
+        text.index(one) for one in ("DOES NOT FIT", "What would fit", "none of the changes tried is enough")
+    ]
+    assert parts == sorted(parts)
     for more, is_there in (([], False), (["--advice"], True)):
         assert main([*words, "--json", *more]) == 0
         assert ("advice" in json.loads(capsys.readouterr().out)) is is_there

@@ -159,7 +159,7 @@ def test_the_changes_that_fit_keep_the_tokens_of_a_step() -> None:
     whole = predict(large).peak_device_bytes
     with Estimates(0) as estimates:
         goal = Goal(memory_bytes=whole - 4 * MIB, margin=0.0, vary=VARIED)
-        found = changes_that_fit(large, goal, estimates)
+        found = changes_that_fit(large, predict(large), goal, estimates)
     assert found
     for one in found:
         changed = one.as_recipe()

@@ -24,7 +24,7 @@ from trainfit.spec.result import Estimate
 
 Captured = pytest.CaptureFixture[str]
 LLAMA = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3,
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "vocab_size": 4096, "tie_word_embeddings": False,
 }  # fmt: skip

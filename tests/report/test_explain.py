@@ -17,7 +17,7 @@ from trainfit.report.console import broken
 from trainfit.spec.recipe import Batch, Optimizer, Recipe
 from trainfit.spec.result import CATEGORIES, Explanation
 
-LAYERS = 6
+LAYERS = 5
 ROUNDING = 512
 
 

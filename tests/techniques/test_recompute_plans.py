@@ -153,7 +153,7 @@ def budget(recipe: Recipe, num_bytes: float) -> Recipe:
     ("recipe", "shares"),
     [
         (DEEP, (0.6, 0.3)),
-        (recipe_of(DEEP.model.config, "hf", batch=DEEP.batch, adapter=LORA), (0.5,)),
+        (DEEP.model_copy(update={"adapter": LORA}), (0.5,)),
     ],
     ids=["all weights", "lora"],
 )

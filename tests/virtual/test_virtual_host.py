@@ -92,6 +92,7 @@ def test_where_factories_and_moves_put_tensors() -> None:
     with on_h200():
         on_host = [torch.tensor(0.0), torch.zeros(3), torch.arange(3, device="cpu"), torch.tensor([1, 2])]
         on_device = [torch.zeros(3, device=CPU), torch.tensor(1.0, device=CPU), torch.zeros(3).to(CPU)]
+        on_device.append(torch.zeros(3).to(on_device[0]))
         with CPU:
             on_device.append(torch.zeros(3))
         assert all(is_host(t) for t in on_host)

@@ -20,11 +20,13 @@ def run(
     other: Annotated[str | None, Argument(metavar="[OTHER]", help="A second recipe to compare with.")] = None,
     settings: Settings = None,
     gpu: GpuOption = None,
+    count: options.Count = None,
+    seq: options.Seq = None,
     top: Annotated[int, Option(min=1, metavar="N", help="Number of holders, the largest first.")] = 15,
     json: Json = False,
 ) -> None:
-    """Show what holds memory at a recipe's peak. Needs no GPU. --set and --gpu change both recipes."""
-    settings = options.with_hardware(settings, gpu, None)
+    """Show what holds memory at a recipe's peak. Needs no GPU. Options change both recipes."""
+    settings = options.with_fields(settings, gpu, count, seq)
     names = [recipe] if other is None else [recipe, other]
     requested = [options.read_recipe(name, settings) for name in names]
     from trainfit.api.planned import planned

@@ -55,6 +55,10 @@ SET_HELP = "Set a recipe's field, such as batch.micro=8."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)]
 GPU_HELP = "Same as --set hardware.gpu=NAME."
 GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
+Count = Annotated[
+    int | None, typer.Option("--count", min=1, metavar="N", help="Same as --set hardware.count=N.")
+]
+Seq = Annotated[int | None, typer.Option("--seq", min=2, metavar="S", help="Same as --set batch.seq=S.")]
 PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
 Price = Annotated[
     float | None, typer.Option("--price", metavar="USD", min=0, callback=finite, help=PRICE_HELP)
@@ -74,10 +78,18 @@ RECORD_HELP = "Append the result to this SQLite file."
 RecordFile = Annotated[Path | None, typer.Option("--record", metavar="FILE", help=RECORD_HELP)]
 
 
-def with_hardware(settings: list[str] | None, gpu: str | None, price: float | None) -> list[str]:
-    """Return the values of ``--set`` with those of ``--gpu`` and ``--price``."""
+def with_fields(
+    settings: list[str] | None,
+    gpu: str | None,
+    num_gpus: int | None,
+    seq: int | None,
+    price: float | None = None,
+) -> list[str]:
+    """Return the values of ``--set`` with those of ``--gpu``, ``--count``, ``--seq`` and ``--price``."""
     # JSON text is YAML text: a name with a colon or a hash in it stays one value.
     more = [f"hardware.gpu={json_format.dumps(gpu)}"] if gpu is not None else []
+    more += [f"hardware.count={num_gpus}"] if num_gpus is not None else []
+    more += [f"batch.seq={seq}"] if seq is not None else []
     more += [f"hardware.price_per_hour={price}"] if price is not None else []
     return [*(settings or []), *more]
 

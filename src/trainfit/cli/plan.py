@@ -29,8 +29,8 @@ HEADER = "# Written by trainfit plan"
 def run(
     recipe: RecipeArgument,
     gpu: options.GpuOption = None,
-    count: Annotated[int | None, Option(min=1, metavar="N", help="Same as --set hardware.count=N.")] = None,
-    seq: Annotated[int | None, Option(min=2, metavar="S", help="Same as --set batch.seq=S.")] = None,
+    count: options.Count = None,
+    seq: options.Seq = None,
     tokens_per_step: Annotated[
         float | None, Option(metavar="N", parser=options.count, help=STEP_HELP)
     ] = None,
@@ -59,9 +59,7 @@ def run(
     Fields given with --set stay as they are; every other field may vary.
     """
     given = [setting.partition("=")[0].strip() for setting in settings or []]
-    settings = options.with_hardware(settings, gpu, price)
-    settings += [f"hardware.count={count}"] if count is not None else []
-    settings += [f"batch.seq={seq}"] if seq is not None else []
+    settings = options.with_fields(settings, gpu, count, seq, price)
     requested = options.read_recipe(recipe, settings)
     path = OUT if out is None and not json else out
     if path is not None:

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from trainfit.cli import options
-from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings, count
+from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings
 from trainfit.prediction.start_up import import_little
 from trainfit.spec.errors import InputError
 
@@ -29,8 +29,10 @@ def run(
     recipe: RecipeArgument,
     settings: Settings = None,
     gpu: Annotated[str | None, Option(metavar="NAME[,NAME]", help=GPUS_HELP)] = None,
+    count: options.Count = None,
+    seq: options.Seq = None,
     price: options.Price = None,
-    tokens: Annotated[float | None, Option(metavar="N", parser=count, help=TOKENS_HELP)] = None,
+    tokens: Annotated[float | None, Option(metavar="N", parser=options.count, help=TOKENS_HELP)] = None,
     calibration: options.CalibrationFile = None,
     json: Json = False,
     record: RecordFile = None,
@@ -48,7 +50,7 @@ def run(
     names = [None] if gpu is None else list(dict.fromkeys(map(str.strip, gpu.split(","))))
     several = len(names) > 1
     found: list[Prediction | InputError] = []
-    given = [options.with_hardware(settings, name, price) for name in names]
+    given = [options.with_fields(settings, name, count, seq, price) for name in names]
     requested = [options.read_recipe(recipe, one) for one in given]
     import_little(compiles=any(one.compile for one in requested))
     with using(calibration):

@@ -21,6 +21,7 @@ def host_environment(device: str) -> Environment:
     return Environment(
         device=device,
         device_bytes=host_bytes(),
+        cpu=cpu_name(),
         torch=installed_version("torch") or "absent",
         transformers=installed_version("transformers"),
         python=platform.python_version(),

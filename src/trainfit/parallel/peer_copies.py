@@ -26,14 +26,14 @@ ALIGN = 256
 """Bytes between the beginnings of tensors in shared memory."""
 
 
-class Places:
-    """Consecutive places of tensors in shared memory, in bytes."""
+class Regions:
+    """Consecutive regions of tensors in shared memory, in bytes."""
 
     def __init__(self, begin: int = 0):
         self.end = begin
 
     def take(self, num_bytes: int) -> slice:
-        """Return the place of a tensor of so many bytes."""
+        """Return the region of a tensor of so many bytes."""
         begin = self.end
         self.end += -(-num_bytes // ALIGN) * ALIGN
         return slice(begin, begin + num_bytes)
@@ -56,17 +56,17 @@ class PeerMemory:
         else:
             self._of = _shared_files(num_bytes)
 
-    def moved(self, tensor: Tensor, place: slice) -> Tensor:
+    def moved(self, tensor: Tensor, region: slice) -> Tensor:
         """Return the tensor as one in this memory."""
-        return self.at(self.rank, place, tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self.at(self.rank, region, tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def at(self, rank: int, place: slice, dtype: torch.dtype) -> Tensor:
-        """Return what a rank has at a place, one-dimensional."""
-        return self._of[rank][place].view(dtype)
+    def at(self, rank: int, region: slice, dtype: torch.dtype) -> Tensor:
+        """Return what a rank has at a region, one-dimensional."""
+        return self._of[rank][region].view(dtype)
 
-    def received(self, gradient: Tensor, place: slice) -> Tensor:
+    def received(self, gradient: Tensor, region: slice) -> Tensor:
         """Return this rank's part of a gradient as it came from each other rank, [others, elements]."""
-        return self.at(self.rank, place, gradient.dtype).view(len(self.others), -1)
+        return self.at(self.rank, region, gradient.dtype).view(len(self.others), -1)
 
     def barrier(self) -> None:
         """Let the current stream wait until those of all ranks come here."""
@@ -75,20 +75,20 @@ class PeerMemory:
         else:
             self._handle.barrier(channel=0)
 
-    def read(self, outputs: list[Tensor], places: list[slice]) -> None:
-        """Copy what every rank has at each place into the output's rows, [ranks, ...]."""
-        for output, place in zip(outputs, places, strict=True):
+    def read(self, outputs: list[Tensor], regions: list[slice]) -> None:
+        """Copy what every rank has at each region into the output's rows, [ranks, ...]."""
+        for output, region in zip(outputs, regions, strict=True):
             rows = output.view(self.size, -1)
             for rank in (*self.others, self.rank):
-                rows[rank].copy_(self.at(rank, place, output.dtype), non_blocking=True)
+                rows[rank].copy_(self.at(rank, region, output.dtype), non_blocking=True)
 
-    def write(self, gradients: list[Tensor], places: list[slice]) -> None:
-        """Copy each rank's part of the gradients into its memory: place [i] is of the i-th other rank."""
-        for gradient, place in zip(gradients, places, strict=True):
-            length = (place.stop - place.start) // len(self.others) // gradient.element_size()
+    def write(self, gradients: list[Tensor], regions: list[slice]) -> None:
+        """Copy each rank's part of the gradients into its memory: region [i] is of the i-th other rank."""
+        for gradient, region in zip(gradients, regions, strict=True):
+            length = (region.stop - region.start) // len(self.others) // gradient.element_size()
             for rank in self.others:
                 part = gradient.flatten()[rank * length : (rank + 1) * length]
-                at = self.at(rank, place, gradient.dtype).view(len(self.others), length)
+                at = self.at(rank, region, gradient.dtype).view(len(self.others), length)
                 at[(self.rank - rank) % self.size - 1][: part.numel()].copy_(part, non_blocking=True)
 
 
@@ -114,7 +114,7 @@ class PeerGather(_fsdp_collectives.DefaultAllGather):
 
     def __init__(self, model: FSDPModule):
         self._model, self._memory = model, None
-        self._places: dict[Any, slice] = {}
+        self._regions: dict[Any, slice] = {}
         self.is_updated = True
         """The shards have changed since the last gather."""
 
@@ -135,19 +135,19 @@ class PeerGather(_fsdp_collectives.DefaultAllGather):
             if self.is_updated:
                 self._memory.barrier()
                 self.is_updated = False
-            self._memory.read(outputs, [self._places[one] for one in params])
+            self._memory.read(outputs, [self._regions[one] for one in params])
             return Gathered(outputs[0][:0], stream.record_event(), None, [], [], [])
 
     def _moved(self, device: torch.device) -> PeerMemory:
-        places = Places()
+        regions = Regions()
         for group in param_groups(self._model):
             for one in group.fsdp_params:
-                self._places[one] = places.take(one._sharded_param_data.nbytes)
-        memory = PeerMemory(places.end, device)
+                self._regions[one] = regions.take(one._sharded_param_data.nbytes)
+        memory = PeerMemory(regions.end, device)
         with torch.no_grad():
-            for one, place in self._places.items():
+            for one, region in self._regions.items():
                 local = one.sharded_param._local_tensor
-                one._sharded_param_data = memory.moved(one._sharded_param_data, place)
+                one._sharded_param_data = memory.moved(one._sharded_param_data, region)
                 local.data = one._sharded_param_data[: local.numel()].view(local.shape)
         return memory
 
@@ -164,7 +164,7 @@ class PeerReduceScatter(_fsdp_collectives.DefaultReduceScatter):
         self._slot_bytes = self._num_called = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an output; of the input, asked for first, only the gradients in it are needed."""
+        """Return an output; of the input, allocated first, only the gradients in it are needed."""
         self._num_called += 1
         is_input = self._num_called % 2 == 1
         return torch.empty(0 if is_input else size, dtype=dtype, device=device)
@@ -172,20 +172,20 @@ class PeerReduceScatter(_fsdp_collectives.DefaultReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:  # pyright: ignore
         memory = self._memory = self._memory or self._slots(output_tensor.device)
         gradients: list[Tensor] = input_tensor.gradients  # pyright: ignore[reportAttributeAccessIssue]
-        sent, places = len(memory.others), Places(self._slot_bytes * (self._num_called // 2 % 2))
+        sent, regions = len(memory.others), Regions(self._slot_bytes * (self._num_called // 2 % 2))
         rows = [-(-one.shape[0] // memory.size) for one in gradients]
         lengths = [row * one[:1].numel() for row, one in zip(rows, gradients, strict=True)]
         where = [
-            places.take(sent * length * one.element_size())
+            regions.take(sent * length * one.element_size())
             for length, one in zip(lengths, gradients, strict=True)
         ]
         memory.write(gradients, where)
         memory.barrier()
         begin = 0
-        for gradient, length, place in zip(gradients, lengths, where, strict=True):
+        for gradient, length, region in zip(gradients, lengths, where, strict=True):
             own = gradient.flatten()[memory.rank * length : (memory.rank + 1) * length]
             mean = output_tensor[begin : begin + own.numel()]
-            for number, part in enumerate(memory.received(gradient, place)):
+            for number, part in enumerate(memory.received(gradient, region)):
                 # The mean so far is of number + 1 ranks.
                 before = mean if number else own
                 torch.lerp(before, part[: own.numel()], 1 / (number + 2), out=mean)
@@ -194,10 +194,10 @@ class PeerReduceScatter(_fsdp_collectives.DefaultReduceScatter):
     def _slots(self, device: torch.device) -> PeerMemory:
         size, most = dist.get_world_size(), 0
         for group in param_groups(self._model):
-            places = Places()
+            regions = Regions()
             for one in group.fsdp_params:
-                places.take((size - 1) * one._sharded_param_data.nbytes)
-            most = max(most, places.end)
+                regions.take((size - 1) * one._sharded_param_data.nbytes)
+            most = max(most, regions.end)
         self._slot_bytes = most
         return PeerMemory(2 * most, device)
 
@@ -206,7 +206,7 @@ def send_by_copies(model: FSDPModule) -> PeerGather:
     """Let the collectives of an FSDP2 model, over all ranks, be copies; blocks must be gathered ahead.
 
     Returns:
-        the gathers, to be told of updates of the shards.
+        the gathers, which updates of the shards are reported to.
     """
     _choose_by_comm()
     gather, reduce_scatter = PeerGather(model), PeerReduceScatter(model)

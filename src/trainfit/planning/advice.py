@@ -1,14 +1,18 @@
 """The changes with which a recipe that is too large fits, and the GPUs on which it does."""
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.load import gpus, model_config
+from trainfit.catalog.load import gpus
 from trainfit.planning.assembly import found as as_found
-from trainfit.planning.combinations import MARGIN, Combinations, Goal, Key
+from trainfit.planning.combinations import MARGIN, Combinations, Goal, Key, Traced
 from trainfit.planning.estimates import Estimates, Request, Result
-from trainfit.planning.space import OWN_FAMILY, changed
+from trainfit.planning.expected import TOLERANCE, Expected, expected
+from trainfit.planning.space import OWN_FAMILY, Option, agree, changed
 from trainfit.prediction.device_overhead import COMMUNICATOR_BYTES, NCCL_BYTES
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
@@ -18,11 +22,12 @@ from trainfit.spec.result import Estimate
 
 MOST_CHANGES = 3
 TRIES = 2
-"""Kinds of GPU, and numbers of GPUs, that are predicted at most."""
-LOGITS_BYTES = 14
-"""Most bytes that a logit holds at once: its value, its fp32 copy, log-softmax and gradient."""
-LAST = "offload"
-"""Options of these fields wait for the host: traced only where fewer others than wanted fit."""
+"""Kinds of GPU, numbers of GPUs, and changes that may not be enough, that are predicted at most."""
+FULL = '"full"'
+ENOUGH = 2
+"""Changes from which none is traced that is expected not to be enough, and none together with another."""
+MOST_OF_FAMILY = 2
+"""Options of one technique, such as two and four tensor-parallel ranks, that are named at most."""
 
 
 def advise(recipe: Recipe, found: Estimate, estimates: Estimates) -> Advice:
@@ -35,7 +40,7 @@ def advise(recipe: Recipe, found: Estimate, estimates: Estimates) -> Advice:
         InputError: as ``planning.search.plan``.
     """
     return Advice(
-        changes=tuple(changes_that_fit(recipe, Goal(), estimates, most=MOST_CHANGES, at_peak=found)),
+        changes=tuple(changes_that_fit(recipe, found, Goal(), estimates)),
         gpu=first_fitting(recipe, _larger_gpus(recipe, found), estimates),
         gpus=first_fitting(recipe, more_gpus(recipe, found), estimates),
     )
@@ -76,7 +81,10 @@ def first_fitting(recipe: Recipe, several: Iterable[dict[str, object]], estimate
             other = changed(recipe, values)
         except InputError:
             return None
-        (result,) = estimates.of([Request(other)])
+        (result,) = estimates.of([Request(other, exact=False)])
+        at = result.estimate
+        if at is not None and abs(at.headroom_bytes) < MARGIN * at.device_bytes:
+            (result,) = estimates.of([Request(other)])
         if (one := _found(result, values)) is not None:
             return one
     return None
@@ -91,20 +99,113 @@ def _found(result: Result, values: dict[str, object]) -> Found | None:
     return Found(recipe=result.recipe.content(), changes=changes, numerics=(), estimate=estimate)
 
 
-def changes_that_fit(
-    recipe: Recipe, goal: Goal, estimates: Estimates, *, most: int = 3, at_peak: Estimate | None = None
-) -> list[Found]:
-    """Return the recipe with one change each that fits; empty: none is enough.
+class Change(NamedTuple):
+    """One change of a recipe; None: as the recipe has it."""
 
-    Those that keep the mathematics come first, of these the fastest. A change is another level of
-    recomputation, a smaller micro-batch with as many more of them, or one option of a technique. Options that
-    are slow to trace, and other models, are not tried. Where full recomputation fits in the GPU's memory, so
-    does ``fit``, which is faster.
+    option: Option | None = None
+    level: str | None = None
+    batch: tuple[int, int] | None = None
+
+    @property
+    def family(self) -> str:
+        """Of two changes of one family there is at most one in a recipe."""
+        return self.option.family if self.option else "recompute" if self.level else "batch"
+
+
+Changes = tuple[Change, ...]
+
+
+class _Search:
+    """Traces changes of one recipe until enough of them fit.
 
     Args:
+        own: the recipe's own prediction.
+    """
+
+    def __init__(self, combinations: Combinations, own: Estimate, most: int):
+        self.combinations, self.own, self.most = combinations, own, most
+        self.fitting: list[Found] = []
+        self.alone: dict[Change, Traced] = {}
+        """Changes that were traced alone."""
+        self._families: Counter[str] = Counter()
+
+    def key(self, changes: Changes) -> Key:
+        """Return the combination of changes."""
+        space, batch = self.combinations.space, self.combinations.recipe.batch
+        chosen = [one.option for one in changes if one.option]
+        level = next((one.level for one in changes if one.level), space.levels[0])
+        micro, count = next((one.batch for one in changes if one.batch), (batch.micro, batch.accumulate))
+        return tuple(one for one in space.options if one in chosen), level, micro, count
+
+    def expected(self, changes: Changes) -> Expected | None:
+        """Return what the recipe is expected to take with changes; None: no less, or they are refused."""
+        key = self.key(changes)
+        if agree(key[0]) is None:
+            return None
+        before, own = self.combinations.recipe, self.own
+        for found in map(self.alone.get, changes):
+            at = found and found.result.estimate
+            if found and at and at.peak_device_bytes < own.peak_device_bytes:
+                before, own = found.result.recipe, at
+        try:
+            one = expected(before, own, self.combinations.recipe_of(*key))
+        except InputError:
+            return None
+        is_less = one.device_bytes < own.peak_device_bytes
+        return one if is_less and one.host_bytes <= self.combinations.host_bytes else None
+
+    def trace(self, several: Iterable[Changes]) -> None:
+        """Trace those that are expected to be enough, the fastest first, and a few that may be."""
+        usable = self.combinations.usable_bytes
+        found = [(changes, one) for changes in several if (one := self.expected(changes)) is not None]
+        ranked = [each for each in found if TOLERANCE * each[1].device_bytes <= usable]
+        numerics = {
+            changes: sum(bool(one.option and one.option.numerics) for one in changes) for changes, _ in ranked
+        }
+        ranked.sort(key=lambda each: (numerics[each[0]], each[1].time_ratio, each[1].device_bytes))
+        for changes, one in ranked:
+            if one.device_bytes <= usable and len(self.fitting) < self.most:
+                self._trace(changes)
+        doubtful = sorted(
+            (one.device_bytes, at) for at, (_, one) in enumerate(ranked) if one.device_bytes > usable
+        )
+        for _, at in doubtful[:TRIES]:
+            if len(self.fitting) < ENOUGH:
+                self._trace(ranked[at][0])
+
+    def _trace(self, changes: Changes) -> None:
+        families = [one.family for one in changes if one.option]
+        if any(self._families[each] >= MOST_OF_FAMILY for each in families):
+            return
+        (one,) = self.combinations.trace([self.key(changes)])
+        if isinstance(one, InputError):
+            return
+        if len(changes) == 1:
+            self.alone[changes[0]] = one
+        if not self.combinations.fits(one):
+            return
+        recipe, estimates = self.combinations.recipe, self.combinations.estimates
+        self.fitting.append(as_found(recipe, one))
+        self._families.update(families)
+        if self.combinations.goal.memory_bytes is None and changes == (Change(level=FULL),):
+            (result,) = estimates.of([Request(recipe.model_copy(update={"recompute": "fit"}))])
+            self.fitting += filter(None, [_found(result, {"recompute": "fit"})])
+
+
+def changes_that_fit(
+    recipe: Recipe, own: Estimate, goal: Goal, estimates: Estimates, *, most: int = MOST_CHANGES
+) -> list[Found]:
+    """Return the recipe with changes that fit: one each, or two where hardly any single one is enough.
+
+    Those that keep the mathematics come first, of these the fastest. A change is another level of
+    recomputation, a smaller micro-batch with as many more of them, or one option of a technique. Only what is
+    expected to be enough is traced (``expected``). Options that are slow to trace, and other models, are not
+    tried. Where full recomputation fits in the GPU's memory, so does ``fit``, which is faster.
+
+    Args:
+        own: the recipe's own prediction.
         goal: limits; without ``tokens_per_step`` the recipe's own tokens are kept.
-        most: number of changes returned.
-        at_peak: the recipe's own prediction: changes that cannot free enough of it are not traced.
+        most: number of recipes returned.
 
     Raises:
         InputError: as ``planning.search.plan``.
@@ -112,45 +213,22 @@ def changes_that_fit(
     if goal.tokens_per_step is None:
         goal = Goal(**{**vars(goal), "tokens_per_step": recipe.batch.tokens * recipe.mesh.data_ranks})
     combinations = Combinations(recipe, goal, estimates)
+    search, usable = _Search(combinations, own, most), combinations.usable_bytes
     micro, count = recipe.batch.micro, recipe.batch.accumulate
-    own = combinations.space.levels[0]
-    smaller = [each for each in combinations.batches(()) if each[0] < micro]
-    keys: list[Key] = [((), level, micro, count) for level in combinations.space.levels[1:]]
-    keys += [((), own, *each) for each in {*smaller[:1], *smaller[-1:]}]
-    for option in combinations.space.options:
-        if not option.is_slow and option.family != OWN_FAMILY:
-            keys.append(((option,), own, micro, count))
-    if at_peak is not None:
-        keys = [key for key in keys if _frees(combinations, key, at_peak)]
-    fitting: list[Found] = []
-    for last in (False, True):
-        if len(fitting) < most:
-            combinations.trace(
-                [key for key in keys if any(LAST in option.family for option in key[0]) is last]
-            )
-            traced = combinations.traced.values()
-            fitting = [as_found(recipe, one) for one in traced if combinations.fits(one)]
-    if goal.memory_bytes is None and ("recompute: full",) in [one.changes for one in fitting]:
-        (result,) = estimates.of([Request(recipe.model_copy(update={"recompute": "fit"}))])
-        fitting += [one] if (one := _found(result, {"recompute": "fit"})) is not None else []
-    return sorted(fitting, key=lambda one: (bool(one.numerics), -(one.estimate.tokens_per_s or 0)))[:most]
-
-
-def _frees(combinations: Combinations, key: Key, at_peak: Estimate) -> bool:
-    """Return whether a change may free what is missing: False where a bound of what it frees is below."""
-    options, level, micro, _ = key
-    held, batch = at_peak.breakdown, combinations.recipe.batch
-    config = model_config(combinations.recipe.model.config)
-    bounds = {
-        "loss": LOGITS_BYTES * batch.micro * batch.seq * config.get("vocab_size", 2**20),
-        "optimizer.name": 0.75 * held.optimizer,
-        "optimizer.in_backward": held.gradients,
-    }
-    fields = {field for option in options for field, _ in option.values}
-    if not fields <= bounds.keys() or level != combinations.space.levels[0] or micro != batch.micro:
-        return True
-    if at_peak.peak_phase.endswith("optimizer"):
-        return True  # The update's own memory counts too.
-    unused = at_peak.peak_reserved_bytes - at_peak.peak_allocated_bytes
-    missing = at_peak.peak_device_bytes - combinations.usable_bytes
-    return sum(bounds[field] for field in fields) + unused >= missing
+    dividing = [
+        each for each in combinations.batches(()) if each[0] < micro and each[0] * each[1] == micro * count
+    ]
+    smaller = [Change(batch=each) for each in dividing]
+    enough = [one for one in smaller if (found := search.expected((one,))) and found.device_bytes <= usable]
+    changes = [Change(level=each) for each in combinations.space.levels[1:]]
+    changes += dict.fromkeys([*smaller[:1], *enough[-1:]])
+    options = [one for one in combinations.space.options if not one.is_slow and one.family != OWN_FAMILY]
+    changes += [Change(option=each) for each in options]
+    search.trace((one,) for one in changes)
+    if len(search.fitting) < ENOUGH:
+        known = search.alone
+        lacking = [one for one in changes if one not in known or not combinations.fits(known[one])]
+        pairs = itertools.combinations(lacking, 2)
+        search.trace((one, other) for one, other in pairs if one.family != other.family)
+    fitting = sorted(search.fitting, key=lambda one: (bool(one.numerics), -(one.estimate.tokens_per_s or 0)))
+    return fitting[:most]

@@ -88,27 +88,27 @@ def _peers(virtual: VirtualGpu) -> Iterator[None]:
             self.others = list(range(1, self.size))
             ledger.peer_bytes += num_bytes
 
-        def moved(self, tensor: Tensor, place: slice) -> Tensor:
+        def moved(self, tensor: Tensor, region: slice) -> Tensor:
             storage = tensor.untyped_storage()
             index = live.index_of_storage(storage)
             assert index is not None
             live.resize(storage, index, 0, "moved")
             return tensor
 
-        def received(self, gradient: Tensor, place: slice) -> Tensor:
-            length = (place.stop - place.start) // len(self.others) // gradient.element_size()
+        def received(self, gradient: Tensor, region: slice) -> Tensor:
+            length = (region.stop - region.start) // len(self.others) // gradient.element_size()
             return gradient.flatten()[:length].expand(len(self.others), -1)
 
         def barrier(self) -> None:
             pass
 
-        def read(self, outputs: list[Tensor], places: list[slice]) -> None:
+        def read(self, outputs: list[Tensor], regions: list[slice]) -> None:
             numel = sum(one.numel() for one in outputs) // self.size
             of_one = outputs[0][:1]
             world()._allgather_base(of_one.expand(numel * self.size), of_one.expand(numel))
             renamed("copied_gather", len(outputs))
 
-        def write(self, gradients: list[Tensor], places: list[slice]) -> None:
+        def write(self, gradients: list[Tensor], regions: list[slice]) -> None:
             numel = -(-sum(one.numel() for one in gradients) // self.size)
             of_one = gradients[0].flatten()[:1]
             whole, options = of_one.expand(numel * self.size), dist.ReduceScatterOptions()

@@ -91,7 +91,7 @@ def show_advice(advice: Advice, out: Console | None = None) -> None:
     gpus = [one for one in (advice.gpu, advice.gpus) if one is not None]
     rows(out, map(_advised, (*advice.changes, *gpus)), "right", "right", "wrap")
     if not advice.changes:
-        out.print("  no single change is enough; trainfit plan looks for several", soft_wrap=True)
+        out.print("  none of the changes tried is enough; trainfit plan tries more", soft_wrap=True)
 
 
 def _advised(one: Found) -> list[str]:

@@ -19,6 +19,7 @@ class Environment(Value):
 
     device: str  # Name of the GPU, or of the CPU
     device_bytes: Bytes
+    cpu: str | None = None  # The host's: it decides the time of small steps. Older records lack it
     driver: str | None = None
     torch: str
     cuda: str | None = None

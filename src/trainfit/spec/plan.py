@@ -82,7 +82,7 @@ class Advice(Value):
     """Ways to make a recipe fit that does not: changes of it, a larger GPU, more GPUs."""
 
     changes: tuple[Found, ...]
-    """One change each: those that keep the mathematics first, of these the fastest."""
+    """One change each, or two: those that keep the mathematics first, of these the fastest."""
     gpu: Found | None
     """The same recipe on the smallest GPU of the catalog that holds it; None: none does."""
     gpus: Found | None

@@ -254,7 +254,7 @@ KEPT = [
 
 @pytest.mark.parametrize(("code", "compiled", "recompute", "again"), KEPT, ids=str)
 def test_recomputation_can_keep_attention(code: str, compiled: Any, recompute: Any, again: bool) -> None:
-    config = {"num_hidden_layers": 2}
+    config = {"num_hidden_layers": 1}
     ledger = attention_trace(code, recompute=recompute, compile=compiled, config=config)
     assert bool(ops_named(ledger, FORWARD_OP, "backward")) == again
     assert ops_named(ledger, BACKWARD_OP, "backward")

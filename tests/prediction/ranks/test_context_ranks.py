@@ -14,7 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.techniques import registry
 
-LAYERS, MICRO, SEQ = 3, 2, 1024
+LAYERS, MICRO, SEQ = 2, 2, 1024
 KEYS = 4 * 2 * MICRO * SEQ * 2 * 8
 """Bytes in fp32 of a layer's keys and values: two key-value heads of 8 elements."""
 

@@ -18,7 +18,7 @@ from trainfit.spec.recipe import Adapter, Hardware, Parallel, Recipe
 from trainfit.spec.units import MIB
 from trainfit.techniques import registry
 
-LAYERS, HIDDEN, FEATURES, EXPERTS, CHOSEN, TOKENS = 4, 32, 48, 8, 2, 32
+LAYERS, HIDDEN, FEATURES, EXPERTS, CHOSEN, TOKENS = 2, 32, 48, 8, 2, 32
 EXPERTS_BYTES = 4 * EXPERTS * 3 * HIDDEN * FEATURES
 """Bytes of a layer's experts in fp32."""
 PAIRS_BYTES = 4 * TOKENS * CHOSEN * HIDDEN

@@ -80,15 +80,15 @@ def test_seconds_and_memory_of_the_command(tmp_path: Path) -> None:
     assert later.printed == first.printed
 
 
-@pytest.mark.parametrize(("implementation", "most_calls"), [("hf", 2_800_000), ("native", 1_900_000)])
+@pytest.mark.parametrize(("implementation", "most_calls"), [("hf", 2_200_000), ("native", 1_500_000)])
 def test_layers_cost_little(implementation: str, most_calls: int) -> None:
-    """40 layers: 2.3 and 1.5 million calls with torch 2.13; each further layer costs 27,000 and 16,000."""
+    """20 layers; each further one costs 27,000 and 16,000 calls with torch 2.13."""
     predict(tiny_recipe(implementation), use_cache=False)  # Imports are not the prediction's.
-    recipe = tiny_recipe(implementation, 40)
+    recipe = tiny_recipe(implementation, 20)
     traced, calls = counted_calls.of(lambda: predict(recipe, use_cache=False))
     cached, cached_calls = counted_calls.of(predict, recipe)
     assert calls < most_calls
-    assert cached_calls < 700_000  # The steady step is replayed twice at least.
+    assert cached_calls < 450_000  # The steady step is replayed twice at least.
     assert cached == traced
 
 

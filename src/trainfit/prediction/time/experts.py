@@ -25,7 +25,7 @@ def is_looped(op: Op | OpTime) -> bool:
 
 
 def num_groups(op: Op | OpTime) -> int:
-    """Return the number of a product's groups; a sum over tokens tells it by the bytes that it writes."""
+    """Return the number of a product's groups; a sum over tokens shows it by the bytes that it writes."""
     batch, m, n, k = op.shape
     if batch > 1:
         return batch

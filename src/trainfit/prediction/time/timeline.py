@@ -44,7 +44,7 @@ class Overlap(NamedTuple):
     collectives: float = 1.0
 
     def at(self, load: float) -> "Overlap":
-        """Return the speeds beside a collective that takes this share of what a fast one takes."""
+        """Return the speeds during a collective that takes this share of what a fast one takes."""
         return Overlap(1 - load * (1 - self.computation), 1 - load * (1 - self.collectives))
 
 
@@ -91,11 +91,11 @@ def replay(
 class _Flight:
     """An issued collective: when the host issued it, the operation that it needs, and what is left of it."""
 
-    __slots__ = ("beside", "issued_at", "left_s", "needs", "segment")
+    __slots__ = ("issued_at", "left_s", "needs", "segment", "speeds")
 
-    def __init__(self, issued_at: float, needs: int, left_s: float, segment: int, beside: Overlap):
+    def __init__(self, issued_at: float, needs: int, left_s: float, segment: int, speeds: Overlap):
         self.issued_at, self.needs, self.left_s, self.segment = issued_at, needs, left_s, segment
-        self.beside = beside
+        self.speeds = speeds
 
 
 class _Replay:
@@ -189,8 +189,8 @@ class _Replay:
         for each in self.issued.get(index, ()):
             one = self.ledger.collectives[each]
             self.host_now += self.host.collective_s(one)
-            needs, beside = self._needs(one, position), self.overlap.at(self.load(one))
-            flight = _Flight(self.host_now, needs, self.collective_s[each], one.segment, beside)
+            needs, speeds = self._needs(one, position), self.overlap.at(self.load(one))
+            flight = _Flight(self.host_now, needs, self.collective_s[each], one.segment, speeds)
             self.flights.setdefault((one.num_ranks, one.span), deque()).append(flight)
             in_backward = self.ledger.segments[one.segment].phase == "backward"
             if one.is_synchronous or (one.begins_after < 0 and not in_backward):
@@ -293,8 +293,8 @@ class _Replay:
                     running.append((group, first))
                 else:
                     next_s = min(next_s, first.issued_at - self.now)
-        speed = min((one.beside.computation for _, one in running), default=1.0) if computes else 1.0
-        rates = [one.beside.collectives if computes else 1.0 for _, one in running]
+        speed = min((one.speeds.computation for _, one in running), default=1.0) if computes else 1.0
+        rates = [one.speeds.collectives if computes else 1.0 for _, one in running]
         ends_s = (one.left_s / rate for (_, one), rate in zip(running, rates, strict=True))
         passed_s = min(limit_s / speed, next_s, *ends_s)
         self.now += passed_s

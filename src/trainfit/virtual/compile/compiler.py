@@ -64,7 +64,7 @@ class VirtualCompiler:
             RepeatError: Dynamo captured each layer separately, so that its limit of graphs matters, or the
                 graph of a model that is compiled whole does not hold all layers.
         """
-        repeating = sum(any(kernel.place for kernel in program.kernels) for program in self._programs)
+        repeating = sum(any(kernel.position for kernel in program.kernels) for program in self._programs)
         if self.layers is not None and (self.num_graphs, repeating) != (1, 2):
             raise RepeatError("the layers are not in one graph")
         if self.num_graphs > 2 * len(self._signatures):

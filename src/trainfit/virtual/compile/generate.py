@@ -16,7 +16,7 @@ from torch import fx
 
 from trainfit.virtual.compile.cuda_device import as_cuda, move_graph, moved_tensor
 from trainfit.virtual.compile.forked import begin, can_fork
-from trainfit.virtual.compile.unrolled import Layers, Place, planned_as_whole
+from trainfit.virtual.compile.unrolled import Layers, Position, planned_as_whole
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
 
@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
     """All its operations recompute the forward in the backward."""
     node: str | None = None
     """The graph's node of an extern kernel."""
-    place: Place | None = None
+    position: Position | None = None
     """In a program of repeated layers, where the kernel runs; None: outside the repeated layers."""
 
 
@@ -102,13 +102,13 @@ def _stopping_at_the_source(
     from torch._inductor.virtualized import V
 
     kernels: list[Kernel] = []
-    places: dict[Any, Place] = {}
+    positions: dict[Any, Position] = {}
     enter_context = Scheduler.enter_context
 
     def entered(self: Any, node: Any) -> None:
         enter_context(self, node)
         V.graph.wrapper_code.writeline(f"{AT}({len(kernels)})")
-        kernels.append(_kernel(node, V.graph.is_backward)._replace(place=places.get(node)))
+        kernels.append(_kernel(node, V.graph.is_backward)._replace(position=positions.get(node)))
 
     def source_only(graph: Any) -> Any:
         def write() -> tuple[str, tuple[Kernel, ...]]:
@@ -134,7 +134,7 @@ def _stopping_at_the_source(
         stack.enter_context(replaced(fx.GraphModule, "print_readable", lambda *_, **__: ""))
         if layers is not None:
             part_of = partial(_part_of, layers=layers)
-            places = stack.enter_context(planned_as_whole(part_of, layers.times))
+            positions = stack.enter_context(planned_as_whole(part_of, layers.times))
         yield
 
 

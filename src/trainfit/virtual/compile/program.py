@@ -91,9 +91,9 @@ class Program:
         """Return the scope of the program's layer and of the last module that a fused kernel belongs to."""
         within = f".{kernel.modules[-1]}" if kernel.modules else ""
         path, group = (self._base.path + within).removeprefix("."), self._base.group
-        if kernel.place is not None:
-            part = kernel.place.part
-            path = slice_path(*kernel.place)
+        if kernel.position is not None:
+            part = kernel.position.part
+            path = slice_path(*kernel.position)
             group = part if FIRST <= part <= LAST else group
         return self._base._replace(
             module=(self._base.module + within).removeprefix("."), path=path, group=group,

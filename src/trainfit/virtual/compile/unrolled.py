@@ -29,7 +29,7 @@ class Layers(NamedTuple):
     """Groups that the middle one stands for."""
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where the program runs a kernel."""
 
     part: int
@@ -39,20 +39,20 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterator[dict[Any, Place]]:
+def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterator[dict[Any, Position]]:
     """Order kernels, and reuse their buffers, as Inductor does in the whole model.
 
     Args:
         part_of: scheduled node -> FIRST, MIDDLE, LAST or None.
         times: slices that the middle one stands for.
     Yields:
-        the place of each node of a slice, filled when a graph is scheduled.
+        the position of each node of a slice, filled when a graph is scheduled.
     """
     from torch._inductor import memory
 
     reorder: Any = memory.reorder_for_peak_memory
     estimate: Any = memory.estimate_peak_memory
-    places: dict[Any, Place] = {}
+    positions: dict[Any, Position] = {}
     whole: list[tuple[int, list[int]]] = []
 
     def ordered(nodes: list[Any], buffers: Any, fused: Any, inputs: Any, outputs: Any) -> list[Any]:
@@ -74,7 +74,7 @@ def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterat
         for at in range(starts[0] % length, len(folded) - length + 1, length):
             number = (at - starts[0]) // length
             part = number if is_forward else FIRST + LAST - number
-            places.update({node: Place(part, n) for n, node in enumerate(folded[at : at + length])})
+            positions.update({node: Position(part, n) for n, node in enumerate(folded[at : at + length])})
         return folded
 
     def estimated(nodes: list[Any], *args: Any) -> tuple[int, list[int]]:
@@ -85,7 +85,7 @@ def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterat
         replaced(memory, "reorder_for_peak_memory", ordered),
         replaced(memory, "estimate_peak_memory", estimated),
     ):
-        yield places
+        yield positions
 
 
 def _slices(nodes: Sequence[Any], parts: dict[Any, int | None]) -> list[list[Any]]:
@@ -154,7 +154,7 @@ class _Unrolled:
         times: int,
     ):
         self._slices, self._times = slices, times
-        self._place = {
+        self._position = {
             node: (number, position) for number, one in enumerate(slices) for position, node in enumerate(one)
         }
         start, length = nodes.index(slices[0][0]), len(slices[0])
@@ -225,14 +225,14 @@ class _Unrolled:
         """Return what is equal for equal nodes of each copy."""
         if node.copy == OUTSIDE:
             return node, 0
-        return self._place[node.origin][1], node.copy - copy
+        return self._position[node.origin][1], node.copy - copy
 
     def _add(self, node: Any, copy: int) -> None:
-        copy = copy if node in self._place else OUTSIDE
+        copy = copy if node in self._position else OUTSIDE
         self._stand_ins[node, copy] = _Node(node, copy)
 
     def _slice_of(self, node: Any) -> int | None:
-        return self._place[node][0] if node in self._place else None
+        return self._position[node][0] if node in self._position else None
 
     def _copies(self, home: int | None) -> Iterable[int]:
         """Return the copies of what belongs to a slice."""
@@ -253,9 +253,9 @@ class _Unrolled:
 
     def _earlier(self, other: Any, home: int | None, copy: int) -> _Node:
         """Return the stand-in that a node of slice ``home`` depends on in its copy."""
-        if other not in self._place:
+        if other not in self._position:
             return self._stand_ins[other, OUTSIDE]
-        number, position = self._place[other]
+        number, position = self._position[other]
         if home is None:
             return self._at(position, next(iter(self._copies(number))))
         if home - number not in (0, 1):
@@ -264,14 +264,14 @@ class _Unrolled:
 
     def _home(self, users: Iterable[Any]) -> int | None:
         """Return the slice that an input belongs to; None: to none, or to all."""
-        places = [self._place.get(user) for user in users]
-        numbers = {position: set[int]() for _, position in filter(None, places)}
-        for number, position in filter(None, places):
+        positions = [self._position.get(user) for user in users]
+        numbers = {position: set[int]() for _, position in filter(None, positions)}
+        for number, position in filter(None, positions):
             numbers[position].add(number)
         shared = all(len(found) == len(self._slices) for found in numbers.values())
         if shared or any(user in self._before for user in users):
             return None
-        return min(number for number, _ in filter(None, places))
+        return min(number for number, _ in filter(None, positions))
 
     def _lifetime(self, lifetime: Any, home: int | None, copy: int) -> Any:
         """Return a buffer's planning info with the stand-ins of its users."""
@@ -285,12 +285,12 @@ class _Unrolled:
     def _users(self, users: Iterable[Any], home: int | None, copy: int) -> Iterator[_Node]:
         by_position: dict[int, set[int]] = {}
         for user in users:
-            if user not in self._place:
+            if user not in self._position:
                 if home in (0, 1):
                     raise RepeatError("what a layer makes is used outside the layers")
                 yield self._stand_ins[user, OUTSIDE]
                 continue
-            number, position = self._place[user]
+            number, position = self._position[user]
             if home is None:
                 by_position.setdefault(position, set()).add(number)
             elif number - home not in (0, 1):

@@ -148,4 +148,4 @@ def carried_values(t: Tensor) -> Tensor | None:
 def _names_device(args: Any, kwargs: Any) -> bool:
     if kwargs.get("device") is not None:
         return True
-    return any(isinstance(value, torch.device | str) for value in args)
+    return any(isinstance(value, torch.device | str | FakeTensor) for value in args)

@@ -1,6 +1,6 @@
 """Scratch memory that CUDA kernels allocate, and outputs whose size on CUDA differs from a fake CPU tensor's.
 
-The rules follow PyTorch's source, listed in docs/internals/sources.md; each module registers its own. An
+The rules follow PyTorch's source, summed up in docs/internals/sources.md; each module registers its own. An
 operation without a rule takes no scratch.
 """
 
