@@ -264,7 +264,7 @@ class Ledger:
                 s = self.storages[index]
                 yield LiveEvent(kind, (index, 1), s.num_bytes, s.category, segment, index)
             return
-        yield from _Expansion(self).events()
+        yield from _Expansion(self).events()  # A list: generators of each event take twice as long.
 
 
 class _Expansion:
@@ -292,20 +292,23 @@ class _Expansion:
         self.at_end: set[str] = set()
         """Paths of a compiled program's middle slice that were freed with the model's ends, in one copy."""
 
-    def events(self) -> Iterator[LiveEvent]:
+    def events(self) -> list[LiveEvent]:
         self._check_forwards()
+        found: list[LiveEvent] = []
         run: list[Event] = []
         before = NO_LAYER
         for event in self.ledger.events:
             if run and event.group != run[0].group:
-                yield from self._run(run, before)
+                self._run(run, before, found)
                 before = run[0].group if run[0].group != NO_LAYER else before
                 run = []
             run.append(event)
-        yield from self._run(run, before)
+        self._run(run, before, found)
         self._check_frees()
+        return found
 
-    def _run(self, run: list[Event], before: int) -> Iterator[LiveEvent]:
+    def _run(self, run: list[Event], before: int, found: list[LiveEvent]) -> None:
+        """Append the copies of events of one group."""
         group = run[0].group if run else NO_LAYER
         copies = range(self._end(group), self._end(group) + 1)
         segment = run[0].segment if run else NO_LAYER
@@ -315,9 +318,17 @@ class _Expansion:
             copies = range(1, self.repeats[run_of(group)] + 1)
             if before == group + 1:  # The backward visits layers in reverse.
                 copies = copies[::-1]
+        stored = [(event, self.ledger.storages[event.storage]) for event in run]
         for copy in copies:
-            for event in run:
-                yield from self._at(event, copy)
+            for event, s in stored:
+                if event.kind == ALLOCATE:
+                    key = (event.storage, copy)
+                    self.live.add(key)
+                    found.append(
+                        LiveEvent(ALLOCATE, key, s.num_bytes, s.category, event.segment, event.storage)
+                    )
+                else:
+                    self._free(event, s, copy, found)
 
     def _end(self, group: int) -> int:
         """Return the copy number of a group that is no middle group."""
@@ -325,13 +336,7 @@ class _Expansion:
             return -1
         return 0 if part_of(group) == FIRST else self.repeats[run_of(group)] + 1
 
-    def _at(self, event: Event, copy: int) -> Iterator[LiveEvent]:
-        s = self.ledger.storages[event.storage]
-        if event.kind == ALLOCATE:
-            key = (event.storage, copy)
-            self.live.add(key)
-            yield LiveEvent(ALLOCATE, key, s.num_bytes, s.category, event.segment, event.storage)
-            return
+    def _free(self, event: Event, s: Storage, copy: int, found: list[LiveEvent]) -> None:
         for key in self._freed(event, s, copy):
             if key not in self.live:
                 if part_of(event.group) == MIDDLE and s.group == NO_LAYER:
@@ -339,7 +344,7 @@ class _Expansion:
                 raise RepeatError(f"{s.path} is freed twice")
             self.live.remove(key)
             owner = self.ledger.storages[key[0]]
-            yield LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0])
+            found.append(LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0]))
 
     def _freed(self, event: Event, s: Storage, copy: int) -> list[tuple[int, int]]:
         number = self.slice_of[event.storage]

@@ -6,6 +6,7 @@ transformers (5.17 and later) initialises on the current ``torch.device``, and s
 import copy
 import difflib
 import inspect
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, remote_code_keys, remote_code_refused
 from trainfit.models.deferred_init import is_deferred
+from trainfit.models.few_blocks import outlined
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.spec.errors import InputError
 from trainfit.virtual.trace.exclusive import replaced
@@ -55,7 +57,12 @@ def build_hf(
     # Imports the model's module here: a tensor that a module creates would stay on the device in force.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
-        with _initialised_on_meta() if is_deferred() else nullcontext(), torch.device(device):
+        num_layers = int(getattr(hf_config.get_text_config(), "num_hidden_layers", 0) or 0)
+        with (
+            _initialised_on_meta() if is_deferred() else nullcontext(),
+            outlined(_block_class(type(hf_config)), num_layers),
+            torch.device(device),
+        ):
             options = {"dtype": dtype, "trust_remote_code": False, **chosen}
             model = AutoModelForCausalLM.from_config(hf_config, **options)
     except BAD_CONFIG as error:
@@ -70,6 +77,17 @@ def build_hf(
         model.loss_type = "ForCausalLM"
         setattr(model, LOSS_SET, True)
     return model.train()
+
+
+def _block_class(kind: type) -> type[nn.Module] | None:
+    """Return the class of the decoder blocks, by a configuration's class; None: not exactly one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    names = getattr(model, "_no_split_modules", None) or ()
+    found = [getattr(sys.modules[model.__module__], name, None) for name in names]
+    blocks = [one for one in found if isinstance(one, type) and issubclass(one, nn.Module)]
+    return blocks[0] if len(blocks) == 1 else None
 
 
 def _initialised_on_meta() -> AbstractContextManager[None]:

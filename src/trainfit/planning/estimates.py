@@ -229,7 +229,7 @@ def _update_s(ledger: Ledger, recipe: Recipe) -> float:
 
 def _expected_work(request: Request) -> int:
     recipe = request.recipe
-    slow = 8 * bool(recipe.compile) + 3 * recipe.plans_recompute
+    slow = 8 * bool(recipe.compile) + 3 * recipe.plans_recompute + 2 * recipe.offload.weights
     return slow + min(3, recipe.batch.accumulate) + bool(recipe.hardware.count > 1 and request.exact)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.ledger.ledger import Segment
+from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import layer_lists
 from trainfit.planning.block_profile import (
     AFTER,
@@ -87,11 +88,19 @@ def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
     costs: dict[tuple[int, str], Cost] = {}
     first = 0
     while True:
-        found = _Traced(recipe, levels, first).probe()
+        found = _probed(recipe, levels, first)
         costs = found.costs = costs | found.costs
         if all((kind, level) in costs for kind in found.kinds for level in levels):
             return found
         first += 1
+
+
+def _probed(recipe: Recipe, levels: Sequence[str], first: int) -> Probe:
+    try:
+        with few_blocks(lambda number, _: number < len(levels) + 2):
+            return _Traced(recipe, levels, first).probe()
+    except OutlinesLeftError:
+        return _Traced(recipe, levels, first).probe()
 
 
 class _Traced:
@@ -136,6 +145,7 @@ class _Traced:
             self.virtual.tracer.live.forget(
                 t for block in removed for t in (*block.parameters(), *block.buffers())
             )
+        check_no_outlines(list(blocks))
         self.times_update = trained / max(1, _num_trained(model))
         self.traced = self.kinds[: len(blocks)]
         self.chosen = self._assign()

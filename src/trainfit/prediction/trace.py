@@ -16,6 +16,7 @@ from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
+from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import layer_lists
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
@@ -23,6 +24,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.value import canonical_json
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique
@@ -148,9 +150,36 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
         yield stack.enter_context(rank_of(recipe, traits, prefers_cudnn=prefers_cudnn(gpu)))
 
 
+_kept: dict[str, frozenset[int]] = {}
+"""Structure of a model that is shortened -> the numbers of the blocks that are traced."""
+
+
 def _trace(
     recipe: Recipe, stage: Stage | None = None, *, whole: bool, margin: tuple[int, int] = (0, 0)
 ) -> Ledger:
+    if whole:
+        return _trace_blocks(recipe, stage, whole=True, margin=margin)
+    content = recipe.content()
+    for name in ("batch", "loss", "optimizer", "seed"):
+        del content[name]
+    structure = canonical_json([content, margin, stage])
+    numbers = _kept.get(structure)
+
+    def is_kept(number: int, num_blocks: int) -> bool:
+        if numbers is not None:
+            return number in numbers
+        return number < 2 + margin[0] or number >= num_blocks - 1 - margin[1]  # All blocks may be alike.
+
+    try:
+        with few_blocks(is_kept):
+            return _trace_blocks(recipe, stage, whole=False, margin=margin)
+    except OutlinesLeftError as left:
+        numbers = _kept[structure] = left.numbers
+    with few_blocks(is_kept):
+        return _trace_blocks(recipe, stage, whole=False, margin=margin)
+
+
+def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: tuple[int, int]) -> Ledger:
     with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
@@ -175,6 +204,7 @@ def _trace(
                 least_period=max((one.min_repeated(recipe) for one in _applied(recipe)), default=1),
                 margin=margin,
             )
+            check_no_outlines([block for _, blocks in layer_lists(model) for block in blocks])
             groups.extend(found)
             virtual.tracer.ledger.repeats = repeats
             if recipe.compile == "model" and found:

@@ -80,9 +80,9 @@ def test_seconds_and_memory_of_the_command(tmp_path: Path) -> None:
     assert later.printed == first.printed
 
 
-@pytest.mark.parametrize(("implementation", "most_calls"), [("hf", 2_200_000), ("native", 1_500_000)])
+@pytest.mark.parametrize(("implementation", "most_calls"), [("hf", 1_950_000), ("native", 1_400_000)])
 def test_layers_cost_little(implementation: str, most_calls: int) -> None:
-    """20 layers; each further one costs 27,000 and 16,000 calls with torch 2.13."""
+    """20 layers: 1.7 and 1.2 million calls with torch 2.13; each further one costs 19,000 and 12,000."""
     predict(tiny_recipe(implementation), use_cache=False)  # Imports are not the prediction's.
     recipe = tiny_recipe(implementation, 20)
     traced, calls = counted_calls.of(lambda: predict(recipe, use_cache=False))
@@ -93,7 +93,7 @@ def test_layers_cost_little(implementation: str, most_calls: int) -> None:
 
 
 def test_a_plan_for_a_budget_costs_little() -> None:
-    """16 layers: 3.0 million calls with torch 2.13."""
+    """16 layers: 3.1 million calls with torch 2.13."""
     recipe = tiny_recipe("native", 16, precision="bf16", batch=Batch(micro=2, seq=64))
     peaks = [
         predict(recipe.model_copy(update={"recompute": level})).peak_allocated_bytes

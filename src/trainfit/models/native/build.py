@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from trainfit.kernels.flash_attention.op import register
-from trainfit.models.native.decoder import NativeDecoder
+from trainfit.models.few_blocks import outlined
+from trainfit.models.native.decoder import Block, NativeDecoder
 from trainfit.models.native.families import native_config
 
 
@@ -15,4 +16,6 @@ def build_native(
     """Build the native decoder of ``config``, randomly initialised and in training mode."""
     if attention == "triton":
         register()  # torch.compile cannot trace this.
-    return NativeDecoder(native_config(config), kind=attention, dtype=dtype, device=torch.device(device))
+    native = native_config(config)
+    with outlined(Block, native.num_hidden_layers):
+        return NativeDecoder(native, kind=attention, dtype=dtype, device=torch.device(device))

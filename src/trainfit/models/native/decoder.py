@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfit.models.deferred_init import is_deferred
+from trainfit.models.few_blocks import without_outlines
 from trainfit.models.native import attention, positions
 from trainfit.models.native.config import NativeConfig
 from trainfit.spec.errors import InputError
@@ -227,7 +228,7 @@ class NativeDecoder(nn.Module):
         """Initialise weights from N(0, initializer_range), biases to 0, norms to 1; on meta if recorded."""
         if self.embed.weight.is_meta and not is_deferred():
             return
-        for module in self.modules():
+        for module in without_outlines(self):
             self.init_module(module)
 
     @torch.no_grad()

@@ -6,11 +6,12 @@ operation on the GPU (device_time.py) and on the host (host_time.py).
 
 from dataclasses import dataclass
 
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import link
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
-from trainfit.prediction.time.calibrated import Calibrated, calibrated
+from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
 from trainfit.prediction.time.device_time import draws_most, least_s, op_s, part_of
 from trainfit.prediction.time.host_time import Issue, collective_issue_s, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
@@ -57,7 +58,7 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
     least = 0.0
     copies_s = {"in": 0.0, "out": 0.0}
     device, issue = _device_s(ledger, gpu, known), _issue_s(ledger, known)
-    _slow_down(ledger, known, device, issue)
+    _slow_down(ledger, gpu, known, device, issue)
     for op in ledger.steady_ops:
         segment, times = ledger.segments[op.segment], ledger.times(op)
         if op.name in COPY_DIRECTIONS:
@@ -88,7 +89,7 @@ def step_times(ledger: Ledger, gpu: Gpu) -> Times:
     """Replay the steady step; the GPU's rates are known."""
     known = calibrated(gpu)
     device, issue = _device_s(ledger, gpu, known), _issue_s(ledger, known)
-    _slow_down(ledger, known, device, issue)
+    _slow_down(ledger, gpu, known, device, issue)
     return _replayed(ledger, gpu, known, device, issue)
 
 
@@ -122,8 +123,15 @@ def _issue_s(ledger: Ledger, known: Calibrated) -> dict[int, float]:
     return {id(op): issue.seconds(op) for op in ledger.steady_ops}
 
 
-def _slow_down(ledger: Ledger, known: Calibrated, device: dict[int, float], issue: dict[int, float]) -> None:
-    """Lengthen products by what the power limit takes from the clocks, where they are most of the step."""
+def _slow_down(
+    ledger: Ledger, gpu: Gpu, known: Calibrated, device: dict[int, float], issue: dict[int, float]
+) -> None:
+    """Lengthen products by what the power limit takes from the clocks, where they are most of the step.
+
+    Of the calibrated GPU's architecture alone: published steps of A100s show nothing of the kind.
+    """
+    if gpu.compute_capability != find_gpu(CALIBRATED).compute_capability:
+        return
     products = [op for op in ledger.steady_ops if draws_most(op)]
     busy_s, host_s = (
         sum(ledger.times(op) * seconds.get(id(op), 0.0) for op in ledger.steady_ops)

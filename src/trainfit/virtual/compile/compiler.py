@@ -1,8 +1,8 @@
 """``VirtualCompiler``: compiles modules on the virtual GPU, for ``assemble``."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
-from trainfit.virtual.trace.process_state import freeze_more, paused_gc
+from trainfit.virtual.trace.process_state import freeze_more, no_function_modes, paused_gc
 from trainfit.virtual.trace.repeated_layers import signature
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
@@ -85,7 +85,7 @@ class VirtualCompiler:
 
         num_graphs = self.num_graphs
         try:
-            with self._scopes.within_compiled(module), _no_function_modes(), paused_gc(), _no_names_in_logs():
+            with self._scopes.within_compiled(module), no_function_modes(), paused_gc(), _no_names_in_logs():
                 return _with_room(compiled, *args, **kwargs)
         except TorchDynamoException as error:
             refused = _refusal(error)
@@ -173,14 +173,3 @@ def _no_names_in_logs() -> AbstractContextManager[None]:
     from torch._dynamo import symbolic_convert
 
     return replaced(symbolic_convert, "get_funcname", lambda *_: None)
-
-
-@contextmanager
-def _no_function_modes() -> Iterator[None]:
-    """Leave all TorchFunctionModes, which Dynamo would trace into the graph."""
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)

@@ -77,6 +77,17 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Leave all TorchFunctionModes, which Dynamo would trace into a graph."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
 def freeze_more() -> None:
     """Exclude what was made since from garbage collection too, within ``frozen_gc``."""
     if _gc_frozen.get():

@@ -9,8 +9,10 @@ from trainfit.virtual.trace.scope import LayerGroups
 
 MAX_PERIOD = 8
 MAX_LEAD = 4
-POSITION_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "idx", "layer_number"})
-"""Attributes that number a layer and have no other effect."""
+POSITION_NAMES = frozenset(
+    {"layer_idx", "layer_id", "layer_index", "idx", "layer_number", "_is_hf_initialized"}
+)
+"""Attributes that number a layer, or say that it is initialised, and have no other effect."""
 BLOCK_CONFIG = "trainfit_block_config"
 """Attribute of a layer, set by a technique: the layer's own configuration, such as its recomputation."""
 
