@@ -5,14 +5,15 @@
 Weighted least squares of the logarithms of predicted over measured steps (Gauss-Newton; the derivatives are
 differences of whole predictions; a step far off weighs little). Each rate is held near its present value, as
 far as the steps say nothing of it. Held-out recipes are not read. The steps' ledgers come from the cache or
-are traced, or are those of a folder (benchmarks/step_time.py).
+are traced, or are those of a folder (benchmarks/step_time.py). Steps are those of the accuracy suite and of
+the planner's choices (results/plan-choices), which are mostly products.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -21,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.step_time import ledger_of, measured
+from benchmarks.tables.joined import join, records
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.roofline import HOST_BOUND, roofline
 from trainfit.spec.printable import say
-from trainfit.spec.recipe import is_held_out
+from trainfit.spec.recipe import Recipe, is_held_out
 from trainfit.spec.result import StepTime
 
 CARD = gpu("h200")
@@ -37,10 +39,14 @@ PRIOR = 0.5
 """Standard deviation of a rate's logarithm around its present value."""
 NOISE = {False: 0.03, True: 0.08}
 """Standard deviation of a step's logarithm, by whether the host decides it: hosts differ from day to day."""
-SEVERAL_GPUS = (
+NOT_FITTED = (
     "wrapped", "wrapped_tensor", "collective", "unshard", "unshard_parameter", "reduce", "reduce_parameter",
+    "in_mode",
 )  # fmt: skip
-"""Costs of the host that steps of one GPU do not have."""
+"""Costs of the host that the steps do not have."""
+CHOICES = "plan-choices/measured-*.jsonl"
+STEADY = 1.1
+"""A recipe's slowest step over its fastest, beyond which something else kept the host busy."""
 Vector = NDArray[np.float64]
 
 
@@ -53,22 +59,29 @@ class Fit:
         data = self.base.rates.model_dump()
         self.names = [
             *(name for name, value in data.items() if isinstance(value, float)),
-            *(f"host.{name}" for name in data["host"] if name not in SEVERAL_GPUS),
+            "power.slope",
+            *(f"host.{name}" for name in data["host"] if name not in NOT_FITTED),
         ]
         self.start = np.log([self._get(self.base.rates, name) for name in self.names])
 
     @staticmethod
     def _get(rates: Rates, name: str) -> float:
-        host, _, field = name.rpartition(".")
-        return getattr(rates.host if host else rates, field)
+        table, _, field = name.rpartition(".")
+        return getattr(getattr(rates, table) if table else rates, field)
 
     def rates(self, x: Vector) -> Rates:
         """Return the rates of a vector."""
         values = dict(zip(self.names, np.exp(x).tolist(), strict=True))
-        own = {name: value for name, value in values.items() if "." not in name}
-        host = {name.partition(".")[2]: value for name, value in values.items() if "." in name}
-        changed = self.base.rates.host.model_copy(update=host)
-        return self.base.rates.model_copy(update={**own, "host": changed})
+        own: dict[str, object] = {name: value for name, value in values.items() if "." not in name}
+        for table in ("power", "host"):
+            of_table = {
+                field: value
+                for name, value in values.items()
+                for of, _, field in (name.rpartition("."),)
+                if of == table
+            }
+            own[table] = getattr(self.base.rates, table).model_copy(update=of_table)
+        return self.base.rates.model_copy(update=own)
 
     def times(self, x: Vector, which: Sequence[int] | None = None) -> list[StepTime]:
         """Return the expected steps with a vector's rates."""
@@ -87,7 +100,7 @@ class Fit:
         rows = np.zeros((len(now), len(x)))
         for at, name in enumerate(self.names):
             # The host's costs hardly change a step in which the GPU hardly waits.
-            which = [i for i, wait in enumerate(waits) if wait or "." not in name]
+            which = [i for i, wait in enumerate(waits) if wait or not name.startswith("host.")]
             nudged = x.copy()
             nudged[at] += STEP
             for i, one in zip(which, self.times(nudged, which), strict=True):
@@ -97,6 +110,14 @@ class Fit:
         left = rows.T @ (weights[:, None] * rows) + np.eye(len(x)) / PRIOR**2
         right = rows.T @ (weights * -residual) - (x - self.start) / PRIOR**2
         return x + np.linalg.solve(left, right)
+
+
+def chosen() -> Iterator[tuple[Recipe, float]]:
+    """Yield the measured recipes of the planner's choices whose steps took about as long as one another."""
+    for one in join(record for record in records(CHOICES) if record.measurement is not None):
+        times = one.measured.step_times if one.measured else None
+        if times and max(times.samples) <= STEADY * min(times.samples):
+            yield one.recipe, times.median
 
 
 def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
@@ -124,17 +145,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--ledgers", type=Path, metavar="FOLDER")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     learned = [(recipe, took_s) for recipe, took_s in measured() if not is_held_out(recipe.id)]
-    ledgers, took = (
-        [ledger_of(recipe, chosen.ledgers) for recipe, _ in learned],
-        [took_s for _, took_s in learned],
-    )
+    ledgers = [ledger_of(recipe, options.ledgers) for recipe, _ in learned]
+    planned = [(recipe, took_s) for recipe, took_s in chosen() if not is_held_out(recipe.id)]
+    ledgers += [ledger_of(recipe, None) for recipe, _ in planned]
+    took = [took_s for _, took_s in learned + planned]
     fit = Fit(ledgers, took)
     x = fit.start
     say(summary(fit.times(x), took))
-    for _ in range(chosen.iterations):
+    for _ in range(options.iterations):
         x = fit.improved(x)
         say(summary(fit.times(x), took))
     for name, value in zip(fit.names, np.exp(x), strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from benchmarks.published_runs import FIGURES, LARGE, ONE_HOST, Figure, content, figures, is_learned
 from trainfit.report.table import NOTHING, markdown_grid
@@ -18,15 +17,15 @@ def kind(one: Figure) -> str:
 
 
 def groups() -> str:
-    """Errors of the predicted figures, by GPU and kind of parallelism, with sources and likely causes."""
-    found: dict[tuple[str, str], list[Figure]] = {}
+    """Errors of the predicted figures, by source, GPU and kind of parallelism, with likely causes."""
+    found: dict[tuple[str, str, str], list[Figure]] = {}
     for one in figures():
+        source = content()["sources"][one.run["source"]]
         gpu = one.run["recipe"]["hardware"]["gpu"].partition("-")[0].upper()
-        found.setdefault((gpu, kind(one)), []).append(one)
-    lines = [[", ".join(key), _sources(some, content()), *_cells(some)] for key, some in found.items()]
+        found.setdefault((f"[{source['title']}]({source['url']})", gpu, kind(one)), []).append(one)
+    lines = [[", ".join(key), *_cells(some)] for key, some in found.items()]
     heads = [
         "runs",
-        "sources",
         "number",
         *(f"{title}: error" for title in FIGURES.values()),
         "causes of errors above 10 %",
@@ -35,27 +34,16 @@ def groups() -> str:
 
 
 def one_host() -> str:
-    """Errors of runs on one GPU or one host, by GPU, and by half."""
-    found: dict[str, list[Figure]] = {}
+    """Errors of runs on one GPU or one host, by GPU and source, and by half."""
+    found: dict[tuple[str, str], list[Figure]] = {}
     for one in figures(ONE_HOST):
-        found.setdefault(one.run["recipe"]["hardware"]["gpu"], []).append(one)
-    heads = [
-        "GPU",
-        "sources",
-        "held out: within 10 %",
-        "median",
-        "range",
-        "learned: within 10 %",
-        "median",
-    ]
-    lines = [[gpu, _sources(some, content(ONE_HOST)), *_halves(some)] for gpu, some in found.items()]
+        found.setdefault((one.run["recipe"]["hardware"]["gpu"], one.run["source"]), []).append(one)
+    heads = ["GPU", "runs", "held out: within 10 %", "median", "range", "other half: within 10 %", "median"]
+    lines = []
+    for (gpu, name), some in found.items():
+        source = content(ONE_HOST)["sources"][name]
+        lines.append([gpu, f"[{source['title']}]({source['url']})", *_halves(some)])
     return markdown_grid(heads, [*lines, ["all", NOTHING, *_halves(figures(ONE_HOST))]])
-
-
-def _sources(some: Sequence[Figure], file: dict[str, Any]) -> str:
-    """Return links to the sources of the runs."""
-    sources = [file["sources"][name] for name in dict.fromkeys(one.run["source"] for one in some)]
-    return ", ".join(f"[{source['title']}]({source['url']})" for source in sources)
 
 
 def held_out(some: Sequence[Figure]) -> list[float]:

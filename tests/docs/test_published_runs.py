@@ -101,7 +101,7 @@ def test_an_a100s_shares_are_those_that_the_learned_runs_give() -> None:
         shares = gpu(name).sustained
         assert shares is not None
         assert (shares.products, shares.memory) == fit(GPUS["A100"])
-        assert (shares.products, shares.memory) == pytest.approx(fit(GPUS["A100"], by_source=True), abs=0.05)
+        assert (shares.products, shares.memory) == pytest.approx(fit(GPUS["A100"], by_source=True), abs=0.07)
 
 
 def test_the_page_of_gpus_says_what_h100s_would_have() -> None:

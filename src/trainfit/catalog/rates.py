@@ -31,11 +31,25 @@ class HostRates(Value):
     launch: Seconds  # From a launch by the host to its start on an idle GPU
     wrapped: Seconds  # An operation on DTensors or other subclasses, in addition to the one inside
     wrapped_tensor: Seconds  # Each of its tensors
+    python_op: Seconds  # An operator implemented in Python, which launches a Triton kernel
+    python_op_backward: Seconds  # One of a backward, with the Python around it
+    in_mode: Seconds  # A call that passes through a dispatch mode in Python
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release
     unshard_parameter: Seconds
     reduce: Seconds  # FSDP2: a group's reduction
     reduce_parameter: Seconds
+
+
+class PowerRates(Value):
+    """Clocks fall at the power limit where 16-bit products take most of the step."""
+
+    share: PositiveFloat  # Of the step, up to which products run at their rate
+    slope: PositiveFloat  # Relative time that they take longer, for each share beyond it
+
+    def slowdown(self, share: float) -> float:
+        """Return how much longer products take where they are this share of the step."""
+        return 1 + self.slope * max(0.0, share - self.share)
 
 
 class OverlapRates(Value):
@@ -62,6 +76,7 @@ class Rates(Value):
     attention: PositiveFloat
     memory: PositiveFloat
     kernel_s: Seconds  # At least this for every launch
+    power: PowerRates
     host: HostRates
     overlap: OverlapRates
     device_bound: Band

@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainfit.models.layers import ORIGINAL
 from trainfit.spec.errors import InputError
 from trainfit.virtual.cuda.op_kinds import base_name, written
+from trainfit.virtual.trace.counted_mode import CountedMode
 from trainfit.virtual.trace.tensors import tensors_of
 
 DEFAULT_SAVED = ("mm", "attention")  # Operations that selective saves by default
@@ -129,7 +129,7 @@ class Result(NamedTuple):
     generator: Tensor | None
 
 
-class CachingMode(TorchDispatchMode):
+class CachingMode(CountedMode):
     """Save the results of selected calls during a block's forward, by call number."""
 
     def __init__(self, policy: SavePolicy):
@@ -193,7 +193,7 @@ class CachingMode(TorchDispatchMode):
                 del self.results[call]
 
 
-class CachedMode(TorchDispatchMode):
+class CachedMode(CountedMode):
     """Return saved results during a block's recomputation; other calls run."""
 
     def __init__(self, cache: CachingMode):

@@ -57,7 +57,7 @@ def load(path: Path) -> Ledger:
         data["segments"] = [Segment(*row) for row in data["segments"]]
         data["events"] = [Event(*row) for row in data["events"]]
         data["collectives"] = [Collective(*row) for row in data["collectives"]]
-        data["ops"] = [Op._make(_named(row, OP_NAMES, names)) for row in data["ops"]]
+        data["ops"] = [Op(*_named(row, OP_NAMES, names)) for row in data["ops"]]
         data["storages"] = [Storage._make(_named(row, STORAGE_NAMES, names)) for row in data["storages"]]
         data |= {key: [tuple(row) for row in data[key]] for key in ("pinned", "held")}
         data |= {key: tuple(data[key]) for key in ("ops_without_flops", "assumptions", "repeats", "pinned")}

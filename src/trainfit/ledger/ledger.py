@@ -122,6 +122,9 @@ class Op(NamedTuple):
     for each of which it waits until the device has computed it."""
     wrapped: tuple[int, int] = (0, 0)
     """Operations on DTensors or other subclasses of tensors since the entry before, and their tensors."""
+    in_mode: int = 0
+    """Calls since the entry before, this one and views included, that passed through a dispatch mode in
+    Python: selective recomputation's."""
 
 
 COPIED = ("copied_gather", "copied_scatter")

@@ -37,6 +37,11 @@ def part_of(op: Op) -> Part:
     return "attention" if op.kernel else "products" if op.causal_flops else "memory"
 
 
+def draws_most(op: Op) -> bool:
+    """Return whether an operation is a product on tensor cores, which takes a GPU to its power limit."""
+    return part_of(op) == "products" and PEAK_DTYPE.get(op.dtype, "fp32") not in ("fp32", "fp64")
+
+
 def is_measured(op: Op, gpu: Gpu) -> bool:
     """Return whether the calibration has an operation like this one."""
     return calibrated(gpu).times.seconds(op) is not None
@@ -50,7 +55,7 @@ def op_s(op: Op, gpu: Gpu, known: Calibrated | None = None) -> float:
     if not op.calls and not op.num_bytes:
         return 0.0
     # The fields that decide it: equal layers and phases share the result.
-    same = op._replace(module="", segment=0, group=0, host=(0, 0, 0, 0))
+    same = op._replace(module="", segment=0, group=0, host=(0, 0, 0, 0), wrapped=(0, 0), in_mode=0)
     return _seconds(same, _Sheet(gpu), known or calibrated(gpu))
 
 

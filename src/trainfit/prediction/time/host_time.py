@@ -37,7 +37,9 @@ class Issue:
         views, modules, graphs, _ = op.host
         backward = phase == "backward" and not op.is_update
         in_graph = op.name.startswith("triton_") or op.name.endswith(".out") or "empty_strided" in op.name
-        if in_graph:
+        if op.name.startswith("trainfit."):
+            launch_s = rates.python_op_backward if "_backward" in op.name else rates.python_op
+        elif in_graph:
             launch_s = rates.in_graph
         elif "_foreach_" in op.name:
             launch_s = rates.foreach
@@ -50,7 +52,7 @@ class Issue:
         view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
         block_s = rates.checkpoint if id(op) in self._first else 0.0
         calls, tensors = op.wrapped
-        wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor
+        wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor + op.in_mode * rates.in_mode
         if "baddbmm" in op.name and op.module.endswith("base_layer"):
             wrapped_s += rates.parametrized
         called_s = views * view_s + modules * rates.module + graphs * rates.graph

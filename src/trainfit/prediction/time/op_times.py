@@ -21,7 +21,8 @@ NEAREST = 4
 CLOSE = 0.15
 """Distance, in logarithms of sizes, within which measured points count alike."""
 FAR = math.log(4)
-"""Distance above the largest measured size from which operations less alike, but as large, count instead."""
+"""Distance above the largest measured size from which operations less alike, but as large, count instead; not
+of operations on lists, whose rates are those of one tensor's chunks."""
 ALIGNED = 8
 """Elements of 16 bits: products with other sizes take slower kernels."""
 BITS_16: dict[str, str] = dict.fromkeys(("float16", "bfloat16"), "16 bits")
@@ -145,6 +146,7 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
     yield name, dtype, op.layout
     yield base, dtype, op.layout
     if name.startswith("triton_"):
+        yield "triton", name.split("_")[1]  # Pointwise, or a reduction in one or several passes.
         yield ("triton",)
     yield base, dtype, None
     if base in FAMILIES:
@@ -184,7 +186,7 @@ class OpTimes:
         size, known = size_of(op), [key for key in keys(op) if key in self._points]
         fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
         for key in known:
-            if op.shape or op.kernel or size[0] <= self._largest(key) + FAR:
+            if op.shape or op.kernel or _is_list(_base(op)) or size[0] <= self._largest(key) + FAR:
                 copied_s = _copied_s(op) if _base(op) == ADDED != key[0] else 0.0
                 return self._seconds(key, size, work_of(op), fixed_s) + copied_s
         if not known:

@@ -6,12 +6,13 @@ operation on the GPU (device_time.py) and on the host (host_time.py).
 
 from dataclasses import dataclass
 
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import link
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
-from trainfit.prediction.time.calibrated import Calibrated, calibrated
-from trainfit.prediction.time.device_time import least_s, op_s, part_of
+from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
+from trainfit.prediction.time.device_time import draws_most, least_s, op_s, part_of
 from trainfit.prediction.time.host_time import Issue, collective_issue_s, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
@@ -56,6 +57,8 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
     parts = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
     least = 0.0
     copies_s = {"in": 0.0, "out": 0.0}
+    device, issue = _device_s(ledger, gpu, known), _issue_s(ledger, known)
+    _slow_down(ledger, gpu, known, device, issue)
     for op in ledger.steady_ops:
         segment, times = ledger.segments[op.segment], ledger.times(op)
         if op.name in COPY_DIRECTIONS:
@@ -65,8 +68,8 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
             continue
         least += times * max(least_s(op, gpu))
         is_update = op.is_update or segment.phase == "optimizer"
-        parts["optimizer" if is_update else part_of(op)] += times * op_s(op, gpu, known)
-    found = step_times(ledger, gpu, known)
+        parts["optimizer" if is_update else part_of(op)] += times * device[id(op)]
+    found = _replayed(ledger, gpu, known, device, issue)
     waited_s = sum(found.exposed_s.values())
     lowest_s = max(least, max(copies_s.values()) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
     expected = StepTime(
@@ -82,17 +85,75 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
     return Roofline(expected, lowest_s)
 
 
-def step_times(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Times:
-    """Replay the steady step; the GPU's rates are known, and ``known`` is as ``roofline`` takes it."""
-    known = known or calibrated(gpu)
+def step_times(ledger: Ledger, gpu: Gpu) -> Times:
+    """Replay the steady step; the GPU's rates are known."""
+    known = calibrated(gpu)
+    device, issue = _device_s(ledger, gpu, known), _issue_s(ledger, known)
+    _slow_down(ledger, gpu, known, device, issue)
+    return _replayed(ledger, gpu, known, device, issue)
+
+
+def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated) -> dict[int, float]:
+    """Return the seconds on the GPU of each entry of the steady step, by its ``id``.
+
+    An operation on lists of several groups' tensors is one call: its entries share that call's seconds.
+    """
+    calls = list[list[Op]]()
+    for op in ledger.steady_ops:
+        if op.name in COPY_DIRECTIONS:
+            continue
+        if not op.calls and calls and op.name == calls[-1][0].name:
+            calls[-1].append(op)
+        else:
+            calls.append([op])
+    seconds = dict[int, float]()
+    for first, *others in calls:
+        taken_s = None
+        if others:
+            num_bytes = sum(ledger.times(op) * op.num_bytes for op in (first, *others))
+            taken_s = op_s(first._replace(num_bytes=num_bytes), gpu, known) / num_bytes if num_bytes else None
+        for op in (first, *others):
+            seconds[id(op)] = op_s(op, gpu, known) if taken_s is None else op.num_bytes * taken_s
+    return seconds
+
+
+def _issue_s(ledger: Ledger, known: Calibrated) -> dict[int, float]:
+    """Return the seconds that the host needs for each entry, by its ``id``."""
+    issue = Issue(ledger, known.rates.host)
+    return {id(op): issue.seconds(op) for op in ledger.steady_ops}
+
+
+def _slow_down(
+    ledger: Ledger, gpu: Gpu, known: Calibrated, device: dict[int, float], issue: dict[int, float]
+) -> None:
+    """Lengthen products by what the power limit takes from the clocks, where they are most of the step.
+
+    Of the calibrated GPU's architecture alone: published steps of A100s show nothing of the kind.
+    """
+    if gpu.compute_capability != find_gpu(CALIBRATED).compute_capability:
+        return
+    products = [op for op in ledger.steady_ops if draws_most(op)]
+    busy_s, host_s = (
+        sum(ledger.times(op) * seconds.get(id(op), 0.0) for op in ledger.steady_ops)
+        for seconds in (device, issue)
+    )
+    products_s = sum(ledger.times(op) * device[id(op)] for op in products)
+    slowdown = known.rates.power.slowdown(products_s / max(busy_s, host_s)) if products_s else 1.0
+    if slowdown > 1:
+        device.update({id(op): slowdown * device[id(op)] for op in products})  # An entry may be there twice.
+
+
+def _replayed(
+    ledger: Ledger, gpu: Gpu, known: Calibrated, device: dict[int, float], issue: dict[int, float]
+) -> Times:
     host, overlap = known.rates.host, known.rates.overlap
     return replay(
         ledger,
-        lambda op: op_s(op, gpu, known),
+        lambda op: device[id(op)],
         lambda one: communication.collective_s(one, gpu),
         copy_s=lambda op: _copy_s(op, gpu),
         host=Host(
-            Issue(ledger, host).seconds,
+            lambda op: issue[id(op)],
             host.read,
             host.launch,
             lambda one: collective_issue_s(one, host),

@@ -16,6 +16,7 @@ from trainfit.virtual.cuda.flops import count, visible_only
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 from trainfit.virtual.cuda.scratch import GpuTraits, as_allocated, output_bytes, scratch_bytes
 from trainfit.virtual.cuda.scratch.libraries import Workspaces
+from trainfit.virtual.trace.counted_mode import CountedMode
 from trainfit.virtual.trace.dry_run import DryRun, dry_run
 from trainfit.virtual.trace.gradient_accumulation import accumulate_in_place, sole_reference_counts
 from trainfit.virtual.trace.host_tensors import PlacementState, carry_values, is_host, on_host
@@ -52,7 +53,7 @@ class Tracer(TorchDispatchMode):
         self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
         """Called with each operation of ``torch.distributed``."""
         self._unknown: set[str] = set()
-        self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = 0
+        self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = self._in_mode = 0
         self._host: dict[int, tuple[Any, int]] = {}
         """Pinned host memory by address: the storage (on ``meta``) and the group that first copied it."""
         sole_reference_counts()  # Cached here, outside any dispatch.
@@ -103,10 +104,10 @@ class Tracer(TorchDispatchMode):
     def _host_calls(self) -> dict[str, Any]:
         """Return the fields of an entry that count the host's work since the entry before."""
         found = self._views, self.scopes.num_entered, self._graphs, self._reads
-        wrapped = self._wrapped, self._wrapped_tensors
+        wrapped, in_mode = (self._wrapped, self._wrapped_tensors), self._in_mode
         self._views = self.scopes.num_entered = self._graphs = self._reads = 0
-        self._wrapped = self._wrapped_tensors = 0
-        return {"host": found, "wrapped": wrapped}
+        self._wrapped = self._wrapped_tensors = self._in_mode = 0
+        return {"host": found, "wrapped": wrapped, "in_mode": in_mode}
 
     def tuned(self, scratch: Sequence[tuple[int, ...]]) -> None:
         """Record a kernel's autotuning, which belongs to no group: each tuple is freed together."""
@@ -120,6 +121,7 @@ class Tracer(TorchDispatchMode):
         if func is DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # As FakeTensor does, but faster.
         kwargs = kwargs or {}
+        self._in_mode += CountedMode.num_entered > 0
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper subclass (torchao's) runs its own rule, whose operations come back here.
             self._wrapped += 1
