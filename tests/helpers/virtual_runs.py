@@ -2,11 +2,18 @@
 
 from typing import Any
 
+from tiny_recipe import TINY_LLAMA
 from trainfit.catalog.load import model_config
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.ledger.replay import replay
 from trainfit.spec.recipe import Batch, ModelSpec, Recipe
+
+PLAIN = {
+    **TINY_LLAMA, "model_type": "trainfit", "num_hidden_layers": 4, "gated_mlp": False, "hidden_act": "relu",
+    "position_embedding": "learned", "num_key_value_heads": 4,
+}  # fmt: skip
+"""A native model whose layers compile fast."""
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
