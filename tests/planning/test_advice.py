@@ -10,6 +10,7 @@ from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit, first_fitting, more_gpus
 from trainfit.planning.combinations import MARGIN, Goal
 from trainfit.planning.estimates import Estimates
+from trainfit.planning.expected import expected
 from trainfit.spec.plan import Advice
 
 LLAMA = {
@@ -50,6 +51,17 @@ def test_where_no_single_change_is_enough_two_together_are_named() -> None:
         assert estimates.num_traced <= 5
     assert ("recompute: full", "parallel.tensor: 2") in [one.changes for one in found]
     assert all(one.estimate.fits for one in found)
+
+
+def test_where_the_loss_keeps_no_logits_the_blocks_hold_the_activations() -> None:
+    own = trainfit.predict({**LARGE, "loss": "fused"}, gpu="rtx-4090")
+    held = own.breakdown.activations + own.breakdown.temporary
+    full, chunked = (
+        expected(own.recipe, own, own.recipe.model_copy(update=change)).device_bytes
+        for change in ({"recompute": "full"}, {"loss": "chunked"})
+    )
+    assert own.peak_device_bytes - full > 0.6 * held
+    assert chunked == pytest.approx(own.peak_device_bytes, rel=0.01)
 
 
 def test_the_state_of_a_model_is_shared_by_more_gpus() -> None:
