@@ -7,8 +7,8 @@ import pytest
 import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
-from trainfit.planning.advice import changes_that_fit, first_fitting, more_gpus
-from trainfit.planning.combinations import MARGIN, Goal
+from trainfit.planning.advice import Change, _Search, changes_that_fit, first_fitting, more_gpus
+from trainfit.planning.combinations import MARGIN, Combinations, Goal
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.expected import expected
 from trainfit.spec.plan import Advice
@@ -62,6 +62,16 @@ def test_where_the_loss_keeps_no_logits_the_blocks_hold_the_activations() -> Non
     )
     assert own.peak_device_bytes - full > 0.6 * held
     assert chunked == pytest.approx(own.peak_device_bytes, rel=0.01)
+
+
+def test_ranks_that_share_a_batch_take_as_many_more_of_them() -> None:
+    own = trainfit.load_recipe(LARGE, count=4)
+    combinations = Combinations(own, Goal(), Estimates(0))
+    search = _Search(combinations, trainfit.predict(LARGE, gpu="rtx-4090"), most=3)
+    two = [one for one in combinations.space.options if one.values == (("parallel.tensor", 2),)]
+    changed = combinations.recipe_of(*search.key(tuple(map(Change, two))))
+    assert changed.mesh.tensor == 2
+    assert changed.batch.tokens * changed.mesh.data_ranks == own.batch.tokens * own.mesh.data_ranks
 
 
 def test_the_state_of_a_model_is_shared_by_more_gpus() -> None:
