@@ -152,9 +152,7 @@ def transformer() -> str:
                 "model": model, "precision": precision, "compile": mode})]
             for precision in PRECISIONS
         ]  # fmt: skip
-        lines.append(
-            (model, *("throttled" if set(way) == {"throttled"} else " / ".join(way) for way in ways))
-        )
+        lines.append((model, *("throttled" if set(way) == {"throttled"} else ", ".join(way) for way in ways)))
     return markdown_grid(("model", *PRECISIONS), lines)
 
 

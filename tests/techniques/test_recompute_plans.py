@@ -284,8 +284,10 @@ def _peak_by_hand(found: Probe, saved: list[Option]) -> int:
 def test_the_chosen_plan_of_80_blocks_is_pinned() -> None:
     fields = {"precision": "bf16", "loss": "chunked", "optimizer": Optimizer(in_backward=True)}
     found = plan(budget(recipe_of("llama-3.1-70b", "native", batch=Batch(seq=4096), **fields), 402 * GIB))
-    assert found.recipe.recompute == layers(("full", 1.0, 57), ("elementwise", 0.9, 22), ("none", 0.0, 1))
-    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.403, abs=0.001)
+    assert found.recipe.recompute == layers(
+        ("full", 1.0, 49), ("elementwise", 0.9, 30), ("elementwise", 0.0, 1)
+    )
+    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.911, abs=0.001)
 
 
 @pytest.mark.parametrize("level", [0.2, 0.7])

@@ -66,6 +66,18 @@ def test_families_and_techniques(case: str) -> None:
     assert sums(repeated) == sums(whole)
 
 
+@pytest.mark.parametrize("implementation", ["native", "hf"])
+def test_quantised_blocks_are_built_in_the_same_order(implementation: str) -> None:
+    """A block's last weight is freed while the next block is quantised."""
+    config = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+              "num_attention_heads": 8, "vocab_size": 512}  # fmt: skip
+    recipe = recipe_of(config, implementation, adapter=Adapter(kind="lora"), quantize="int8")
+    ledgers = trace(recipe), trace(recipe, whole=True)
+    repeated, whole = ([(e.kind, e.num_bytes, e.segment) for e in ledger.expand()] for ledger in ledgers)
+    assert ledgers[0].repeat > 1
+    assert repeated == whole
+
+
 def test_more_layers_cost_no_more_to_trace() -> None:
     deep, shallow = (trace(recipe_of(with_layers("llama-3.1-405b", layers))) for layers in (None, 4))
     assert (deep.repeat, shallow.repeat) == (124, 2)
