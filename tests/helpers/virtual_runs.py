@@ -35,6 +35,12 @@ def recipe_of(config: str | dict[str, Any], implementation: Any = "hf", **fields
     return Recipe(model=model, **{"batch": Batch(micro=1, seq=64), **fields})
 
 
+def plain(layers: int, **fields: Any) -> Recipe:
+    """A model whose layers compile fast, bf16, 2 x 16 tokens."""
+    config = PLAIN | {"num_hidden_layers": layers}
+    return recipe_of(config, "native", **{"batch": Batch(micro=2, seq=16), **fields})
+
+
 def steady(ledger: Ledger) -> list[Op]:
     """The steady step's operations, as traced."""
     return [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]

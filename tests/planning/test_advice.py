@@ -17,7 +17,7 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
     "num_attention_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
-WIDE = LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "vocab_size": 96000}
+WIDE = LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 96000}
 LARGE = {"model": {"config": WIDE}, "batch": {"micro": 4, "seq": 4096}, "hardware": {"gpu": "rtx-4090"}}
 
 

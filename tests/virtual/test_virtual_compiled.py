@@ -33,7 +33,7 @@ from trainfit.prediction.trace import PROGRAM_MARGINS, _trace, trace
 from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe
 from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
 from trainfit.virtual.compile.tuning import Kernel, Tuning, headroom, read
-from virtual_runs import PLAIN, recipe_of, steady_sum, sums, with_layers
+from virtual_runs import plain, recipe_of, steady_sum, sums, with_layers
 
 MEASURED = Path(__file__).parents[1] / "data" / "compiled_on_h200.jsonl"
 """Recipe and peak bytes of the steady step's phases, and of the first step's where no cache was there,
@@ -58,11 +58,6 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.bfloat16(), self.weight).float().sum()
-
-
-def plain(layers: int, **fields: Any) -> Recipe:
-    batch = Batch(micro=2, seq=16)
-    return recipe_of(PLAIN | {"num_hidden_layers": layers}, "native", batch=batch, **fields)
 
 
 def test_a_feed_forward_block_keeps_what_its_products_read() -> None:
