@@ -92,7 +92,7 @@ def _import_what_traces_import() -> None:
         predict(recipe)
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", [one for one in EAGER if one not in ("hf", "native", "lora")])
 def test_nothing_changes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
     how = {"deterministic": name == "kernels"}

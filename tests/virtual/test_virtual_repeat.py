@@ -35,7 +35,7 @@ CASES: dict[str, Case] = {
     "qwen3": case("qwen3-0.6b", attention="eager"),
     "phi-2": case("phi-2", recompute="full", optimizer=Optimizer(implementation="foreach", **IN_BACKWARD)),
     "deepseek-v2": case("deepseek-v2-lite", 5),
-    "gpt-oss": case("gpt-oss-20b", 8),
+    "gpt-oss": (with_layers("gpt-oss-20b", 4) | {"layer_types": ["sliding_attention"] * 4}, "hf", {}),
     "sliding-pattern-two-embeddings-recompute": (
         with_layers("gemma-3-1b", 8) | {"layer_types": ["sliding_attention", "full_attention"] * 4}, "hf",
         {"recompute": "full"},
