@@ -38,18 +38,21 @@ def refuse_config(recipe: Recipe, error: Exception) -> None:
     if recipe.model.implementation != "hf":
         return
     alone = _failure_alone(recipe)
-    line = _line_of_transformers(error)
-    # Of compiled code the traceback names no line.
-    if alone is None or (not recipe.compile and line != _line_of_transformers(alone)):
+    if alone is None:
         return
-    if isinstance(alone, OF_FAKE_TENSORS):
-        at = f" ({Path(line[0]).name}, line {line[1]})" if line else ""
+    ours, theirs = _line_of_transformers(error), _line_of_transformers(alone)
+    # With values that the virtual GPU made up the model may come further.
+    if isinstance(alone, OF_FAKE_TENSORS) and ours and theirs and ours[0] == theirs[0]:
+        at = f"{Path(theirs[0]).name}, line {theirs[1]}"
         raise InputError(
-            f"this model's forward depends on values of its tensors{at}, which the virtual GPU does not have",
+            f"this model's forward depends on values of its tensors ({at}), which the virtual GPU does not have",
             "measure it on a GPU, or name another model",
             field="model.config",
             value=recipe.model.display_name,
         ) from error
+    # Of compiled code the traceback names no line.
+    if isinstance(alone, OF_FAKE_TENSORS) or (not recipe.compile and ours != theirs):
+        return
     cause = f"{alone}".strip().partition("\n")[0]
     raise InputError(
         f"transformers' own model fails with this config, without trainfit: {type(alone).__name__}: {cause}",
