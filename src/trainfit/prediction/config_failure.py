@@ -45,7 +45,7 @@ def refuse_config(recipe: Recipe, error: Exception) -> None:
     if isinstance(alone, OF_FAKE_TENSORS) and ours and theirs and ours[0] == theirs[0]:
         at = f"{Path(theirs[0]).name}, line {theirs[1]}"
         raise InputError(
-            f"this model's forward depends on values of its tensors ({at}), which the virtual GPU does not have",
+            f"the model's forward depends on values of its tensors ({at}), which the virtual GPU lacks",
             "measure it on a GPU, or name another model",
             field="model.config",
             value=recipe.model.display_name,
