@@ -66,7 +66,9 @@ def counted(function):
     return begin(function)
 generate.begin = counted
 estimate = trainfit.predict({SMALL}, use_cache=False, gpu="h200", seq=32)
-print(json.dumps([estimate.model_dump(mode="json"), len(forks)]))
+from torch._inductor.codegen.common import KernelTemplate
+rendered = KernelTemplate._template_from_string("{{{{ a }}}} and {{{{ a + 1 }}}}").render(a=7)
+print(json.dumps([estimate.model_dump(mode="json"), len(forks), rendered]))
 """
 
 
@@ -74,8 +76,9 @@ print(json.dumps([estimate.model_dump(mode="json"), len(forks)]))
 def test_code_generated_in_a_fork_is_the_same() -> None:
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    estimate, num_forks = json.loads(done.stdout)
+    estimate, num_forks, rendered = json.loads(done.stdout)
     assert num_forks == 1  # The forward's; equal blocks are compiled once.
+    assert rendered == "7 and 8"
     expected = trainfit.predict(SMALL, use_cache=False, gpu="h200", seq=32)
     assert estimate == json.loads(json.dumps(expected.model_dump(mode="json")))
 
