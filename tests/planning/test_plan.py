@@ -98,10 +98,10 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
     monkeypatch.setattr("trainfit.planning.estimates._save", lambda *_: None)
     with Estimates(2, use_cache=False) as estimates:
         estimates.later.append(recipe(compile="block"))
-        estimates.of([Request(recipe())])
-        assert len(estimates._workers) == 2  # The compiler is imported while the first is traced.
-        estimates.of([Request(recipe(compile="block")), Request(recipe(seed=1))])
-    assert sorted(asked, key=str) == [(False, False), (False, False), (True, "block")]
+        estimates.of([Request(recipe()), Request(recipe(loss="fused"))])
+        assert len(estimates._workers) == 2  # The compiler is imported while the first are traced.
+        estimates.of([Request(recipe(compile="block")), Request(recipe(loss="chunked"))])
+    assert sorted(asked, key=str) == [(False, False)] * 3 + [(True, "block")]
 
 
 @pytest.mark.parametrize("exact", [True, False])
