@@ -6,7 +6,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,17 @@ def in_a_recipe(technique: str) -> str:
     for field, values in registry.techniques()[technique].covers.items():
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
-    return ", ".join(f"`{way}`" for way in ways)
+    return ", ".join(f"`{way}`" for way in _without_repeated_fields(ways))
+
+
+def _without_repeated_fields(ways: list[str]) -> Iterator[str]:
+    """Yield each example; of a field's second and further values the value alone."""
+    before = ""
+    for way in ways:
+        field, _, value = way.partition(": ")
+        is_one = ", " not in value and ": " not in value
+        yield value if is_one and field == before else way
+        before = field if is_one else ""
 
 
 WRITTEN_OUT = {"budget_gib": "{budget_gib: 20}"}

@@ -13,7 +13,7 @@ from benchmarks.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, error
 from trainfit.catalog.load import model as find_model
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import Panel, Series, draw
-from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
+from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.recipe import Recipe, is_held_out
 from trainfit.techniques.registry import techniques as all_techniques
 
@@ -75,14 +75,9 @@ def groups() -> str:
     rows = []
     for name, holds in tests.items():
         first, anew = (list(filter(holds, pairs)) for pairs in suite().values())
-        ratios = time_ratios(anew)
-        rows.append([
-            name, str(len(errors(anew, PEAKS["allocated"]))), _exact_and_worst(first)[0],
-            *_exact_and_worst(anew), f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if ratios else NOTHING,
-        ])  # fmt: skip
-    heads = ["recipes", "ran", f"to the byte, {FIRST}", ANEW, "worst, %",
-             "step time, measured / predicted"]  # fmt: skip
-    return markdown_grid(heads, rows)
+        number = str(len(errors(anew, PEAKS["allocated"])))
+        rows.append([name, number, _exact_and_worst(first)[0], *_exact_and_worst(anew)])
+    return markdown_grid(["recipes", "ran", f"to the byte, {FIRST}", ANEW, "worst, %"], rows)
 
 
 def _is_in(one: Comparison, *, held_out: bool, compiled: bool) -> bool:
@@ -154,20 +149,17 @@ def _family(recipe: Recipe) -> str:
 
 
 def largest(count: str = "2") -> str:
-    """Return the recipes of the largest errors of each kind of peak, with the cause where it is known."""
+    """Return the recipes of the largest errors of each kind of peak."""
     shown: dict[str, Comparison] = {}
     for field in PEAKS.values():
         found = [one for one in suite()[ANEW] if one.error(field) is not None]
         found.sort(key=lambda one: (-abs(one.error(field) or 0), one.recipe.id))
         shown |= {one.recipe.id: one for one in found[: int(count)]}
     rows = [
-        [
-            describe(one.recipe), markdown_cell(_causes().get(recipe_id, "unknown")),
-            *(_exact_and_worst([one], name)[1] for name in PEAKS),
-        ]
-        for recipe_id, one in shown.items()
+        [describe(one.recipe), *(_exact_and_worst([one], name)[1] for name in PEAKS)]
+        for one in shown.values()
     ]  # fmt: skip
-    return markdown_grid(["recipe", "cause", *(f"{name}, %" for name in PEAKS)], rows, num_text=2)
+    return markdown_grid(["recipe", *(f"{name}, %" for name in PEAKS)], rows)
 
 
 @cache
@@ -195,21 +187,3 @@ def errors_plot() -> str:
             Panel(series, title=title, is_horizontal=True, y_label="recipes", x_label="size of the error")
         )
     return draw(panels, "accuracy-errors")
-
-
-def times_plot() -> str:
-    """Measured over predicted step time, with both predictions."""
-    panels = []
-    for title, pairs in suite().items():
-        series = []
-        for label, is_compiled in (("eager", False), ("compiled", True)):
-            mine = [
-                one for one in pairs if time_ratio(one) and (one.recipe.compile is not False) == is_compiled
-            ]
-            x = [one.predicted.step_s for one in mine if one.predicted and one.predicted.step_s]
-            series.append(Series(label, [time_ratio(one) for one in mine], x=x, kind="scatter", alpha=0.6))
-        panels.append(Panel(
-            series, title=title, x_label="predicted step time, s", y_label="measured / predicted", x_log=True,
-            y_log=True, lines=[1.0],
-        ))  # fmt: skip
-    return draw(panels, "accuracy-times", share_y=True)

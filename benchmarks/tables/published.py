@@ -22,8 +22,8 @@ def groups() -> str:
     for one in figures():
         source = content()["sources"][one.run["source"]]
         gpu = one.run["recipe"]["hardware"]["gpu"].partition("-")[0].upper()
-        found.setdefault((f"[{source['title']}]({source['url']})", gpu, kind(one)), []).append(one)
-    lines = [[", ".join(key), *_cells(some)] for key, some in found.items()]
+        found.setdefault((source["title"], gpu, kind(one)), []).append(one)
+    lines = [[", ".join((_links(some), *key[1:])), *_cells(some)] for key, some in found.items()]
     heads = [
         "runs",
         "number",
@@ -31,6 +31,13 @@ def groups() -> str:
         "causes of errors above 10 %",
     ]
     return markdown_grid(heads, lines)
+
+
+def _links(some: Sequence[Figure]) -> str:
+    """Return links to the pages of the runs: the first by its title, further ones by number."""
+    sources = [content()["sources"][name] for name in dict.fromkeys(one.run["source"] for one in some)]
+    names = [sources[0]["title"], *map(str, range(2, len(sources) + 1))]
+    return " ".join(f"[{name}]({one['url']})" for name, one in zip(names, sources, strict=True))
 
 
 def one_host() -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.tables.bench import having, milliseconds, of_number, results, rows
 from trainfit.bench.experiments.ddp import STRATEGIES
 from trainfit.bench.harness.discovery import experiment
-from trainfit.report.bench_plot import TIMELINE, in_order, number, plot_of
+from trainfit.report.bench_plot import TIMELINE, in_order, plot_of
 from trainfit.report.table import markdown_grid
 from trainfit.spec.bench import BenchRow
 from trainfit.spec.units import GIB
@@ -34,34 +34,29 @@ def collectives() -> str:
 def ddp() -> str:
     """A data-parallel step by strategy."""
     some = [row for row in _of_results(having(rows("ddp"), SHOWN)) if "strategy" in row.point]
-    (torch_s,) = (number(row, "median_s") for row in some if row.point["strategy"] == STRATEGIES[-1])
     lines = []
     for row in in_order(some, {"strategy": STRATEGIES}):
-        step_s = number(row, "median_s")
         lines.append(
             (
                 str(row.point["strategy"]), milliseconds(row),
-                f"{torch_s / step_s:.3f}" if step_s and torch_s else "",
                 of_number("exposed_share", ".1f", 100.0)(row),
                 of_number("communication_s", ".1f", 1e3)(row), of_number("hidden_share", ".0f", 100.0)(row),
                 of_number("peak_bytes", ".2f", 1 / GIB)(row),
             )
         )  # fmt: skip
-    heads = ("strategy", "step, ms", "DDP / this", "exposed, %", "NCCL, ms", "hidden, %", "peak, GiB")
+    heads = ("strategy", "step, ms", "exposed, %", "NCCL, ms", "hidden, %", "peak, GiB")
     return markdown_grid(heads, lines)
 
 
 def sharding() -> str:
-    """Memory, traffic and time of a step by what is sharded, in bf16 and fp32."""
+    """Memory and time of a step by what is sharded, in bf16 and fp32."""
     lines: dict[str, list[list[str]]] = {}
     for row in _of_results(rows("sharding")):
         cells = [of_number(f"{name}_bytes", ".2f", 1 / GIB)(row) for name in MEMORY]
-        cells += [of_number("traffic_of_weights", ".2f")(row), milliseconds(row)]
+        cells.append(milliseconds(row))
         lines.setdefault(str(row.point["sharding"]), []).append(cells)
-    shown = [
-        (name, *(" / ".join(cells) for cells in zip(*both, strict=True))) for name, both in lines.items()
-    ]
-    heads = ("sharding", "before update, GiB", "update, GiB", "state, GiB", "traffic / weights", "step, ms")
+    shown = [(name, *(", ".join(cells) for cells in zip(*both, strict=True))) for name, both in lines.items()]
+    heads = ("sharding", "before update, GiB", "update, GiB", "state, GiB", "step, ms")
     return markdown_grid(heads, shown)
 
 

@@ -17,6 +17,7 @@ from torch._guards import active_fake_mode
 from trainfit.models.build import build_model
 from trainfit.models.deferred_init import DeferredInit
 from trainfit.models.layers import max_positions
+from trainfit.models.quantized import WithinBlock
 from trainfit.offload.blocks import HostBlocks
 from trainfit.optim.all_or_nothing import one_update
 from trainfit.spec.errors import InputError
@@ -37,7 +38,8 @@ def assemble(
     recipe: Recipe,
     device: torch.device,
     *,
-    on_model: Callable[[nn.Module], None] | None = None,
+    on_model: Callable[[nn.Module], None] = lambda model: None,
+    within_block: WithinBlock = lambda block: nullcontext(),
     compiler: Compiler | None = None,
     mesh: DeviceMesh | None = None,
     stage: Stage | None = None,
@@ -49,6 +51,7 @@ def assemble(
 
     Args:
         on_model: called with the bare model before any technique changes it.
+        within_block: returns the context in which a decoder block on the device is quantised.
         compiler: compiles a module in place; None: ``module.compile()``.
         mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
         stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
@@ -63,7 +66,7 @@ def assemble(
     deferred = DeferredInit() if mesh is not None and _is_sharded_first(recipe) else None
     with deferred or nullcontext():
         build_on = device if deferred is None else torch.device("meta")
-        model, hosted = _build(recipe, build_on, on_model or (lambda model: None))
+        model, hosted = _build(recipe, build_on, on_model, within_block)
         _check_positions(recipe, model)
         compiler = compiler or (lambda module: module.compile())
         draft = Draft(model, device, compiler, hosted, mesh=mesh, stage=stage)
@@ -107,7 +110,7 @@ def _seed(seed: int) -> None:
 
 
 def _build(
-    recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None]
+    recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None], within_block: WithinBlock
 ) -> tuple[nn.Module, HostBlocks | None]:
     """Return the bare model in training mode, and the blocks whose weights are on the host."""
     options: dict[str, Any] = {
@@ -120,7 +123,8 @@ def _build(
     if build is not None:
         model, hosted = build(recipe, on_model, **options)
     else:
-        model, hosted = build_model(recipe.model, on_model=on_model, **options), None
+        model = build_model(recipe.model, on_model=on_model, within_block=within_block, **options)
+        hosted = None
     return model.train(), hosted
 
 

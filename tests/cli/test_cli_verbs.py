@@ -79,7 +79,9 @@ def test_short_options_set_fields(verb: str, capsys: Captured) -> None:
     fields = ["hardware.gpu=h200", "hardware.count=2", "batch.seq=64"]
     long = [word for field in fields for word in ("--set", field)]
     assert as_json([verb, "tiny-cpu", *short], capsys) == as_json([verb, "tiny-cpu", *long], capsys)
-    assert main([verb, "tiny-cpu", "--seq", "1"]) == 2
+    for value, problem in (("1", "1: a sequence of one token"), ("8k", "'8k': should be a whole number")):
+        assert main([verb, "tiny-cpu", "--seq", value]) == 65
+        assert capsys.readouterr().err.startswith(f"trainfit: error: --seq: batch.seq = {problem}")
 
 
 @pytest.mark.slow
@@ -312,7 +314,7 @@ def test_a_bad_config_json_is_65_and_one_line(
         ("measure tiny-cpu --device gpu", "device = 'gpu': no such device"),
         ("measure tiny-cpu --device cpu --set attention=efficient", "runs on CUDA only"),
         ("predict tiny-cpu --set attention=efficient", "runs on CUDA only"),
-        ("predict tiny-cpu --gpu tpu-v5p", "--set: hardware.gpu = 'tpu-v5p': no kernels are modelled"),
+        ("predict tiny-cpu --gpu tpu-v5p", "--gpu: hardware.gpu = 'tpu-v5p': no kernels are modelled"),
     ],
 )
 def test_what_a_device_lacks_is_65_before_any_work(arguments: str, says: str, capsys: Captured) -> None:

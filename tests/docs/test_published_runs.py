@@ -55,28 +55,18 @@ def test_mpts_number_of_parameters_is_the_published_one() -> None:
 
 def test_the_pages_sentences_are_those_of_the_figures() -> None:
     found = published_runs.figures()
-    speed: dict[str, list[float]] = {"A100": [], "H100": [], "tensor": [], "pipeline": []}
-    memory: dict[bool, list[float]] = {True: [], False: []}
+    speed: dict[str, list[float]] = {"A100": [], "H100": []}
     for one in found:
-        parallel = kind(one)
-        if one.name == "memory_gib":
-            memory["pipeline" in parallel].append(100 * one.error)
-            continue
-        name = one.run["recipe"]["hardware"]["gpu"][:4].upper()
-        key = next((key for key in ("pipeline", "tensor") if key in parallel), name)
-        speed[key].append(100 * one.error)
+        if one.name != "memory_gib" and kind(one) == "FSDP":
+            speed[one.run["recipe"]["hardware"]["gpu"][:4].upper()].append(100 * one.error)
     check(PAGE, r"# runs that others published", [len(content()["runs"])])
+    unfit = sum(not row["fits"] for row in predictions(published_runs.SEVERAL_HOSTS).values())
+    check(PAGE, r"# of the runs are predicted not to fit", [unfit])
     near = sum(abs(error) <= 100 * LARGE for error in speed["A100"])
     values = [near, len(speed["A100"]), median(speed["A100"])]
     check(PAGE, r"On A100 SXM, # of # tokens/s are within 10 %, the median error is # %", values)
-    values = [min(speed["H100"]), max(speed["H100"]), median(speed["H100"]), *speed["tensor"]]
-    check(PAGE, r"off by # to # %, median # %, with tensor parallel by # and # %", values)
-    values = [len(speed["pipeline"]), min(speed["pipeline"]), max(speed["pipeline"])]
-    check(PAGE, r"With a pipeline # runs are off by # to # %", values)
-    values = [min(memory[False]), max(memory[False]), *sorted(abs(error) for error in memory[True])]
-    check(PAGE, r"a pipeline are predicted # to # % too high, two with one # and # % too low", values)
-    unfit = sum(not row["fits"] for row in predictions(published_runs.SEVERAL_HOSTS).values())
-    check(PAGE, r"# of the runs are predicted not to fit", [unfit])
+    values = [min(speed["H100"]), max(speed["H100"]), median(speed["H100"])]
+    check(PAGE, r"off by # to # %, median # %\.", values)
 
 
 def test_held_out_runs_of_one_host_are_near_and_the_page_says_how_many() -> None:
@@ -91,9 +81,6 @@ def test_held_out_runs_of_one_host_are_near_and_the_page_says_how_many() -> None
     check(PAGE, r"# runs on one GPU or the GPUs of one host", values[:1])
     check(PAGE, r"of the # others, # are within 10 %. Those of A100 SXM: # of #;", values[1:])
     check(PAGE, r"were learned from # runs", [sum(is_learned(one.run["name"]) for one in on_a100)])
-    alone = [one for one in on_a100 if one.run["recipe"]["hardware"].get("count", 1) == 1]
-    check(PAGE, r"# runs on one A100", [len(alone)])
-    check(PAGE, r"are off by at most # %", [100 * max(abs(one.error) for one in alone)])
 
 
 def test_an_a100s_shares_are_those_that_the_learned_runs_give() -> None:

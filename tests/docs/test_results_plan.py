@@ -28,6 +28,7 @@ def test_the_choices_that_were_measured() -> None:
     shares = {(one.goal.model, one.cap_gib): one.share or 0.0 for one in fitting}
     good = sum(share >= 0.97 for share in shares.values())
     check(PAGE, r"# of # first choices reach 97 % of the fastest", (good, len(shares)))
+    check("README.md", r"# of # plans reach 97 % of the fastest", (good, len(shares)))
     missed = {key: 100 * share for key, share in shares.items() if share < 0.97}
     assert set(missed) == {("mistral-7b-v0.1", 24), ("qwen3-14b", 48)}
     check(PAGE, r"Mistral in 24 GiB reaches # %", (missed["mistral-7b-v0.1", 24],))
@@ -36,23 +37,19 @@ def test_the_choices_that_were_measured() -> None:
     for one in fitting:
         (large if one.goal.model == "qwen3-14b" else small).append(one)
     counts = sorted(len(one.within) for one in small)
-    check(PAGE, "- # to # recipes within a limit .*? except Gemma's # in", (counts[1], counts[-1], counts[0]))
+    check(PAGE, "LoRA, Gemma's # in 24 GiB", counts[:1])
     expected = estimates("qwen3-14b-lora")
     two, one_each = (expected[id_].tokens_per_s or 0.0 for id_ in ("a92f7d5dfdd9e980", "b29a594784f98f9d"))
-    check(PAGE, "predicted # % faster than it", (100 * (two / one_each - 1),))
+    check(PAGE, "predicted # % faster\\.", (100 * (two / one_each - 1),))
     goal = next(one.goal for one in small if one.goal.model == "qwen2.5-0.5b")
     expected, results = estimates(goal.name), plan_choices.measured(goal)
     times = [(expected[id_].tokens_per_s or 0.0) / (one.tokens_per_s or 1.0) for id_, one in results.items()]
     check(PAGE, "took up to # times", (max(times),))
     assert min(small, key=lambda one: len(one.within)).goal.model == "gemma-2b"
     counts = sorted(len(one.within) for one in large)
-    check(PAGE, "For Qwen3-14B # to # recipes", (counts[0], counts[-1]))
+    check(PAGE, "The # and # recipes of Qwen3-14B with LoRA", counts[1:])
     for one in fitting:
         assert one.best == max(each.tokens_per_s or 0.0 for each in one.own if each in one.within)
-    gemma = next(one.goal for one in every if one.goal.model == "gemma-2b")
-    speeds = {round(one.tokens_per_s or 0.0) for one in plan_choices.measured(gemma).values()}
-    assert {22602, 32352, 33382} <= speeds
-    check(PAGE, "for Gemma reached #, # and # tokens/s", (22602, 32352, 33382))
 
 
 def test_planned_recipes_are_faster_than_the_trainer() -> None:
@@ -70,8 +67,7 @@ def test_the_first_choice_is_nearly_as_fast_as_the_best() -> None:
         share for some in plan.groups().values() for cap in plan.CAPS_GIB if (share := plan.kept(some, cap))
     ]
     assert len(shares) == 10
-    check(PAGE, "is at least # % as fast as the best measured", [100 * min(shares)])
-    check(PAGE, "limits; # % is the goal", [97])
+    check(PAGE, "at least # %; # % is the goal", [100 * min(shares), 97])
     assert min(shares) >= 0.97
     for some in plan.groups().values():
         pairs, right = plan.ordered(some)

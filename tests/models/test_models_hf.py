@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from trainfit.models.build import build_model
+from trainfit.models.hf import hf_config_from
 from trainfit.models.layers import layer_lists
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import ModelSpec
 
 VOCABULARY, LAYERS = 97, 3
@@ -137,6 +140,16 @@ def test_is_decoder_matters_for_encoders_only(config: dict[str, object]) -> None
         first, second = (model(input_ids=ids).logits[0] for ids in (ids_bs, changed_bs))
     assert torch.equal(first[:-1], second[:-1])
     assert not torch.equal(first[-1], second[-1])
+
+
+@pytest.mark.parametrize("written", ["Infinity", '{"__float__": "Infinity"}'])
+def test_a_config_may_hold_infinity(written: str, tmp_path: Path) -> None:
+    """Files of transformers 4 have it as a word, those of transformers 5 tagged."""
+    file = tmp_path / "config.json"
+    file.write_text(f'{{"model_type": "mamba2", "time_step_limit": [0.0, {written}]}}')
+    config = recipe_from({"model": {"config": str(file)}}).model.config
+    assert isinstance(config, dict)
+    assert tuple(hf_config_from(config).time_step_limit) == (0.0, math.inf)
 
 
 def test_the_loss_is_chosen_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:

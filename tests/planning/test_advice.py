@@ -7,16 +7,18 @@ import pytest
 import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
-from trainfit.planning.advice import changes_that_fit, first_fitting, more_gpus
-from trainfit.planning.combinations import MARGIN, Goal
+from trainfit.planning.advice import Change, _Search, changes_that_fit, first_fitting, more_gpus
+from trainfit.planning.combinations import MARGIN, Combinations, Goal
 from trainfit.planning.estimates import Estimates
+from trainfit.planning.expected import expected
 from trainfit.spec.plan import Advice
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
     "num_attention_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
-LARGE = {"model": {"config": LLAMA}, "batch": {"micro": 32, "seq": 2048}, "hardware": {"gpu": "rtx-4090"}}
+WIDE = LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 96000}
+LARGE = {"model": {"config": WIDE}, "batch": {"micro": 4, "seq": 4096}, "hardware": {"gpu": "rtx-4090"}}
 
 
 def test_what_is_named_holds_the_recipe() -> None:
@@ -42,7 +44,8 @@ def test_what_is_named_holds_the_recipe() -> None:
 
 
 def test_where_no_single_change_is_enough_two_together_are_named() -> None:
-    deep = {"model": {"config": LLAMA | {"num_hidden_layers": 16}}, "batch": {"seq": 49152}}
+    config = LLAMA | {"num_hidden_layers": 6, "vocab_size": 16000}  # As all layers are traced.
+    deep = {"model": {"config": config}, "batch": {"seq": 98304}}
     large = trainfit.predict({**deep, "hardware": {"gpu": "rtx-4090", "count": 4}})
     assert not large.fits
     with Estimates(0) as estimates:
@@ -50,6 +53,27 @@ def test_where_no_single_change_is_enough_two_together_are_named() -> None:
         assert estimates.num_traced <= 5
     assert ("recompute: full", "parallel.tensor: 2") in [one.changes for one in found]
     assert all(one.estimate.fits for one in found)
+
+
+def test_where_the_loss_keeps_no_logits_the_blocks_hold_the_activations() -> None:
+    own = trainfit.predict({**LARGE, "loss": "fused"}, gpu="rtx-4090")
+    held = own.breakdown.activations + own.breakdown.temporary
+    full, chunked = (
+        expected(own.recipe, own, own.recipe.model_copy(update=change)).device_bytes
+        for change in ({"recompute": "full"}, {"loss": "chunked"})
+    )
+    assert own.peak_device_bytes - full > 0.6 * held
+    assert chunked == pytest.approx(own.peak_device_bytes, rel=0.01)
+
+
+def test_ranks_that_share_a_batch_take_as_many_more_of_them() -> None:
+    own = trainfit.load_recipe(LARGE, count=4)
+    combinations = Combinations(own, Goal(), Estimates(0))
+    search = _Search(combinations, trainfit.predict(LARGE, gpu="rtx-4090"), most=3)
+    two = [one for one in combinations.space.options if one.values == (("parallel.tensor", 2),)]
+    changed = combinations.recipe_of(*search.key(tuple(map(Change, two))))
+    assert changed.mesh.tensor == 2
+    assert changed.batch.tokens * changed.mesh.data_ranks == own.batch.tokens * own.mesh.data_ranks
 
 
 def test_the_state_of_a_model_is_shared_by_more_gpus() -> None:

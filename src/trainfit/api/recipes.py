@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from trainfit.catalog import load as catalog
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.parsing.plain_data import plain, read_json
+from trainfit.spec.parsing.plain_data import plain, read_config
 from trainfit.spec.parsing.recipe_file import SETTINGS, merge, recipe_from, recipe_of_model
 from trainfit.spec.parsing.recipe_file import load_recipe as load_file
 from trainfit.spec.recipe import Recipe
@@ -231,7 +231,7 @@ def _is_model_config(path: Path) -> bool:
         return (path / "config.json").is_file()
     if path.suffix != ".json" or not path.is_file():
         return False
-    return _has_config_keys(read_json(path))
+    return _has_config_keys(read_config(path))
 
 
 def _has_config_keys(data: Any) -> bool:

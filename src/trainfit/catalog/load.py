@@ -19,7 +19,7 @@ from trainfit.catalog import names
 from trainfit.catalog.config_checks import check_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, Gpu, Link, Source
-from trainfit.spec.parsing.plain_data import read_json
+from trainfit.spec.parsing.plain_data import read_config
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.units import read_count
 from trainfit.spec.value import V, Value, parse
@@ -137,7 +137,7 @@ def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
         FileNotFoundError: the path does not exist.
     """
     if isinstance(config, str) and config.endswith(".json"):
-        return check_config(read_json(Path(config)), file=config)
+        return check_config(read_config(Path(config)), file=config)
     if isinstance(config, str):
         return copy.deepcopy(_config(_known_model(config)))
     return copy.deepcopy(check_config(config))
@@ -155,7 +155,7 @@ def _known_model(name: str) -> str:
 @functools.cache
 def _config(name: str) -> dict[str, Any]:
     path = names.folder_of(names.MODELS, name) / "models" / f"{name}.json"
-    return check_config(read_json(path), file=str(path))
+    return check_config(read_config(path), file=str(path))
 
 
 def names_like(name: str, known: Iterable[str]) -> list[str]:

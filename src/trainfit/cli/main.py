@@ -18,6 +18,7 @@ from importlib import import_module
 import typer
 
 import trainfit
+from trainfit.cli import options
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
 from trainfit.spec.files import circle, one_line, storage_failure, writing
@@ -98,7 +99,15 @@ def _run(words: list[str]) -> object:
             raise InputError("not Unicode text (a lone surrogate)", "correct it", value=word) from None
         if "\0" in word:
             raise InputError("has a NUL character in it", "remove it", value=word)
-    return app()(words or ["--help"], standalone_mode=False, prog_name="trainfit", obj=words)
+    try:
+        return app()(words or ["--help"], standalone_mode=False, prog_name="trainfit", obj=words)
+    except InputError as error:
+        option = options.FIELDS.get(error.field)
+        given = (word.partition("=")[0] for word in words)
+        if error.file != "--set" or option is None or option not in given:
+            raise
+        error.file = ""
+        raise error.in_file(option) from error.__cause__
 
 
 def guarded(run: Callable[[], object]) -> int:

@@ -55,10 +55,9 @@ SET_HELP = "Set a recipe's field, such as batch.micro=8."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)]
 GPU_HELP = "Same as --set hardware.gpu=NAME."
 GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
-Count = Annotated[
-    int | None, typer.Option("--count", min=1, metavar="N", help="Same as --set hardware.count=N.")
-]
-Seq = Annotated[int | None, typer.Option("--seq", min=2, metavar="S", help="Same as --set batch.seq=S.")]
+# Text, so that the recipe's own checks refuse a bad value as they do with --set.
+Count = Annotated[str | None, typer.Option("--count", metavar="N", help="Same as --set hardware.count=N.")]
+Seq = Annotated[str | None, typer.Option("--seq", metavar="S", help="Same as --set batch.seq=S.")]
 PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
 Price = Annotated[
     float | None, typer.Option("--price", metavar="USD", min=0, callback=finite, help=PRICE_HELP)
@@ -78,11 +77,20 @@ RECORD_HELP = "Append the result to this SQLite file."
 RecordFile = Annotated[Path | None, typer.Option("--record", metavar="FILE", help=RECORD_HELP)]
 
 
+FIELDS = {
+    "hardware.gpu": "--gpu",
+    "hardware.count": "--count",
+    "batch.seq": "--seq",
+    "hardware.price_per_hour": "--price",
+}
+"""Fields of a recipe that options of their own set."""
+
+
 def with_fields(
     settings: list[str] | None,
     gpu: str | None,
-    num_gpus: int | None,
-    seq: int | None,
+    num_gpus: str | None,
+    seq: str | None,
     price: float | None = None,
 ) -> list[str]:
     """Return the values of ``--set`` with those of ``--gpu``, ``--count``, ``--seq`` and ``--price``."""

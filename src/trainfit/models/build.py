@@ -17,7 +17,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from trainfit.catalog.load import model_config
 from trainfit.models.layers import decoder_blocks, require_blocks
-from trainfit.models.quantized import fill_quantized, linears_on_meta, load_random, replace_linears
+from trainfit.models.quantized import (
+    WithinBlock,
+    fill_quantized,
+    linears_on_meta,
+    load_random,
+    replace_linears,
+)
 from trainfit.offload.blocks import HostBlocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
@@ -34,6 +40,7 @@ def build_model(
     attention: str = "sdpa",
     quantize: str | None = None,
     on_model: Callable[[nn.Module], None] = lambda model: None,
+    within_block: WithinBlock = lambda block: nullcontext(),
 ) -> nn.Module:
     """Build the model of ``spec`` with parameters on ``device`` in ``dtype``.
 
@@ -42,6 +49,7 @@ def build_model(
             others call ``F.scaled_dot_product_attention``, whose backend the caller selects.
         quantize: nf4, int8 or fp8: format of the decoder blocks' frozen linear layers (quantized.py).
         on_model: Called with the model before its blocks are quantised; it may remove blocks.
+        within_block: Returns the context in which a block is quantised.
 
     Raises:
         InputError: Unknown catalog name, unsupported ``model_type``, or a key that its config refuses.
@@ -57,7 +65,7 @@ def build_model(
         require_blocks(model, "quantize", quantize, "use quantize: null")
     on_model(model)
     if quantize is not None:
-        fill_quantized(model, quantize, device, partial(_initialise, model))
+        fill_quantized(model, quantize, device, partial(_initialise, model), within_block)
     return model
 
 

@@ -3,7 +3,6 @@
 transformers (5.17 and later) initialises on the current ``torch.device``, and skips initialisation on meta.
 """
 
-import copy
 import difflib
 import inspect
 import sys
@@ -18,6 +17,7 @@ from trainfit.models.deferred_init import is_deferred
 from trainfit.models.few_blocks import outlined
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.plain_data import FLOAT_TAG
 from trainfit.virtual.trace.exclusive import replaced
 
 NOT_THE_ARCHITECTURE = (
@@ -131,7 +131,7 @@ def hf_config_from(config: dict[str, Any]) -> Any:
             remedy = "use a model_type of transformers, such as llama"
         raise _wrong_type(model_type or "(none)", "unknown to transformers", remedy)
     keys = {key: value for key, value in config.items() if key not in (*NOT_THE_ARCHITECTURE, "model_type")}
-    keys = copy.deepcopy(keys)  # The config classes complete nested mappings in place.
+    keys = _with_constants(keys)  # A copy: the config classes complete nested mappings in place.
     kind = CONFIG_MAPPING[model_type]
     for key in keys:
         _refuse_method(kind, key, keys[key])
@@ -144,6 +144,16 @@ def hf_config_from(config: dict[str, Any]) -> Any:
     for part in (hf_config, text_config):
         part.use_cache = False
     return hf_config
+
+
+def _with_constants(value: Any) -> Any:
+    """Return a copy in which numbers that JSON lacks stand in place of their tags."""
+    if isinstance(value, dict):
+        text = value.get(FLOAT_TAG)
+        if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
+            return float(text)
+        return {key: _with_constants(one) for key, one in value.items()}
+    return [_with_constants(one) for one in value] if isinstance(value, list) else value
 
 
 def _refuse_method(kind: type, key: str, value: Any) -> None:

@@ -6,7 +6,7 @@ quantised.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from trainfit.models.layers import require_blocks
 from trainfit.spec.errors import InputError
 
 Initialize = Callable[[nn.Module], None]  # Initialises one module's own weights
+WithinBlock = Callable[[nn.Module], AbstractContextManager[None]]
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -158,11 +159,18 @@ def linears_on_meta() -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, initialize: Initialize) -> None:
+def fill_quantized(
+    model: nn.Module,
+    kind: str,
+    device: torch.device | str,
+    initialize: Initialize,
+    within_block: WithinBlock = lambda block: nullcontext(),
+) -> None:
     """Initialise the linear layers of a model built under ``linears_on_meta``; those of blocks are quantised.
 
     ``initialize`` is called in the order of an unquantised model, so equal seeds give native models the same
-    weights before quantisation; transformers' constructors draw more random numbers.
+    weights before quantisation; transformers' constructors draw more random numbers. Each block is quantised
+    inside ``within_block(block)``.
 
     Raises:
         InputError: No decoder blocks, or blocks with matrices outside linear layers.
@@ -172,12 +180,13 @@ def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, init
     # Allocated before the temporary weights, which would otherwise leave holes in the allocator's segments.
     quantized = {child: _quantized(child, kind, device) for _, _, child in _linears(blocks)}
     for block in blocks:
-        _materialize(block, device)
-        for module in _children_first(block):
-            initialize(module)
-        for parent, name, child in _linears([block]):
-            setattr(parent, name, quantized[child])
-            quantized.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
+        with within_block(block):
+            _materialize(block, device)
+            for module in _children_first(block):
+                initialize(module)
+            for parent, name, child in _linears([block]):
+                setattr(parent, name, quantized[child])
+                quantized.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
     _materialize(model, device, initialize)
 
 

@@ -130,12 +130,14 @@ class _Search:
         self._families: Counter[str] = Counter()
 
     def key(self, changes: Changes) -> Key:
-        """Return the combination of changes."""
+        """Return the combination of changes, with as many tokens a step as the recipe has."""
         space, batch = self.combinations.space, self.combinations.recipe.batch
         chosen = [one.option for one in changes if one.option]
+        options = tuple(one for one in space.options if one in chosen)
         level = next((one.level for one in changes if one.level), space.levels[0])
         micro, count = next((one.batch for one in changes if one.batch), (batch.micro, batch.accumulate))
-        return tuple(one for one in space.options if one in chosen), level, micro, count
+        in_all, ranks = count * self.combinations.data_ranks(()), self.combinations.data_ranks(options)
+        return options, level, micro, count if in_all % ranks else in_all // ranks
 
     def expected(self, changes: Changes) -> Expected | None:
         """Return what the recipe is expected to take with changes; None: no less, or they are refused."""

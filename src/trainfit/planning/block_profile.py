@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger, Op
 from trainfit.ledger.segments import rounded
-from trainfit.prediction.time.device_time import op_s
+from trainfit.prediction.time.roofline import device_seconds
 from trainfit.spec.hardware import Gpu
 
 UNKNOWN_GPU = {"flops_per_s": 1e12, "bytes_per_s": 1e11}
@@ -117,6 +117,7 @@ def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> defaultdict[tuple[
     (None, "optimizer") is the update, (None, "") all other work outside the blocks.
     """
     works: defaultdict[tuple[int | None, str], Work] = defaultdict(Work)
+    seconds = _device_seconds(ledger, gpu)
     for op in ledger.steady_ops:
         block, phase = label.of_op(op), ledger.segments[op.segment].phase
         if phase == "optimizer":
@@ -124,7 +125,7 @@ def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> defaultdict[tuple[
         elif block is None:
             phase = ""
         work = works[block, phase]
-        work.gpu_s += _seconds(op, gpu)
+        work.gpu_s += seconds.get(id(op), 0.0)
         work.num_ops += op.calls
         if op.causal_flops and phase == "forward":
             work.num_products += 1
@@ -133,7 +134,10 @@ def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> defaultdict[tuple[
     return works
 
 
-def _seconds(op: Op, gpu: Gpu) -> float:
+def _device_seconds(ledger: Ledger, gpu: Gpu) -> dict[int, float]:
     if gpu.memory_bytes_per_s is not None and gpu.peak_flops_per_s:
-        return op_s(op, gpu)
-    return max(op.causal_flops / UNKNOWN_GPU["flops_per_s"], op.num_bytes / UNKNOWN_GPU["bytes_per_s"])
+        return device_seconds(ledger, gpu)
+    flops_per_s, bytes_per_s = UNKNOWN_GPU["flops_per_s"], UNKNOWN_GPU["bytes_per_s"]
+    return {
+        id(op): max(op.causal_flops / flops_per_s, op.num_bytes / bytes_per_s) for op in ledger.steady_ops
+    }

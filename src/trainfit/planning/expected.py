@@ -40,7 +40,7 @@ def expected(before: Recipe, own: Estimate, after: Recipe) -> Expected:
     weights, gradients, state = held["weights"], held["gradients"], held["optimizer"]
     others = held["activations"] + held["temporary"]
     config = model_config(before.model.config)
-    logits = min(others, LOGITS_BYTES * before.batch.tokens // before.batch.accumulate * _vocabulary(config))
+    logits = min(others, _logits_bytes(before, _vocabulary(config)))
     blocks, gathered = others - logits, held["communication"]
     host, time = 0.0, 1.0
     if _level(after) > _level(before):
@@ -57,7 +57,7 @@ def expected(before: Recipe, own: Estimate, after: Recipe) -> Expected:
         host = weights + state
         weights, gradients, state = 0.1 * weights, 0.1 * gradients, 0.1 * state
         time *= 2.0
-    if after.loss != before.loss and after.loss != "standard":
+    if before.loss == "standard" != after.loss:
         logits *= 0.3
     if after.precision != before.precision:
         blocks *= 0.6
@@ -97,6 +97,14 @@ def expected(before: Recipe, own: Estimate, after: Recipe) -> Expected:
 
 def _level(recipe: Recipe) -> int:
     return LEVELS.get(recipe.recompute, 1) if isinstance(recipe.recompute, str) else 1
+
+
+def _logits_bytes(recipe: Recipe, vocabulary: int) -> int:
+    """Return the most that logits take; 0 where few are there at once, or the fullest GPU may have none."""
+    if recipe.loss != "standard" or recipe.mesh.pipeline > 1:
+        return 0
+    tokens = recipe.batch.tokens // recipe.batch.accumulate
+    return LOGITS_BYTES * tokens * vocabulary // (recipe.mesh.tensor * recipe.mesh.context)
 
 
 def _vocabulary(config: dict[str, object]) -> int:

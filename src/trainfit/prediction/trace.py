@@ -5,7 +5,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
 from trainfit.virtual.trace.repeated_layers import trim_layers
-from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, ScopeTracker, part_of_module
+from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, Scope, ScopeTracker, part_of_module
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
@@ -182,6 +182,7 @@ def _trace(
 def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: tuple[int, int]) -> Ledger:
     with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
+        scope_of_block: dict[nn.Module, Scope] = {}
         repeats: tuple[int, ...] = ()
 
         def on_model(model: nn.Module) -> None:
@@ -206,6 +207,9 @@ def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: t
             )
             check_no_outlines([block for _, blocks in layer_lists(model) for block in blocks])
             groups.extend(found)
+            for name, blocks in layer_lists(model):
+                for number, block in enumerate(blocks):
+                    scope_of_block[block] = ScopeTracker.locate(f"{name}.{number}", groups)
             virtual.tracer.ledger.repeats = repeats
             if recipe.compile == "model" and found:
                 virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
@@ -214,9 +218,13 @@ def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: t
             if (recorded := deferred()) is not None:
                 recorded.forget(trimmed)
 
+        def within_block(block: nn.Module) -> AbstractContextManager[None]:
+            # What is allocated meanwhile is allocated for each of the blocks that the middle one stands for.
+            return virtual.within(scope_of_block.get(block, NO_SCOPE))
+
         step = assemble(
-            recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=virtual.mesh,
-            stage=stage,
+            recipe, torch.device("cpu"), on_model=on_model, within_block=within_block,
+            compiler=virtual.compiler, mesh=virtual.mesh, stage=stage,
         )  # fmt: skip
         virtual.model_is_complete(step.model, groups)
         if step.hosted is not None:

@@ -53,6 +53,15 @@ class VirtualGpu:
                 self.tracer.live.watch_gradient(parameter, self.scope_of(parameter))
         self.tracer.live.built()
 
+    @contextmanager
+    def within(self, scope: Scope) -> Iterator[None]:
+        """Give operations a scope while the model is built."""
+        self._scopes.override = scope
+        try:
+            yield
+        finally:
+            self._scopes.override = None
+
     def begin(self, step: str, phase: str) -> None:
         """Begin a phase (data, forward, backward, optimizer) of a step (first, steady)."""
         self.tracer.begin(step, phase)

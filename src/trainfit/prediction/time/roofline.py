@@ -57,8 +57,8 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
     parts = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
     least = 0.0
     copies_s = {"in": 0.0, "out": 0.0}
-    device, issue = _device_s(ledger, gpu, known), _issue_s(ledger, known)
-    _slow_down(ledger, gpu, known, device, issue)
+    issue = _issue_s(ledger, known)
+    device = _device_s(ledger, gpu, known, issue)
     for op in ledger.steady_ops:
         segment, times = ledger.segments[op.segment], ledger.times(op)
         if op.name in COPY_DIRECTIONS:
@@ -88,12 +88,17 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
 def step_times(ledger: Ledger, gpu: Gpu) -> Times:
     """Replay the steady step; the GPU's rates are known."""
     known = calibrated(gpu)
-    device, issue = _device_s(ledger, gpu, known), _issue_s(ledger, known)
-    _slow_down(ledger, gpu, known, device, issue)
-    return _replayed(ledger, gpu, known, device, issue)
+    issue = _issue_s(ledger, known)
+    return _replayed(ledger, gpu, known, _device_s(ledger, gpu, known, issue), issue)
 
 
-def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated) -> dict[int, float]:
+def device_seconds(ledger: Ledger, gpu: Gpu) -> dict[int, float]:
+    """Return the seconds on the GPU of each entry of the steady step but copies, by its ``id``."""
+    known = calibrated(gpu)
+    return _device_s(ledger, gpu, known, _issue_s(ledger, known))
+
+
+def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated, issue: dict[int, float]) -> dict[int, float]:
     """Return the seconds on the GPU of each entry of the steady step, by its ``id``.
 
     An operation on lists of several groups' tensors is one call: its entries share that call's seconds.
@@ -114,6 +119,7 @@ def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated) -> dict[int, float]:
             taken_s = op_s(first._replace(num_bytes=num_bytes), gpu, known) / num_bytes if num_bytes else None
         for op in (first, *others):
             seconds[id(op)] = op_s(op, gpu, known) if taken_s is None else op.num_bytes * taken_s
+    _slow_down(ledger, gpu, known, seconds, issue)
     return seconds
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 
+FLOAT_TAG = "__float__"
+"""transformers' key of a number that JSON lacks, such as ``{"__float__": "Infinity"}``."""
 MAX_FILE_BYTES = 1_000_000
 MAX_NODES = 100_000
 MAX_DEPTH = 64
@@ -61,16 +63,25 @@ def parse_yaml(text: str, file: str = "") -> Any:
     return plain(data, file)
 
 
-def read_json(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> Any:
+def read_config(path: Path) -> Any:
+    """Return a config.json as plain data; ``Infinity`` and ``NaN`` are tagged, as transformers 5 does."""
+    return read_json(path, tag_constants=True)
+
+
+def read_json(path: Path, limit_bytes: int = MAX_FILE_BYTES, *, tag_constants: bool = False) -> Any:
     """Return a file's one JSON document as plain data; refused content is an InputError."""
-    data = parse_json(files.read_text(path, limit_bytes), str(path))
+    data = parse_json(files.read_text(path, limit_bytes), str(path), tag_constants=tag_constants)
     if _num_values(data) > MAX_NODES:
         raise InputError("too many values", f"write at most {MAX_NODES:,}", file=str(path))
     return data
 
 
-def parse_json(text: str | bytes, file: str = "") -> Any:
-    """Return the one JSON document in ``text`` as plain data; refused content is an InputError."""
+def parse_json(text: str | bytes, file: str = "", *, tag_constants: bool = False) -> Any:
+    """Return the one JSON document in ``text`` as plain data; refused content is an InputError.
+
+    Args:
+        tag_constants: ``Infinity`` becomes ``{FLOAT_TAG: "Infinity"}``, and so on; otherwise it is refused.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         data: dict[str, Any] = {}
@@ -80,11 +91,13 @@ def parse_json(text: str | bytes, file: str = "") -> Any:
             data[key] = value
         return data
 
-    def no_constant(text: str) -> Any:
+    def constant(text: str) -> Any:
+        if tag_constants:
+            return {FLOAT_TAG: text}
         raise InputError(f"{text} is not JSON", "write a finite number or null", file=file)
 
     try:
-        data = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except InputError:
         raise
     except json.JSONDecodeError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
-from trainfit.spec.parsing.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_json, read_yaml
+from trainfit.spec.parsing.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_config, read_yaml
 from trainfit.spec.parsing.synonyms import main_key, with_exact_choices, written_out
 from trainfit.spec.recipe import Recipe, names
 from trainfit.spec.value import parse
@@ -281,7 +281,7 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        config = read_json(path)
+        config = read_config(path)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError("no such file", remedy, field="model.config", value=text) from None
     if not isinstance(config, dict):

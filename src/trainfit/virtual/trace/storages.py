@@ -84,17 +84,19 @@ class LiveStorages:
     def built(self) -> None:
         """Assign the complete model's storages, and their sources, to their owners' groups."""
         storages = self.ledger.storages
-        owned = dict(self._owners)
+        owned, assigned = dict(self._owners), set[int]()
         for index, scope in owned.items():
             while index != UNKNOWN and owned.get(index, scope) == scope:
                 self._owners[index] = scope
+                assigned.add(index)
                 path = f"weights/{scope.path}"
                 storages[index] = storages[index]._replace(
                     group=scope.group, path=f"{path}/{self._count(scope.group, path)}"
                 )
                 index = self._converted_from.pop(index, UNKNOWN)
         self.ledger.events = [
-            event._replace(group=storages[event.storage].group) for event in self.ledger.events
+            event._replace(group=storages[event.storage].group) if event.storage in assigned else event
+            for event in self.ledger.events
         ]
 
     def finish(self) -> Ledger:
