@@ -28,12 +28,8 @@ BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 
 Recomputed = Literal["none", "selective", "full"]
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "selective", "full")
-PRESET_MODELS = {
-    "Llama 3 8B": ("llama-3.1-8b", 1),
-    "Llama 3 70B": ("llama-3.1-70b", 8),
-    "Llama 3 405B": ("llama-3.1-405b", 8),
-}
-"""The widget's presets: the catalog's model of that name, and the ranks it splits over."""
+PRESET_MODELS = {"Llama 3 8B": "llama-3.1-8b"}
+"""The widget's presets that split nothing over ranks, and the catalog's model of that name."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,10 +166,7 @@ def _difference(row: Comparison | None) -> str:
 
 
 def preset_recipes() -> dict[str, Recipe]:
-    """Return the presets that a recipe of one GPU can express: model, batch, autocast over fp32 weights.
-
-    The presets that split a model over ranks are left out until recipes of several GPUs can be predicted.
-    """
+    """Return the presets as recipes: model, batch, autocast over fp32 weights."""
     return {
         name: recipe_from({
             "model": {"config": model},
@@ -181,8 +174,7 @@ def preset_recipes() -> dict[str, Recipe]:
             "precision": "amp-bf16",
             "hardware": {"gpu": "h200"},
         })
-        for name, (model, ranks) in PRESET_MODELS.items()
-        if ranks == 1
+        for name, model in PRESET_MODELS.items()
     }  # fmt: skip
 
 
@@ -193,12 +185,10 @@ def presets_section(peaks: dict[str, int]) -> str:
         "| preset | activations | total | virtual GPU, the real model | difference |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, spec in ultrascale.PRESETS.items():
-        found, peak = ultrascale.memory(spec), peaks.get(name)
-        ours = "several GPUs: not compared | n/a"
-        if peak:
-            ours = f"{format_bytes(peak)} | {found.total / peak - 1:+.1%}"
-        lines.append(f"| {name} | {format_bytes(found.activations)} | {format_bytes(found.total)} | {ours} |")
+    for name, peak in peaks.items():
+        found = ultrascale.memory(ultrascale.PRESETS[name])
+        cells = (found.activations, found.total, peak)
+        lines.append(f"| {name} | {' | '.join(map(format_bytes, cells))} | {found.total / peak - 1:+.1%} |")
     return "\n".join(lines)
 
 

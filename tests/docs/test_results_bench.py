@@ -243,8 +243,6 @@ def test_statements_without_a_figure() -> None:
 def test_the_records_page_names_the_commits_that_do_not_exist() -> None:
     lines = [*bench.FILE.read_text().splitlines(), *kernels.FILE.read_text().splitlines()]
     named = {json.loads(line)["commit"] for line in lines}
-    text = sentences(BENCH)
-    assert all(commit in text for commit in named)
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     missing = {
@@ -254,6 +252,6 @@ def test_the_records_page_names_the_commits_that_do_not_exist() -> None:
             ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True
         ).returncode
     }
-    absent = re.search(r"exist in this repository\. (.*?) do not:", text)
+    absent = re.search(r"do not exist in this repository: (.*)", sentences(BENCH))
     assert absent is not None
     assert set(re.findall(r"[0-9a-f]{7}", absent[1])) == missing

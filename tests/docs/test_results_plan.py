@@ -28,6 +28,7 @@ def test_the_choices_that_were_measured() -> None:
     shares = {(one.goal.model, one.cap_gib): one.share or 0.0 for one in fitting}
     good = sum(share >= 0.97 for share in shares.values())
     check(PAGE, r"# of # first choices reach 97 % of the fastest", (good, len(shares)))
+    check("README.md", r"# of # plans reach 97 % of the fastest", (good, len(shares)))
     missed = {key: 100 * share for key, share in shares.items() if share < 0.97}
     assert set(missed) == {("mistral-7b-v0.1", 24), ("qwen3-14b", 48)}
     check(PAGE, r"Mistral in 24 GiB reaches # %", (missed["mistral-7b-v0.1", 24],))

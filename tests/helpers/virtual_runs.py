@@ -2,11 +2,18 @@
 
 from typing import Any
 
+from tiny_recipe import TINY_LLAMA
 from trainfit.catalog.load import model_config
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.ledger.replay import replay
 from trainfit.spec.recipe import Batch, ModelSpec, Recipe
+
+PLAIN = {
+    **TINY_LLAMA, "model_type": "trainfit", "num_hidden_layers": 4, "gated_mlp": False, "hidden_act": "relu",
+    "position_embedding": "learned", "num_key_value_heads": 4,
+}  # fmt: skip
+"""A native model whose layers compile fast."""
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -26,6 +33,12 @@ def recipe_of(config: str | dict[str, Any], implementation: Any = "hf", **fields
     """1 x 64 tokens unless ``fields`` say otherwise."""
     model = ModelSpec(config=config, implementation=implementation)
     return Recipe(model=model, **{"batch": Batch(micro=1, seq=64), **fields})
+
+
+def plain(layers: int, **fields: Any) -> Recipe:
+    """A model whose layers compile fast, bf16, 2 x 16 tokens."""
+    config = PLAIN | {"num_hidden_layers": layers}
+    return recipe_of(config, "native", **{"batch": Batch(micro=2, seq=16), **fields})
 
 
 def steady(ledger: Ledger) -> list[Op]:

@@ -78,7 +78,7 @@ def test_they_compile(code: Any, unit: Any):
     torch._dynamo.reset()
     whole = unit == "block"
     same(
-        tiny_recipe(code, compile=unit, optimizer=SGD),
+        tiny_recipe(code, 1 if unit == "model" else 2, compile=unit, optimizer=SGD),
         compiler=lambda module: module.compile(backend="aot_eager", fullgraph=whole),
     )
 

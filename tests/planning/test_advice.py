@@ -18,7 +18,8 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
     "num_attention_heads": 8, "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
-LARGE = {"model": {"config": LLAMA}, "batch": {"micro": 32, "seq": 2048}, "hardware": {"gpu": "rtx-4090"}}
+WIDE = LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 96000}
+LARGE = {"model": {"config": WIDE}, "batch": {"micro": 4, "seq": 4096}, "hardware": {"gpu": "rtx-4090"}}
 
 
 def test_what_is_named_holds_the_recipe() -> None:
@@ -44,7 +45,8 @@ def test_what_is_named_holds_the_recipe() -> None:
 
 
 def test_where_no_single_change_is_enough_two_together_are_named() -> None:
-    deep = {"model": {"config": LLAMA | {"num_hidden_layers": 16}}, "batch": {"seq": 49152}}
+    config = LLAMA | {"num_hidden_layers": 6, "vocab_size": 16000}  # As all layers are traced.
+    deep = {"model": {"config": config}, "batch": {"seq": 98304}}
     large = trainfit.predict({**deep, "hardware": {"gpu": "rtx-4090", "count": 4}})
     assert not large.fits
     with Estimates(0) as estimates:

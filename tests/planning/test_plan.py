@@ -155,7 +155,7 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 
 
 def test_the_changes_that_fit_keep_the_tokens_of_a_step() -> None:
-    large = recipe(batch={"micro": 32, "seq": 512})
+    large = recipe(batch={"micro": 4, "seq": 4096})
     whole = predict(large).peak_device_bytes
     with Estimates(0) as estimates:
         goal = Goal(memory_bytes=whole - 4 * MIB, margin=0.0, vary=VARIED)

@@ -47,6 +47,14 @@ def test_a_forward_that_transformers_itself_cannot_run_is_refused_in_one_line(
     assert "correct the config" in line
 
 
+def test_a_forward_that_reads_values_of_its_tensors_is_refused() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    parts = ("patcher", "encoder", "decoder", "global")
+    config = {"model_type": "blt", "vocab_size": 260, **{f"{part}_config": sizes for part in parts}}
+    with pytest.raises(InputError, match=r"depends on values of its tensors \(modeling_blt\.py, line \d+\)"):
+        trace.trace(recipe_from({"model": {"config": config}, "batch": {"seq": 32}}))
+
+
 def test_it_is_told_apart_in_compiled_code_too() -> None:
     recipe = recipe_from(
         {"model": {"config": ROTARY_WIDER_THAN_A_HEAD}, "batch": {"seq": 32}, "compile": "block"}

@@ -24,6 +24,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Recipe
 from trainfit.virtual.trace.exclusive import exclusive, is_tracing_thread
 from user_training import mlp, steps
+from virtual_runs import plain
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64,
@@ -57,8 +58,8 @@ EAGER = {
     "cpu": tiny_recipe(hardware=Hardware(gpu="cpu")),
 }
 COMPILED = {
-    "block": tiny_recipe("native", layers=1, compile="block", precision="amp-bf16"),
-    "budget": tiny_recipe("native", layers=1, compile="model", recompute={"budget": 0.5}),
+    "block": plain(1, compile="block", precision="amp-bf16"),
+    "budget": plain(1, compile="model", precision="fp32", recompute={"budget": 0.5}),
 }
 
 
@@ -91,7 +92,7 @@ def _import_what_traces_import() -> None:
         predict(recipe)
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", [one for one in EAGER if one not in ("hf", "native", "lora")])
 def test_nothing_changes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
     how = {"deterministic": name == "kernels"}

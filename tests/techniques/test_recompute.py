@@ -21,7 +21,7 @@ from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Recipe
 from trainfit.spec.recompute import Budget, Every, SavedOps, Selective  # fmt: skip
 from trainfit.step import assemble
 from trainfit.techniques.recompute.budget import grouped_heads_counted
-from virtual_runs import recipe_of, steady_sum, sums, with_layers
+from virtual_runs import PLAIN, recipe_of, steady_sum, sums, with_layers
 
 # As wide as products that are worth keeping.
 LLAMA = {
@@ -169,7 +169,7 @@ def test_a_recipes_budget_reaches_the_compiler_which_weighs_grouped_attention(
     with grouped_heads_counted():
         assert flop_counter.sdpa_flop_count(q_bhsd, kv_bksd, kv_bksd) == 2 * 2 * 2 * 8 * 16 * 32 * 4
     assert flop_counter.sdpa_flop_count is equal_heads_only
-    config = LLAMA | {"num_hidden_layers": 2}
+    config = PLAIN | {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 1}
     recipe = on_cpu(config, "native", precision="bf16", compile="block", attention="flash")
     alive = []
     for share in (0.9, 0.1):

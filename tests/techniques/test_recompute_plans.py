@@ -31,7 +31,7 @@ from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.spec.units import GIB
 from trainfit.step import assemble
 from trainfit.techniques.registry import describe
-from virtual_runs import recipe_of, sums, with_layers
+from virtual_runs import plain, recipe_of, sums, with_layers
 
 SMALL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
@@ -192,8 +192,7 @@ def test_measure_and_train_run_the_plan_of_a_budget(monkeypatch: pytest.MonkeyPa
 
 
 def test_compiled_blocks_keep_everything_or_only_their_input() -> None:
-    config = SMALL | {"num_hidden_layers": 4}
-    recipe = recipe_of(config, "native", batch=Batch(micro=4, seq=64), compile="block")
+    recipe = plain(4, batch=Batch(micro=4, seq=64), compile="block")
     found = candidates(budget(recipe, GIB))
     assert found.choices == [Option("none"), Option("full")]
     assert found.recipe(recipe, 0).recompute == "none"

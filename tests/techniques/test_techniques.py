@@ -189,7 +189,6 @@ def test_other_families_recompute_and_adapt(family: str):
 @pytest.mark.parametrize(
     ("code", "fields"),
     [
-        ("hf", {"compile": "block"}),
         ("hf", {"compile": "model"}),
         ("native", {"compile": "model", "optimizer": Optimizer(in_backward=True)}),
         ("hf", {"compile": "block", "recompute": "full"}),

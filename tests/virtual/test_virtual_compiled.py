@@ -30,18 +30,14 @@ from trainfit.ledger.replay import replay
 from trainfit.ledger.slices import check_slices
 from trainfit.prediction import trace as tracing
 from trainfit.prediction.trace import PROGRAM_MARGINS, _trace, trace
-from trainfit.spec.recipe import Adapter, Batch, Recipe
+from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe
 from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
 from trainfit.virtual.compile.tuning import Kernel, Tuning, headroom, read
-from virtual_runs import recipe_of, steady_sum, sums, with_layers
+from virtual_runs import plain, recipe_of, steady_sum, sums, with_layers
 
 MEASURED = Path(__file__).parents[1] / "data" / "compiled_on_h200.jsonl"
 """Recipe and peak bytes of the steady step's phases, and of the first step's where no cache was there,
 measured on an H200 with torch 2.11 and transformers 5.17."""
-
-
-PLAIN = {"gated_mlp": False, "hidden_act": "relu"}
-"""Keys of a native model whose layers compile fast."""
 
 
 class Chain(nn.Module):
@@ -135,11 +131,12 @@ def activation_bytes(ledger: Ledger) -> int:
 
 def test_an_update_in_the_backward_frees_gradients() -> None:
     """By block the gradients of one block are alive at a time; nothing is left for the optimizer's phase."""
-    recipe = tiny_recipe("native", compile="block")
-    in_backward = recipe.model_copy(
-        update={"optimizer": recipe.optimizer.model_copy(update={"in_backward": True})}
+    ordinary, early = (
+        replay(trace(recipe), CachingAllocator()).phases.steady
+        for recipe in (
+            plain(2, compile="block", optimizer=Optimizer(in_backward=when)) for when in (False, True)
+        )
     )
-    ordinary, early = (replay(trace(r), CachingAllocator()).phases.steady for r in (recipe, in_backward))
     assert early.backward <= ordinary.backward
     assert early.optimizer < ordinary.optimizer
 
@@ -148,7 +145,7 @@ def test_one_graph_serves_all_blocks_and_both_steps() -> None:
     from trainfit.step import assemble
 
     with on_h200() as virtual:
-        step = assemble(tiny_recipe(compile="block"), CPU, compiler=virtual.compiler)
+        step = assemble(plain(2, compile="block"), CPU, compiler=virtual.compiler)
         virtual.model_is_complete(step.model, [])
         for batches in 2 * [step.random_batches()]:
             step(batches)
@@ -158,7 +155,7 @@ def test_one_graph_serves_all_blocks_and_both_steps() -> None:
 def test_blocks_that_repeat_equal_all_of_them() -> None:
     """The first block's graph differs, as its input, a frozen embedding's output, needs no gradient."""
     adapter = Adapter(kind="lora", rank=4, targets=("out",))
-    recipe = tiny_recipe("native", layers=5, compile="block", adapter=adapter)
+    recipe = plain(5, compile="block", adapter=adapter)
     folded, whole = _trace(recipe, whole=False), _trace(recipe, whole=True)
     assert folded.repeat > 1
     a, b = sums(folded), sums(whole)
@@ -169,8 +166,7 @@ def test_blocks_that_repeat_equal_all_of_them() -> None:
 @pytest.mark.slow
 def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
     """Seven of eight layers, in one graph: every sum of the whole graph. Slices that differ are noticed."""
-    config = {**TINY_LLAMA, "model_type": "trainfit", "num_hidden_layers": 8, **PLAIN}
-    recipe = recipe_of(config, "native", batch=Batch(micro=2, seq=16), precision="bf16", compile="model")
+    recipe = plain(8, compile="model")
     folded, whole = _trace(recipe, whole=False, margin=PROGRAM_MARGINS[0]), _trace(recipe, whole=True)
     assert folded.repeats == (2,)
     a, b = sums(folded), sums(whole)

@@ -39,14 +39,15 @@ GEMMA2 = with_layers("gemma-2-2b", 4) | {
     "head_dim": 16,
     "vocab_size": 512, "sliding_window": 16,
 }  # fmt: skip
-ADAFACTOR = Optimizer(name="adafactor")
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "fp32": (LLAMA, "hf", {"precision": "fp32"}),
     "bf16-native": (LLAMA, "native", {}),
-    "accumulate": (LLAMA, "hf", {"batch": Batch(micro=2, seq=64, accumulate=3)}),
+    "accumulate": (
+        LLAMA, "hf",
+        {"batch": Batch(micro=2, seq=64, accumulate=3), "optimizer": Optimizer(implementation="foreach")},
+    ),
     "in-backward": (LLAMA, "hf", {"optimizer": Optimizer(in_backward=True)}),
-    "math-foreach": (LLAMA, "hf", {"attention": "math", "optimizer": Optimizer(implementation="foreach")}),
-    "adafactor": (LLAMA, "hf", {"optimizer": ADAFACTOR}),
+    "math-adafactor": (LLAMA, "hf", {"attention": "math", "optimizer": Optimizer(name="adafactor")}),
     "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora", rank=4), "recompute": "full"}),
     "triton-native": (LLAMA, "native", {"attention": "triton", "precision": "amp-bf16"}),
     "gpt2": (GPT2, "hf", {"precision": "fp32"}),
@@ -58,7 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"attention": "eager", "optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
     ),
     "capped-scores-recompute": (GEMMA2, "hf", {"precision": "fp32", "recompute": "full"}),
-}
+}  # fmt: skip
 
 
 def on_cpu(case: str) -> Recipe:

@@ -14,7 +14,7 @@ from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer, Parallel
 from trainfit.virtual.trace.repeated_layers import find_period
-from virtual_runs import recipe_of, steady, sums, with_layers
+from virtual_runs import PLAIN, recipe_of, steady, sums, with_layers
 
 LLAMA = with_layers("llama-3.2-1b", 4)
 IN_BACKWARD = {"in_backward": True}
@@ -35,7 +35,7 @@ CASES: dict[str, Case] = {
     "qwen3": case("qwen3-0.6b", attention="eager"),
     "phi-2": case("phi-2", recompute="full", optimizer=Optimizer(implementation="foreach", **IN_BACKWARD)),
     "deepseek-v2": case("deepseek-v2-lite", 5),
-    "gpt-oss": case("gpt-oss-20b", 8),
+    "gpt-oss": (with_layers("gpt-oss-20b", 4) | {"layer_types": ["sliding_attention"] * 4}, "hf", {}),
     "sliding-pattern-two-embeddings-recompute": (
         with_layers("gemma-3-1b", 8) | {"layer_types": ["sliding_attention", "full_attention"] * 4}, "hf",
         {"recompute": "full"},
@@ -44,7 +44,7 @@ CASES: dict[str, Case] = {
         LLAMA, "native", {"optimizer": Optimizer(name="adafactor", implementation="fused")},
     ),
     "offload-compile": (
-        LLAMA, "native", {"recompute": "full", "offload": Offload(activations=True), "compile": "block"},
+        PLAIN, "native", {"recompute": "full", "offload": Offload(activations=True), "compile": "block"},
     ),
     "native-momentum": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
     "native-in-backward-math": (
@@ -52,7 +52,6 @@ CASES: dict[str, Case] = {
     ),
     "native-lora-base": (LLAMA, "native", {"adapter": Adapter(kind="lora", dtype="base")}),
     "native-post-norm-alibi": case("deep-one-1.6b", 4, "native", precision="amp-bf16"),
-    "virtual-cpu": (LLAMA, "native", {"hardware": Hardware(gpu="cpu")}),
 }  # fmt: skip
 """Families and techniques, each of both in at least one case."""
 

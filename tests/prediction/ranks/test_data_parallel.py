@@ -19,6 +19,7 @@ from trainfit.spec.recipe import Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
 from trainfit.techniques import registry
 from trainfit.virtual.cluster.rank import fake_group
+from virtual_runs import plain
 
 LAYERS = 2
 QKV, OUT, UP, DOWN, NORM, EMBEDDING = 64 * 32, 32 * 32, 128 * 32, 32 * 64, 32, 128 * 32
@@ -111,7 +112,8 @@ def test_a_sharded_optimizer_is_predicted_of_the_rank_that_owns_most() -> None:
 
 
 def test_compiled_blocks_run_under_ddp() -> None:
-    found = trace(recipe("ddp", compile="block", precision="bf16"))
+    mesh = {"hardware": Hardware(gpu="h200", count=RANKS), "parallel": Parallel(strategy="ddp")}
+    found = trace(plain(LAYERS, compile="block", **mesh))
     assert sum(one.name == "all_reduce" for one in found.collectives) == 2
 
 

@@ -140,30 +140,35 @@ def test_a_measured_mask_takes_what_it_took(kernel: str, dtype: str, made_up: li
     )
 
 
-@pytest.mark.parametrize(
-    ("model", "layers", "window", "attention", "kernel", "masked"),
-    [("gemma-3-1b", 6, 512, "sdpa", "cudnn", {True, False}), ("phi-3-mini-4k", 2, 2047, "efficient",
-    "efficient", {True})],
-)  # fmt: skip
-def test_layers_with_a_window_are_masked(
-    model: str, layers: int, window: int, attention: str, kernel: str, masked: set[bool]
-) -> None:
-    """Of Gemma 3 all layers but each sixth.
+KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 
-    The others, and all where the window is no shorter, leave it to is_causal.
-    """
-    for seq, expected in ((window + 65, masked), (window - 63, {False}))[: 1 if layers > 2 else 2]:
-        wanted = recipe_of(with_layers(model, layers), attention=attention, batch=Batch(micro=1, seq=seq))
-        ops = [op for op in ledger_of(wanted).ops if op.kernel]
+
+@pytest.mark.parametrize(
+    ("config", "window", "attention", "kernel", "masked"),
+    [
+        (with_layers("gemma-3-1b", 2) | KINDS, 512, "sdpa", "cudnn", {True, False}),
+        (with_layers("phi-3-mini-4k", 2), 2047, "efficient", "efficient", {True}),
+    ],
+)
+def test_layers_with_a_window_are_masked(
+    config: dict[str, Any], window: int, attention: str, kernel: str, masked: set[bool]
+) -> None:
+    """Of Gemma 3 those of one kind. The others, and all where the window is no shorter, use is_causal."""
+    for seq, expected in ((window + 65, masked), (window - 63, {False})):
+        ops = [
+            op
+            for op in ledger_of(recipe_of(config, attention=attention, batch=Batch(micro=1, seq=seq))).ops
+            if op.kernel
+        ]
         for backward in (False, True):
             some = [op for op in ops if ("backward" in op.name) is backward]
             assert {op.kernel for op in some} == {kernel}
             assert {op.masked for op in some} == expected
 
 
-def heads_of_128(attention: str, **fields: Any) -> Recipe:
+def heads_of_128(attention: str, layers: int = 4, **fields: Any) -> Recipe:
     wanted = {"batch": Batch(micro=1, seq=2048), "recompute": "full", **fields}
-    return recipe_of(with_layers("qwen3-0.6b", 4), attention=attention, **wanted)
+    return recipe_of(with_layers("qwen3-0.6b", layers), attention=attention, **wanted)
 
 
 def test_in_fp32_ours_is_predicted_to_be_the_slower() -> None:
@@ -191,7 +196,7 @@ def test_two_passes_execute_seven_products(gpu_name: str, deterministic: bool, p
 
     The mathematics needs four products wherever it runs.
     """
-    wanted = heads_of_128("triton", hardware={"gpu": gpu_name})
+    wanted = heads_of_128("triton", 1, hardware={"gpu": gpu_name})
     ledger = ledger_of(wanted, deterministic=deterministic)
     forward, backward = (
         next(op for op in ledger.ops if op.kernel and ("backward" in op.name) is which) for which in (False,

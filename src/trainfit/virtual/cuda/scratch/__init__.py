@@ -1,7 +1,7 @@
 """Scratch memory that CUDA kernels allocate, and outputs whose size on CUDA differs from a fake CPU tensor's.
 
-The rules follow PyTorch's source, summed up in docs/internals/sources.md; each module registers its own. An
-operation without a rule takes no scratch.
+The rules follow PyTorch's source (docs/internals/sources.md); each module names its files and registers its
+own. An operation without a rule takes no scratch.
 """
 
 from collections.abc import Callable
