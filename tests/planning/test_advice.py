@@ -7,11 +7,12 @@ import pytest
 import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
-from trainfit.planning.advice import Change, _Search, changes_that_fit, first_fitting, more_gpus
+from trainfit.planning.advice import Change, _Search, changes_that_fit, first_fitting, is_as_good, more_gpus
 from trainfit.planning.combinations import MARGIN, Combinations, Goal
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.expected import expected
-from trainfit.spec.plan import Advice
+from trainfit.spec.plan import Advice, Found
+from trainfit.spec.result import Estimate
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
@@ -74,6 +75,17 @@ def test_ranks_that_share_a_batch_take_as_many_more_of_them() -> None:
     changed = combinations.recipe_of(*search.key(tuple(map(Change, two))))
     assert changed.mesh.tensor == 2
     assert changed.batch.tokens * changed.mesh.data_ranks == own.batch.tokens * own.mesh.data_ranks
+
+
+def test_a_change_more_that_gains_no_speed_is_not_named() -> None:
+    def found(rate: float, *changes: str) -> Found:
+        estimate = Estimate.model_construct(tokens_per_s=rate)
+        return Found.model_construct(changes=changes, estimate=estimate)
+
+    full = found(1095, "recompute: full")
+    assert is_as_good(full, found(1087, "recompute: full", "offload.activations: true"))
+    assert not is_as_good(full, found(1200, "recompute: full", "loss: fused"))
+    assert not is_as_good(full, found(1000, "batch.micro: 1"))
 
 
 def test_the_state_of_a_model_is_shared_by_more_gpus() -> None:

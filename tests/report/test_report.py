@@ -165,6 +165,11 @@ def test_a_recipe_in_words_names_its_hosts():
     hardware = {"gpu": "h200", "count": 16}
     assert words.describe(recipe(hardware=hardware)).endswith(", on 16 x h200")
     assert words.describe(recipe(hardware=hardware | {"nodes": 4})).endswith(", on 16 x h200 in 4 hosts")
+    run = "EPYC (2 threads)"
+    assert words.describe(recipe(hardware={"gpu": "cpu"}), run).endswith(f", on {run}")
+    assert words.describe(recipe(hardware={"gpu": "h200"}), run).endswith(
+        f", on {run} (the recipe's: 1 x h200)"
+    )
 
 
 def test_technique_names_what_differs():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer, Parallel
 from trainfit.virtual.trace.repeated_layers import find_period
 from virtual_runs import PLAIN, recipe_of, steady, sums, with_layers
 
@@ -175,6 +175,17 @@ def test_adapters_of_some_layers(targets: Any, num_adapted: int) -> None:
     adapters = {op.module.rpartition(".lora_A")[0] for op in whole.ops if ".lora_A" in op.module}
     assert len(adapters) == num_adapted
     assert sums(ledger) == sums(whole)
+
+
+def test_what_compares_recipes_is_not_shortened_where_layers_differ_much() -> None:
+    def repeat(**fields: Any) -> int:
+        return trace(recipe_of(with_layers("llama-3.2-1b", 5), "native", **fields), shorten=True).repeat
+
+    two = Hardware(gpu="h200", count=2)
+    assert repeat(hardware=two) > 1
+    # Few layers' gradients would fill few of DDP's buckets.
+    assert repeat(hardware=two, parallel=Parallel(strategy="ddp")) == 1
+    assert repeat(adapter=Adapter(kind="lora", rank=4, targets=("layers.3.attention.qkv",))) == 1
 
 
 def test_find_period() -> None:

@@ -187,7 +187,10 @@ class _Search:
         if not self.combinations.fits(one):
             return
         recipe, estimates = self.combinations.recipe, self.combinations.estimates
-        self.fitting.append(as_found(recipe, one))
+        found = as_found(recipe, one)
+        if any(is_as_good(other, found) for other in self.fitting):
+            return
+        self.fitting.append(found)
         self._families.update(families)
         if self.combinations.goal.memory_bytes is None and changes == (Change(level=FULL),):
             (result,) = estimates.of([Request(recipe.model_copy(update={"recompute": "fit"}))])
@@ -232,5 +235,13 @@ def changes_that_fit(
         lacking = [one for one in changes if one not in known or not combinations.fits(known[one])]
         pairs = itertools.combinations(lacking, 2)
         search.trace((one, other) for one, other in pairs if one.family != other.family)
-    fitting = sorted(search.fitting, key=lambda one: (bool(one.numerics), -(one.estimate.tokens_per_s or 0)))
-    return fitting[:most]
+    return sorted(search.fitting, key=lambda one: (bool(one.numerics), -_rate(one)))[:most]
+
+
+def is_as_good(one: Found, other: Found) -> bool:
+    """Return whether one recipe is as fast as another with fewer of its changes."""
+    return set(one.changes) < set(other.changes) and _rate(one) >= _rate(other)
+
+
+def _rate(found: Found) -> float:
+    return found.estimate.tokens_per_s or 0.0

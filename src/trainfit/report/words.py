@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 
+from trainfit.catalog.names import CPU
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
@@ -22,7 +23,7 @@ def describe(recipe: Recipe, ran_on: str | None = None) -> str:
     hosts = f" in {nodes} host{'s' * (nodes > 1)}" if nodes else ""
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}{hosts}"
     if ran_on is not None:
-        hardware = f"{ran_on} (the recipe's: {hardware})"
+        hardware = ran_on if hardware == f"1 x {CPU}" else f"{ran_on} (the recipe's: {hardware})"
     return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
