@@ -46,7 +46,9 @@ def counted(function):
 generate.begin = counted
 forked = trainfit.predict(use_cache=False, **{COMPILED})
 estimates = [one.model_dump(mode="json") for one in (estimate, forked)]
-print(json.dumps([estimates, early, plain, compiled, len(graphs), "1" in graphs[0], len(forks)]))
+from torch._inductor.codegen.common import KernelTemplate
+rendered = KernelTemplate._template_from_string("{{{{ a }}}} and {{{{ a + 1 }}}}").render(a=7)
+print(json.dumps([rendered, estimates, early, plain, compiled, len(graphs), "1" in graphs[0], len(forks)]))
 """
 
 
@@ -55,7 +57,8 @@ def test_an_eager_prediction_needs_no_compiler_and_leaves_it_whole() -> None:
     """What is compiled afterwards is as anywhere else, and code generated in a fork is the same."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    estimates, early, plain, compiled, num_graphs, has_later, num_forks = json.loads(done.stdout)
+    rendered, estimates, early, plain, compiled, num_graphs, has_later, num_forks = json.loads(done.stdout)
+    assert rendered == "7 and 8"
     assert early == []
     assert plain == compiled == [3.0, 3.0]
     assert (num_graphs, has_later) == (1, False)  # Dynamo leaves out the function that was decorated early.

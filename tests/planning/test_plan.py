@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from trainfit.planning.composed import Sizes, within
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
+from trainfit.planning.workers import CAN_FORK
 from trainfit.prediction.estimate import predict
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
 from trainfit.spec.plan import Plan
@@ -73,6 +75,33 @@ def test_another_process_gives_the_same_estimates_and_refusals() -> None:
     assert found == other
     assert refused.refused is not None
     assert str(refused.refused) == str(also.refused)
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="all processes are alike elsewhere")
+def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, str]] = []
+
+    class Refusing:
+        def __init__(self, count: int, answer: str, imports: Sequence[str]):
+            has_compiler = "torch._inductor.compile_fx" in imports
+
+            def ask(data: dict[str, Any]) -> dict[str, Any]:
+                asked.append((has_compiler, data["recipe"]["compile"]))
+                return {"refused": {"problem": "none", "remedy": "none"}}
+
+            self.each = [SimpleNamespace(ask=ask)] * count
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("trainfit.planning.estimates.Workers", Refusing)
+    monkeypatch.setattr("trainfit.planning.estimates._save", lambda *_: None)
+    with Estimates(2, use_cache=False) as estimates:
+        estimates.later.append(recipe(compile="block"))
+        estimates.of([Request(recipe()), Request(recipe(loss="fused"))])
+        assert len(estimates._workers) == 2  # The compiler is imported while the first are traced.
+        estimates.of([Request(recipe(compile="block")), Request(recipe(loss="chunked"))])
+    assert sorted(asked, key=str) == [(False, False)] * 3 + [(True, "block")]
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -95,15 +95,20 @@ class CachingAllocator:
         pool = self._pools.get((small, stream))
         if pool is None:
             pool = self._pools[small, stream] = Pool(small)
-        block = self._take_free(pool, size) or self._new_block(pool, size, num_bytes)
+        free = pool.free
+        index = bisect_left(free, (size,))  # The smallest that fits, the lowest address among equals.
+        if index == len(free):
+            block = self._new_block(pool, size, num_bytes)
+        else:
+            block = free.pop(self._least_growable(free, index) if self._expandable else index)[2]
         remaining = block.size - size
         if (remaining >= MIN_BLOCK) if small or self._expandable else (remaining > SMALL_SIZE):
             rest = block.split(size)
             insort(pool.free, (rest.size, rest.address, rest))
         block.allocated = True
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
+        self.allocated_bytes = allocated = self.allocated_bytes + block.size
+        if allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated
         handle = self._next_handle
         self._next_handle = handle + 1
         self._blocks[handle] = block
@@ -141,17 +146,11 @@ class CachingAllocator:
         """Set both peaks to the current values (``torch.cuda.reset_peak_memory_stats``)."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
-    def _take_free(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block that fits, the lowest address among equals (``get_free_block``)."""
-        free = pool.free
-        index = bisect_left(free, (size,))
-        if index == len(free):
-            return None
-        if self._expandable:
-            # Expandable blocks are compared by the size that they can grow to.
-            while index + 1 < len(free) and free[index + 1][2].growable_size < free[index][2].growable_size:
-                index += 1
-        return free.pop(index)[2]
+    def _least_growable(self, free: list[tuple[int, int, Block]], index: int) -> int:
+        """Return the index to take: expandable blocks are compared by the size that they can grow to."""
+        while index + 1 < len(free) and free[index + 1][2].growable_size < free[index][2].growable_size:
+            index += 1
+        return index
 
     def _new_block(self, pool: Pool, size: int, num_bytes: int) -> Block:
         """Allocate from the driver, retrying with an emptied cache (``alloc_block``)."""

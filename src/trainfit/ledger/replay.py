@@ -1,5 +1,6 @@
 """Replay a ledger through the caching allocator: peaks by phase, live allocations at the peak. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainfit.ledger.allocator import CachingAllocator
@@ -56,10 +57,12 @@ def replay(
     *,
     empty_cache_after_init: bool = False,
     more_steps: int = 0,
+    events: Sequence[LiveEvent] | None = None,
 ) -> Replay:
     """Run every allocation and free of the ledger through an allocator.
 
     Args:
+        events: the ledger's expanded events, where they are known; several replays can share them.
         empty_cache_after_init: empty the cache before the first step and count reserved bytes from there, as
             ``measure`` does (``CudaMeter.settle``).
         more_steps: repeat the steady step up to this often, until one neither allocates a segment nor empties
@@ -67,14 +70,15 @@ def replay(
     Raises:
         OutOfMemory: the allocator's capacity is exceeded.
     """
-    gpu, events = allocator, list(ledger.expand())
+    gpu, events = allocator, list(ledger.expand()) if events is None else events
+    streams = [storage.stream for storage in ledger.storages]
     peaks = [0] * len(ledger.segments)
     handles: dict[tuple[int, int], int] = {}
     peak, peak_index, segment, after_init, init_reserved = -1, 0, -1, 0, 0
     malloc, free = gpu.malloc, gpu.free
-    for index, event in enumerate(events):
-        if event.segment != segment:
-            before, after = (ledger.segments[s].step if s >= 0 else "" for s in (segment, event.segment))
+    for index, (kind, key, num_bytes, _, event_segment, storage) in enumerate(events):
+        if event_segment != segment:
+            before, after = (ledger.segments[s].step if s >= 0 else "" for s in (segment, event_segment))
             if before == "first" != after and ledger.empty_cache_every == 1:
                 gpu.empty_cache()
             if before in ("init", "setup"):
@@ -82,18 +86,18 @@ def replay(
                 if empty_cache_after_init:
                     gpu.empty_cache()
                     gpu.reset_peaks()
-            for number in range(segment + 1, event.segment + 1):
+            for number in range(segment + 1, event_segment + 1):
                 peaks[number] = gpu.allocated_bytes
-            segment = event.segment
-        if event.kind == ALLOCATE:
-            handles[event.key] = malloc(event.num_bytes, ledger.storages[event.storage].stream)
+            segment = event_segment
+        if kind == ALLOCATE:
+            handles[key] = malloc(num_bytes, streams[storage])
             now = gpu.allocated_bytes
             if now > peaks[segment]:
                 peaks[segment] = now
             if now > peak and ledger.segments[segment].step != "init":
                 peak, peak_index = now, index
         else:
-            free(handles.pop(event.key))
+            free(handles.pop(key))
     for number in range(segment + 1, len(peaks)):
         peaks[number] = gpu.allocated_bytes
     if more_steps:
@@ -113,7 +117,7 @@ def replay(
 
 def _repeat_steady_step(
     ledger: Ledger,
-    events: list[LiveEvent],
+    events: Sequence[LiveEvent],
     gpu: CachingAllocator | UncachedAllocator,
     handles: dict[tuple[int, int], int],
     more_steps: int,
@@ -126,9 +130,12 @@ def _repeat_steady_step(
     Raises:
         OutOfMemory: a step finds no room.
     """
-    steady = [event for event in events if ledger.segments[event.segment].step == "steady"]
+    is_steady = [segment.step == "steady" for segment in ledger.segments]
+    steady = [event for event in events if is_steady[event.segment]]
+    streams = [storage.stream for storage in ledger.storages]
     replaced = _replaced_state(ledger, steady)
     number, emptied, every = 2, ledger.empty_cache_every == 1, ledger.empty_cache_every
+    malloc, free = gpu.malloc, gpu.free
     if replaced is None:
         return
     for _ in range(more_steps):
@@ -139,12 +146,11 @@ def _repeat_steady_step(
         before = gpu.num_retries, gpu.peak_reserved_bytes
         for allocated, freed in replaced:
             handles[freed] = handles.pop(allocated)
-        for event in steady:
-            if event.kind == ALLOCATE:
-                stream = ledger.storages[event.storage].stream
-                handles[event.key] = gpu.malloc(event.num_bytes, stream)
+        for kind, key, num_bytes, _, _, storage in steady:
+            if kind == ALLOCATE:
+                handles[key] = malloc(num_bytes, streams[storage])
             else:
-                gpu.free(handles.pop(event.key))
+                free(handles.pop(key))
         if before == (gpu.num_retries, gpu.peak_reserved_bytes):
             if every is None or emptied:
                 return
@@ -182,7 +188,7 @@ def _phases(ledger: Ledger, peaks: list[int], after_init: int) -> Phases:
     return Phases(after_init=after_init, first=of("first"), steady=of("steady"))
 
 
-def _alive_at(events: list[LiveEvent], index: int) -> list[tuple[int, int]]:
+def _alive_at(events: Sequence[LiveEvent], index: int) -> list[tuple[int, int]]:
     alive: dict[tuple[int, int], tuple[int, int]] = {}
     for event in events[: index + 1]:
         if event.kind == ALLOCATE:

@@ -91,11 +91,16 @@ class Block:
 
     def absorb_free(self) -> None:
         """Merge adjacent free blocks, taken from the pool, into this one, which is not in the pool."""
+        before, after = self.before, self.after
+        if before is not None and before.mapped and not before.allocated:
+            self._take(before)
+        if after is not None and after.mapped and not after.allocated:
+            self._take(after)
+
+    def _take(self, neighbour: "Block") -> None:
         free = self.pool.free
-        for neighbour in (self.before, self.after):
-            if neighbour is not None and neighbour.mapped and not neighbour.allocated:
-                del free[bisect_left(free, (neighbour.size, neighbour.address))]
-                self.absorb(neighbour)
+        del free[bisect_left(free, (neighbour.size, neighbour.address))]
+        self.absorb(neighbour)
 
 
 class DriverAddresses:

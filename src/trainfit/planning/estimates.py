@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.planning.continued import continued, scaled
-from trainfit.planning.workers import Workers
+from trainfit.planning.workers import CAN_FORK, Workers
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.communication import on_hosts
 from trainfit.prediction.estimate import estimate, ledger_of
@@ -40,6 +40,7 @@ PARTS = (
 )
 """Parts of our code, in addition to those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
+ANSWER = "trainfit.planning.estimates:answer_written"
 IMPORTS = (
     "trainfit.prediction.trace",
     "trainfit.virtual.gpu",
@@ -51,7 +52,14 @@ IMPORTS = (
     "transformers.models.auto.modeling_auto",
 )
 """Modules that every trace needs."""
-SEVERAL_GPUS_IMPORT = ("trainfit.prediction.several_ranks", "torch.distributed.fsdp")
+SEVERAL_GPUS_IMPORTS = ("trainfit.prediction.several_ranks", "torch.distributed.fsdp")
+COMPILER_IMPORTS = (
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cuda_combined_scheduling",
+    "torch._inductor.fx_passes.fuse_attention",
+    "sympy.physics.units",
+)
 
 
 class Result(NamedTuple):
@@ -101,7 +109,10 @@ class Estimates:
         self.use_cache, self.on_progress = use_cache, on_progress
         self.count = self.num_traced = 0
         self._known: dict[tuple[str, bool], Result] = {}
-        self._workers: Workers | None = None
+        self.later: list[Recipe] = []
+        """Recipes whose like may be requested later: what their traces import is imported meanwhile."""
+        self._workers: dict[bool, Workers] = {}
+        """Processes for recipes that are not compiled and for those that are."""
 
     def __enter__(self) -> Self:
         return self
@@ -109,8 +120,7 @@ class Estimates:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        if self._workers is not None:
-            self._workers.close()
+        self._close()
 
     def of(self, requests: Sequence[Request]) -> list[Result]:
         """Return the requests' results, in their order."""
@@ -139,32 +149,51 @@ class Estimates:
         self.on_progress(len(self._known))
 
     def _spread(self, new: list[Request]) -> None:
-        if self._workers is None:
-            several = any(one.recipe.hardware.count > 1 for one in new)
-            imports = IMPORTS + (SEVERAL_GPUS_IMPORT if several else ())
-            self._workers = Workers(self.processes, "trainfit.planning.estimates:answer_written", imports)
-        workers = self._workers
-        idle = list(workers.each)
+        self._start([each.recipe for each in new])
+        idle = {compiled: list(workers.each) for compiled, workers in self._workers.items()}
         calibration = chosen_file()  # A thread would not see it.
 
         def run(request: Request) -> Result:
-            worker = idle.pop()
+            group = idle.get(bool(request.recipe.compile)) or idle[False]
+            worker = group.pop()
             try:
                 data = {"recipe": request.recipe.content(), "exact": request.exact}
                 data |= {"use_cache": self.use_cache, "calibration": calibration}
                 return _read(request.recipe, worker.ask(data))
             finally:
-                idle.append(worker)
+                group.append(worker)
 
         threads = ThreadPoolExecutor(self.processes)
         try:
             for request, result in zip(new, threads.map(run, new), strict=True):
                 self._take(request, result)
         except BaseException:
-            workers.close()  # So that no thread waits for an answer.
+            self._close()  # So that no thread waits for an answer.
             raise
         finally:
             threads.shutdown(cancel_futures=True)
+
+    def _start(self, recipes: list[Recipe]) -> None:
+        """Start processes for recipes, those that are compiled in processes of their own."""
+        groups = {False: recipes}
+        if CAN_FORK and self.processes > 1:
+            several = [*recipes, *self.later]
+            groups = {kind: [one for one in several if bool(one.compile) == kind] for kind in (False, True)}
+        for kind, some in groups.items():
+            if some and kind not in self._workers:
+                imports = dict.fromkeys(module for one in some for module in _imports(one))
+                self._workers[kind] = Workers(self.processes, ANSWER, list(imports))
+
+    def _close(self) -> None:
+        for workers in self._workers.values():
+            workers.close()
+
+
+def _imports(recipe: Recipe) -> Sequence[str]:
+    """Return the modules that a trace of the recipe needs."""
+    several = SEVERAL_GPUS_IMPORTS if recipe.hardware.count > 1 else ()
+    compiler = COMPILER_IMPORTS if recipe.compile else ()
+    return *IMPORTS, *several, *compiler, *(("torchao.float8",) if recipe.precision == "fp8" else ())
 
 
 def answer_written(data: dict[str, Any]) -> dict[str, Any]:

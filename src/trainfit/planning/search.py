@@ -13,13 +13,14 @@ exact traces of those that rank highest.
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from trainfit.planning.assembly import assembled
 from trainfit.planning.combinations import MIX, Candidate, Combinations, Goal, Key, Traced
 from trainfit.planning.composed import Batches
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.ranking import Ranking, sizes_of_traced
-from trainfit.planning.space import OWN_FAMILY, Option, Options, agree, value_in
+from trainfit.planning.space import OWN_FAMILY, Option, Options, agree, changed, value_in
 from trainfit.spec.errors import InputError
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
@@ -102,6 +103,10 @@ class Search:
 
     def _find_start(self) -> None:
         """Take every option that usually costs nothing, and drop those that the recipe refuses."""
+        for option in self.space.options:
+            if option.is_slow:
+                with suppress(InputError):
+                    self.combinations.estimates.later.append(changed(self.recipe, dict(option.values)))
         chosen: list[Option] = []
         for option in self.space.options:
             if option.is_start and option.family not in {one.family for one in chosen}:

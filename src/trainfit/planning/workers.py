@@ -103,7 +103,8 @@ def serve(pipes: str, answer: str, imports: str) -> None:
     from trainfit.virtual.trace.process_state import freeze_for_good  # Imports torch.
 
     for name in imports.split(","):
-        importlib.import_module(name)
+        with suppress(Exception):  # The trace that needs it says what is missing.
+            importlib.import_module(name)
     module, _, name = answer.partition(":")
     answers: Answer = getattr(importlib.import_module(module), name)
     freeze_for_good()  # What is imported stays, so no collection needs to visit it, nor copy its pages.

@@ -207,12 +207,15 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         uncached = replay(ledger, UncachedAllocator(), empty_cache_after_init=True)
         return uncached, uncached.peak_allocated_bytes <= gpu.usable_bytes
     expandable = allocator_settings(os.environ).expandable_segments
-    free = replay(
-        ledger,
-        CachingAllocator(expandable_segments=expandable),
-        empty_cache_after_init=True,
-        more_steps=MORE_STEPS,
-    )
+    events = list(ledger.expand())
+
+    def within(capacity: int | None) -> Replay:
+        allocator = CachingAllocator(capacity, expandable)
+        return replay(
+            ledger, allocator, empty_cache_after_init=True, more_steps=MORE_STEPS, events=events
+        )  # fmt: skip
+
+    free = within(None)
     capacity, *larger = capacities(gpu, ledger)
     most_reserved = max(free.peak_reserved_bytes, free.init_reserved_bytes)
     if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
@@ -220,15 +223,14 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
     try:
         # Where the cache has to be given back, a few MiB decide how memory is cut up: with more of it a run
         # may fail that succeeds with less. It fits only if it always does.
-        within, *_ = [
-            replay(
-                ledger, CachingAllocator(size, expandable), empty_cache_after_init=True, more_steps=MORE_STEPS
-            )
-            for size in (capacity, *larger)
-        ]
+        found = within(capacity)
+        for size in larger:
+            # A limit that is not reached changes nothing, but that an expandable segment spans 9/8 of it.
+            if size < most_reserved or expandable:
+                within(size)
     except OutOfMemory:
         return free, False
-    return within, True
+    return found, True
 
 
 def matmul_dtype(ledger: Ledger) -> str:

@@ -24,6 +24,7 @@ COMPILER = {
 """Packages whose import takes a second, and their modules that eager code needs: ``FakeTensorMode`` reads
 settings, transformers' masks use one class."""
 SCAN = "transformers.utils.import_utils"
+TEMPLATES = "torch._inductor.codegen.common"
 SOURCE = "torch._dynamo.source"
 
 
@@ -36,7 +37,10 @@ def import_little(*, compiles: bool) -> None:
     if not own_process.is_own_process:
         return
     gc.disable()  # Collections while modules are imported take a second, and find nothing.
-    loaders: dict[str, Callable[[Any, Callable[[Any], None]], None]] = {SCAN: _scan_less}
+    loaders: dict[str, Callable[[Any, Callable[[Any], None]], None]] = {
+        SCAN: _scan_less,
+        TEMPLATES: _compile_later,
+    }
     if not compiles:
         loaders |= dict.fromkeys(COMPILER, _defer)
     defer_torchao()
@@ -84,6 +88,29 @@ def _scan_less(module: Any, run: Callable[[Any], None]) -> None:
         module.create_import_structure_from_path = functools.cache(
             scan.__wrapped__
         )  # Not the last 128 alone.
+
+
+class _Template:
+    """A Jinja template that is compiled when it is used."""
+
+    def __init__(self, compiled: Callable[[], Any]):
+        self._compiled = compiled
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._compiled(), name)
+
+
+def _compile_later(module: Any, run: Callable[[Any], None]) -> None:
+    """Leave Inductor's templates of kernels uncompiled, of which hardly any is used."""
+    run(module)
+    compiled = functools.cache(module.KernelTemplate._template_from_string)
+
+    def template(source: str) -> _Template:
+        return _Template(functools.partial(compiled, source))
+
+    module.KernelTemplate._template_from_string = staticmethod(template)
 
 
 class _Name:

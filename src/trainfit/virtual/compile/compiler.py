@@ -1,8 +1,8 @@
 """``VirtualCompiler``: compiles modules on the virtual GPU, for ``assemble``."""
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -85,7 +85,7 @@ class VirtualCompiler:
 
         num_graphs = self.num_graphs
         try:
-            with self._scopes.within_compiled(module), no_function_modes(), paused_gc(), _no_names_in_logs():
+            with self._scopes.within_compiled(module), no_function_modes(), paused_gc(), _no_logs():
                 return _with_room(compiled, *args, **kwargs)
         except TorchDynamoException as error:
             refused = _refusal(error)
@@ -168,8 +168,13 @@ def _with_room(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 _with_room.__code__ = _with_room.__code__.replace(co_stacksize=1 << 17)
 
 
-def _no_names_in_logs() -> AbstractContextManager[None]:
-    """Leave out of Dynamo's messages the names of functions, for which it parses whole files."""
+@contextmanager
+def _no_logs() -> Iterator[None]:
+    """Leave out of messages the names of functions, for which Dynamo parses whole files, and graphs."""
     from torch._dynamo import symbolic_convert
 
-    return replaced(symbolic_convert, "get_funcname", lambda *_: None)
+    with (
+        replaced(symbolic_convert, "get_funcname", lambda *_: None),
+        replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
+    ):
+        yield

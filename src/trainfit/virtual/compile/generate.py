@@ -130,8 +130,6 @@ def _stopping_at_the_source(
             # Inductor sets up the attributes of this object again for each operation of a kernel.
             dtypes = DtypePropagationOpsHandler()
             stack.enter_context(replaced(common, "DtypePropagationOpsHandler", lambda: dtypes))
-        # Inductor prints its graphs for debugging.
-        stack.enter_context(replaced(fx.GraphModule, "print_readable", lambda *_, **__: ""))
         if layers is not None:
             part_of = partial(_part_of, layers=layers)
             positions = stack.enter_context(planned_as_whole(part_of, layers.times))
