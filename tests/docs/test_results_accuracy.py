@@ -370,14 +370,8 @@ def test_figures_of_the_drawn_recipes_for_two_gpus() -> None:
     assert several_gpus_suite.verdicts(pairs) == {(True, "done"): len(pairs)}
 
 
-def test_figures_of_two_gpus_predicted_anew() -> None:
+def test_the_worst_step_of_two_gpus_predicted_anew() -> None:
     anew = several_gpus_suite.anew()
-    sizes = [abs(several_gpus_suite.peak_error(one, "reserved") or 0.0) for one in anew]
-    close = sum(size <= 0.005 for size in sizes)
-    check(
-        PAGE, r"# of # have the nearer reserved peak within 0\.5 %, the worst is off by # %",
-        (close, len(anew), 100 * max(sizes)),
-    )  # fmt: skip
     worst = max(anew, key=lambda one: abs(one.error("step_s") or 0.0))
     assert (worst.recipe.model.config, worst.recipe.recompute) == ("qwen3-0.6b", "selective")
 

@@ -215,6 +215,16 @@ def test_memory_is_that_of_a_run_in_the_schedules_order(
     assert peaks(found) == peaks(tracing.trace(all_batches, stage=stage, whole=True))
 
 
+def test_blocks_of_a_sharded_stage_free_their_own_accumulated_gradients() -> None:
+    """FSDP2's whole parameters, whose gradients are added up, belong to their block."""
+    made = recipe(layers=12, num=3, pipeline=2, shard=2)
+    stage = stages_of(made)[0]._replace(first_block=0)
+    short = _traced_recipe(made, stage)
+    found = tracing.trace(short, stage=stage)
+    assert found.repeat > 1
+    assert peaks(found) == peaks(tracing.trace(short, stage=stage, whole=True))
+
+
 def test_interleaved_stages_of_a_model_with_a_tied_weight() -> None:
     made = recipe(layers=8, num=8, schedule="interleaved")
     config = {**dict(made.model.config), "tie_word_embeddings": True}  # pyright: ignore

@@ -86,6 +86,7 @@ class ScopeTracker:
         self.phase = "init"
         self._of_module: dict[int, Scope] = {}
         self._of_parameter: dict[int, Scope] = {}
+        self._bound: tuple[nn.Module, list[LayerGroups]] | None = None
         self._stack: list[Scope] = []
         self._after_layer: Scope | None = None
         self._numbers: list[int] = []
@@ -106,8 +107,14 @@ class ScopeTracker:
             compiled: Any = module._compiled_call_impl
             if compiled is not None:
                 module._compiled_call_impl = partial(self._call_compiled, module, compiled)
-        for name, parameter in model.named_parameters():
-            self._of_parameter[id(parameter)] = self.locate(name, groups)
+        self._bound = model, groups
+        self._bind_parameters()
+
+    def _bind_parameters(self) -> None:
+        if self._bound is not None:
+            model, groups = self._bound
+            for name, parameter in model.named_parameters():
+                self._of_parameter[id(parameter)] = self.locate(name, groups)
 
     def _call_compiled(
         self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any
@@ -157,6 +164,8 @@ class ScopeTracker:
             return NO_SCOPE
         variable = getattr(node, "variable", None)
         if variable is not None:
+            if id(variable) not in self._of_parameter:
+                self._bind_parameters()  # FSDP2's whole parameters stand in the model while a block runs.
             return self.of_parameter(variable)._replace(in_autograd=True, updating=True)
         at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
         return (self._marks[at] if at >= 0 else NO_SCOPE)._replace(in_autograd=True)
