@@ -69,7 +69,7 @@ def test_families_and_techniques(case: str) -> None:
 @pytest.mark.parametrize("implementation", ["native", "hf"])
 def test_quantised_blocks_are_built_in_the_same_order(implementation: str) -> None:
     """A block's last weight is freed while the next block is quantised."""
-    config = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+    config = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
               "num_attention_heads": 8, "vocab_size": 512}  # fmt: skip
     recipe = recipe_of(config, implementation, adapter=Adapter(kind="lora"), quantize="int8")
     ledgers = trace(recipe), trace(recipe, whole=True)

@@ -150,7 +150,7 @@ def _with_constants(value: Any) -> Any:
     """Return a copy in which numbers that JSON lacks stand in place of their tags."""
     if isinstance(value, dict):
         text = value.get(FLOAT_TAG)
-        if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
+        if len(value) == 1 and text in ("Infinity", "-Infinity"):
             return float(text)
         return {key: _with_constants(one) for key, one in value.items()}
     return [_with_constants(one) for one in value] if isinstance(value, list) else value

@@ -217,7 +217,7 @@ def test_memory_is_that_of_a_run_in_the_schedules_order(
 
 def test_blocks_of_a_sharded_stage_free_their_own_accumulated_gradients() -> None:
     """FSDP2's whole parameters, whose gradients are added up, belong to their block."""
-    made = recipe(layers=12, num=3, pipeline=2, shard=2)
+    made = recipe(layers=10, num=2, pipeline=2, shard=2)
     stage = stages_of(made)[0]._replace(first_block=0)
     short = _traced_recipe(made, stage)
     found = tracing.trace(short, stage=stage)

@@ -64,7 +64,7 @@ def parse_yaml(text: str, file: str = "") -> Any:
 
 
 def read_config(path: Path) -> Any:
-    """Return a config.json as plain data; ``Infinity`` and ``NaN`` are tagged, as transformers 5 does."""
+    """Return a config.json as plain data; ``Infinity`` is tagged, as transformers 5 does."""
     return read_json(path, tag_constants=True)
 
 
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes, file: str = "", *, tag_constants: bool = False
     """Return the one JSON document in ``text`` as plain data; refused content is an InputError.
 
     Args:
-        tag_constants: ``Infinity`` becomes ``{FLOAT_TAG: "Infinity"}``, and so on; otherwise it is refused.
+        tag_constants: ``Infinity`` becomes ``{FLOAT_TAG: "Infinity"}``; else it is refused, as ``NaN`` is.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def parse_json(text: str | bytes, file: str = "", *, tag_constants: bool = False
         return data
 
     def constant(text: str) -> Any:
-        if tag_constants:
+        if tag_constants and text != "NaN":
             return {FLOAT_TAG: text}
         raise InputError(f"{text} is not JSON", "write a finite number or null", file=file)
 
