@@ -20,7 +20,6 @@ gc.disable()  # Until all tests are collected: garbage collections during their 
 
 
 def pytest_collection_finish() -> None:
-    gc.set_threshold(50_000, 20, 20)  # By default they take a twelfth of the time of tests that train.
     gc.enable()
 
 
