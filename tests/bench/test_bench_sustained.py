@@ -35,8 +35,8 @@ class Device(CpuStopwatch):
         return {"sm_mhz": 1500.0, "watts": 700.0}
 
 
-def taken(device: Device) -> Any:
-    rule = Rule(min_samples=10, spread=0.5)
+def taken(device: Device, max_samples: int = 200) -> Any:
+    rule = Rule(min_samples=10, max_samples=max_samples, spread=0.5)
     return back_to_back(device.layer, device, Span(lead_s=1.0, counted_s=2.0), rule, clock=lambda: device.now)
 
 
@@ -48,6 +48,11 @@ def test_only_what_runs_at_the_clocks_of_the_power_limit_is_counted() -> None:
     assert timing.laps["forward"] == pytest.approx([0.01] * len(timing.runs))
     assert 30 <= len(timing.runs) <= 36  # Two seconds of two layers each.
     assert seen == {"sm_mhz": 1500.0, "watts": 700.0, "held_by": "software power cap"}
+
+
+def test_no_more_samples_are_issued_than_the_rule_allows() -> None:
+    timing, _ = taken(Device(()), max_samples=20)
+    assert 20 <= len(timing.runs) <= 20 + sustained.AHEAD
 
 
 def test_clocks_held_down_for_another_reason_make_no_number() -> None:

@@ -104,7 +104,7 @@ class Search:
     def _find_start(self) -> None:
         """Take every option that usually costs nothing, and drop those that the recipe refuses."""
         for option in self.space.options:
-            if option.is_slow:
+            if option.is_slow:  # Traced last: processes for what they import start now.
                 with suppress(InputError):
                     self.combinations.estimates.later.append(changed(self.recipe, dict(option.values)))
         chosen: list[Option] = []

@@ -47,11 +47,6 @@ PROGRAM_MARGINS = (2, 2), (2, 4)
 """Layers before the first and after the last of the three that are compared, in a model compiled whole. The
 first layers to run find no buffers to reuse: of a backward two, or four where activations are large."""
 
-SLIGHTLY = ("fsdp", "prefix_tuning")
-"""Techniques that make equal layers differ slightly. With a few layers FSDP2's step is the whole one's to the
-byte, prefix tuning's takes 2 % less time. DDP's memory would be 10 to 26 % low, as its buckets hold the
-gradients of all layers."""
-
 LOSS_SET = (
     'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
     "without that transformers warns inside the compiled model, which cuts its graph in two, and the step "
@@ -131,7 +126,7 @@ def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
 
 def _may_shorten(recipe: Recipe) -> bool:
     """Return whether a few layers, which a technique makes differ slightly, are enough to compare recipes."""
-    return all(one.name in SLIGHTLY for one in _applied(recipe) if one.trace_whole(recipe))
+    return all(one.may_shorten for one in _applied(recipe) if one.trace_whole(recipe))
 
 
 def trace_whole(recipe: Recipe) -> bool:

@@ -86,6 +86,8 @@ class Technique:
     """The least number of equal layers that must be traced together."""
     trace_whole: Callable[[Recipe], bool] = lambda recipe: False
     """True if every layer must be traced, because equal layers do not act alike."""
+    may_shorten: bool = False
+    """Where every layer must be traced, a few are enough to compare recipes: layers differ slightly."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self.fields or tuple(self.covers))

@@ -82,4 +82,5 @@ TECHNIQUE = Technique(
     draw=Draw(alone=lambda chance, _: {"adapter": {"kind": "prefix", "tokens": chance.choice(DRAWN_TOKENS)}}),
     # On hf the prefix is one tensor for all layers.
     trace_whole=lambda recipe: recipe.model.implementation == "hf",
+    may_shorten=True,  # It takes 2 % less time.
 )

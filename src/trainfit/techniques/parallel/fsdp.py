@@ -231,5 +231,6 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}, "parallel": {"reshard_after_forward": False}},
     ),
     trace_whole=_trace_whole,
+    may_shorten=True,  # The step of a few layers is the whole one's to the byte.
     offers=_offers,
 )
