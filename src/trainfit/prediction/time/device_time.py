@@ -37,7 +37,7 @@ def part_of(op: Op) -> Part:
     return "attention" if op.kernel else "products" if op.causal_flops else "memory"
 
 
-def draws_most(op: Op) -> bool:
+def uses_tensor_cores(op: Op) -> bool:
     """Return whether an operation is a product on tensor cores, which takes a GPU to its power limit."""
     return part_of(op) == "products" and PEAK_DTYPE.get(op.dtype, "fp32") not in ("fp32", "fp64")
 

@@ -12,7 +12,7 @@ from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
-from trainfit.prediction.time.device_time import draws_most, least_s, op_s, part_of
+from trainfit.prediction.time.device_time import least_s, op_s, part_of, uses_tensor_cores
 from trainfit.prediction.time.host_time import Issue, collective_issue_s, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
@@ -138,7 +138,7 @@ def _slow_down(
     """
     if gpu.compute_capability != find_gpu(CALIBRATED).compute_capability:
         return
-    products = [op for op in ledger.steady_ops if draws_most(op)]
+    products = [op for op in ledger.steady_ops if uses_tensor_cores(op)]
     busy_s, host_s = (
         sum(ledger.times(op) * seconds.get(id(op), 0.0) for op in ledger.steady_ops)
         for seconds in (device, issue)
