@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trainfit.prediction.estimate import estimate, ledger_of, predict
 from trainfit.prediction.time.device_time import op_s, peak_flops_per_s
 from trainfit.prediction.time.roofline import roofline
 from trainfit.prediction.trace import trace
+from trainfit.records import load
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import read_json
@@ -168,6 +170,25 @@ def test_giving_the_cache_back_makes_room() -> None:
     assert {e.peak_allocated_bytes for e in (roomy, tight, small)} == {40 * MIB}
     assert roomy.phases.first.backward == 40 * MIB
     assert roomy.phases.steady.peak == 0
+
+
+def test_what_offload_holds_outside_the_allocator() -> None:
+    """Of every measured choice of the planner for Qwen3-14B, with and without offload, on an H200."""
+    folder = Path("results/plan-choices")
+    expected = {one.recipe_id: one.estimate for one in load(folder / "predicted-qwen3-14b-lora.jsonl")}
+    differences = []
+    for record in load(folder / "measured-qwen3-14b-lora.jsonl"):
+        found, estimate_ = record.measurement, expected[record.recipe_id]
+        assert found is not None
+        assert estimate_ is not None
+        # SDPA takes cuDNN's attention here.
+        name = "triton_attention" if record.recipe["attention"] == "triton" else "cudnn_attention"
+        ops = [Op(name, "", 0, -1, 0, 0, 0, 0, 0, "bf16")]
+        ledger = Ledger(ops=ops, pinned=((estimate_.host_bytes, -1),))
+        outside = (found.peak_device_bytes or 0) - (found.peak_reserved_bytes or 0)
+        differences.append((overhead_bytes(gpu("h200"), ledger) - outside) / MIB)
+    assert len(differences) >= 34
+    assert max(map(abs, differences)) < 5
 
 
 def test_llama_8b_with_adamw_needs_a_large_card() -> None:
