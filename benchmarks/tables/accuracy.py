@@ -35,29 +35,6 @@ def suite() -> dict[str, Pairs]:
     return {FIRST: first, ANEW: anew}
 
 
-def time_ratios(pairs: Pairs) -> list[float]:
-    """Return measured over predicted step times, in ascending order."""
-    return sorted(ratio for one in pairs if (ratio := time_ratio(one)) is not None)
-
-
-def time_ratio(one: Comparison) -> float | None:
-    """Return the measured over the predicted step time, where both are known."""
-    if one.predicted is None or one.measured is None or not one.on_its_device:
-        return None
-    expected, took = one.predicted.step_s, one.measured.step_s
-    return took / expected if expected and took else None
-
-
-def inside_bounds(pairs: Pairs) -> int:
-    """Return how many measured step times lie within the bounds printed with the prediction."""
-    return sum(
-        bounds.low <= one.measured.step_s <= bounds.high
-        for one in pairs
-        if time_ratio(one) and one.predicted and one.measured and one.measured.step_s
-        if (bounds := one.predicted.bounds.get("step_s"))
-    )
-
-
 def verdicts(pairs: Pairs) -> Counter[tuple[bool, str]]:
     """Return how many recipes there are of each (predicted to fit, status of the measurement)."""
     return Counter((one.predicted.fits, one.status) for one in pairs if one.predicted)

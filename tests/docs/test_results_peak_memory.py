@@ -91,7 +91,7 @@ def test_optimizer_in_the_backward() -> None:
     assert "softmax_backward" in control.moment.op
     assert control.breakdown.gradients == 0
     shown = (*tables.EXPLAINED, *tables.COMPILED, *tables.BLOCKS)
-    claim("weights hold # GiB throughout", *{one[name].breakdown.weights / GIB for name in shown})
+    claim("Weights hold # GiB throughout", *{one[name].breakdown.weights / GIB for name in shown})
     claim("in the loss: # GiB of activations are alive", control.breakdown.activations / GIB)
     kept, made = control.ends["forward"].activations / layers, control.most.gradients / layers
     claim("backward then frees # MiB of activations and makes # MiB of gradients", kept / MIB, made / MIB)
