@@ -19,6 +19,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
+from trainfit.prediction.device_overhead import offload_bytes
 from trainfit.prediction.estimate import least_headroom, predict
 from trainfit.prediction.time.roofline import copy_bytes_per_s
 from trainfit.prediction.trace import trace_whole
@@ -60,6 +61,8 @@ class Candidates(NamedTuple):
     choices: list[Option]
     rows: Assignments
     peak_bytes: Array
+    offload_bytes: Array
+    """Of the device, outside the allocator."""
 
     def recipe(self, recipe: Recipe, index: int) -> Recipe:
         """The recipe with this assignment."""
@@ -113,21 +116,22 @@ def plan(recipe: Recipe) -> Plan:
 def _fitting(recipe: Recipe, found: Candidates) -> Plan:
     """Return the fastest plan found that fits on the GPU with ``least_headroom`` free.
 
-    What the device holds next to a plan's evaluated bytes differs from plan to plan. That of the last traced
-    one selects the next: a smaller plan after one that is too large, a faster one where room is left.
+    What else the device holds differs from plan to plan. That of the last traced one selects the next: a
+    smaller plan after one that is too large, a faster one where room is left.
     """
     gpu = find_gpu(recipe.hardware.gpu)
     most_bytes = gpu.usable_bytes * (1 - least_headroom(gpu))
+    evaluated = found.peak_bytes + found.offload_bytes
     best: Plan | None = None
     first_slower, others, other_bytes = len(found.peak_bytes), np.ones(len(found.peak_bytes), bool), 0.0
     for _ in range(MAX_TRIALS):
-        within = np.flatnonzero(others & (found.peak_bytes + other_bytes <= most_bytes))
+        within = np.flatnonzero(others & (evaluated + other_bytes <= most_bytes))
         if not len(within) or within[0] > first_slower:
             break
         index = int(within[0])
         tried, others[index] = _traced(recipe, found, index), False
         device_bytes = tried.estimate.peak_device_bytes
-        other_bytes = device_bytes - float(found.peak_bytes[index])
+        other_bytes = device_bytes - float(evaluated[index])
         if tried.estimate.fits and device_bytes <= most_bytes:
             best, first_slower = tried, index
             if device_bytes >= FILLED * most_bytes:
@@ -174,7 +178,7 @@ def candidates(recipe: Recipe) -> Candidates:
     kept = np.flatnonzero(waits_s <= MAX_WAITS * seconds)
     seconds = np.round(seconds / seconds.min(), 9)  # Sums of the same numbers in another order are equal.
     order = kept[np.lexsort((peak_bytes[kept], gone_bytes[kept], seconds[kept]))]
-    return Candidates(choices, rows[order], peak_bytes[order])
+    return Candidates(choices, rows[order], peak_bytes[order], offload_bytes(gone_bytes[order]))
 
 
 def _offload_levels(recipe: Recipe) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """Device memory outside the caching allocator: the CUDA context and the libraries' kernels. No torch here.
 
 Measured on an H200 (driver 580, CUDA 13.0, torch 2.11; results/h200-measured.jsonl): nvidia-smi's use less
-the allocator's reserved bytes was the same to the byte in every recipe that keeps nothing on the host. On other
-GPUs it is an assumption, listed in the estimate.
+the allocator's reserved bytes was the same to the byte in every recipe that offloads nothing. On other GPUs
+it is an assumption, listed in the estimate.
 """
+
+from typing import Any
 
 from trainfit.ledger.ledger import COPIED, Ledger
 from trainfit.spec.hardware import Gpu
@@ -14,8 +16,8 @@ CONTEXT_BYTES = 12013 * MIB // 16
 CUDNN_BYTES = 16 * MIB
 """More, once cuDNN's attention has run."""
 COPY_BYTES, PAGE_TABLE_SHARE = 69 * MIB, 512
-"""More, once pinned host memory is copied on streams of its own, and the share of that memory that its entries
-in the GPU's page tables take: 8 bytes for 4 KiB. 138 measured H200 runs that offload lie within 4.1 MiB of it."""
+"""More, once pinned host memory is copied on streams of its own, and the part of that memory that its entries
+in the GPU's page tables take: 8 bytes for 4 KiB. 138 measured H200 runs that offload are within 4.1 MiB."""
 NCCL_BYTES, COMMUNICATOR_BYTES = 358 * MIB, 486 * MIB
 """NCCL's kernels, and the channels and buffers of each communicator that is used: groups of two H200s over
 NVLink, NCCL 2.28.9, NVLink multicast off (docs/log.md, 2026-11-22). Larger groups are assumed alike."""
@@ -29,8 +31,14 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
         return 0
     uses_cudnn = any("cudnn" in op.name for op in ledger.ops)
     cudnn = CUDNN_BYTES if uses_cudnn else 0
-    copies = COPY_BYTES + ledger.host_bytes // PAGE_TABLE_SHARE if ledger.host_bytes else 0
-    return CONTEXT_BYTES + cudnn + copies + nccl_bytes(ledger) + ledger.peer_bytes
+    return (
+        CONTEXT_BYTES + cudnn + offload_bytes(ledger.host_bytes) + nccl_bytes(ledger) + ledger.peer_bytes
+    )
+
+
+def offload_bytes(host_bytes: Any) -> Any:
+    """Return the device memory that offload takes for so much pinned host memory, one number or an array."""
+    return COPY_BYTES * (host_bytes > 0) + host_bytes // PAGE_TABLE_SHARE
 
 
 def nccl_bytes(ledger: Ledger) -> int:
