@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -71,6 +73,72 @@ def test_an_operations_meta_kernel_gives_what_fake_tensor_mode_gives() -> None:
             of = args[0].untyped_storage()._cdata if isinstance(args[0], Tensor) else None
             assert (short.untyped_storage()._cdata == of) == (long.untyped_storage()._cdata == of)
         assert {func for func, *_ in cases()} == fake_run.PLAIN | fake_run.FACTORIES
+
+
+def drawn(chance: random.Random, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a random layout: dimensions permuted, sliced, expanded, or none of these."""
+    sizes = [2 * size if chance.random() < 0.2 else size for size in shape]
+    order = chance.sample(range(len(shape)), len(shape)) if chance.random() < 0.5 else [*range(len(shape))]
+    made = torch.ones([sizes[dim] for dim in order], dtype=dtype)
+    made = made.permute([order.index(dim) for dim in range(len(shape))])
+    for dim, size in enumerate(shape):
+        made = made.narrow(dim, 0, size)
+    return made[:1].expand(made.shape) if shape and chance.random() < 0.1 else made
+
+
+def drawn_calls(chance: random.Random, count: int) -> Iterator[Case]:
+    """Yield calls of the operations whose result is known without a kernel, on real tensors."""
+    known = sorted(fake_run.POINTWISE | fake_run.IN_PLACE | fake_run.COPIES, key=str)
+    formats = (None, torch.preserve_format, torch.contiguous_format)
+    for _ in range(count):
+        func = chance.choice(known)
+        dtypes = [chance.choice((torch.float32, torch.bfloat16)) for _ in range(3)]
+        dtypes = dtypes if chance.random() < 0.2 else dtypes[:1] * 3
+        shape = [chance.choice((1, 2, 3, 5)) for _ in range(chance.randint(0, 4))]
+        first = drawn(chance, shape, dtypes[0])
+        kwargs: dict[str, Any] = {}
+        if func in fake_run.COPIES:
+            kwargs["memory_format"] = chance.choice(formats)
+            if func is aten._to_copy.default:
+                kwargs["dtype"] = dtypes[1]
+        args: list[Any] = [first]
+        for argument, dtype in zip(func._schema.arguments[1:], dtypes[1:], strict=False):
+            if argument.kwarg_only:
+                break
+            if str(argument.type) == "Tensor":
+                smaller = [1 if chance.random() < 0.3 else size for size in shape[chance.choice((0, 0, 1)) :]]
+                args.append(drawn(chance, smaller, dtype))
+            else:
+                args.append(0.5)
+        if len(args) == 2 and func in fake_run.POINTWISE and chance.random() < 0.3:
+            args.reverse()
+        yield func, tuple(args), kwargs
+
+
+def test_a_known_result_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of drawn layouts, dtypes and sizes: shape, strides but of dimensions of size 1, and dtype."""
+    monkeypatch.setattr(fake_run, "PLAIN", frozenset())  # No meta kernel runs instead.
+    chance, num_known = random.Random(5), Counter[Any]()
+    mode = FakeTensorMode()
+    for func, args, kwargs in drawn_calls(chance, 1200):
+        fakes = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in args]
+        if not isinstance(fakes[0], Tensor):
+            continue
+        with mode:
+            found = fake_run._by_meta_kernel(func, fakes, dict(kwargs))
+        if found is None:
+            continue
+        expected = func(*args, **kwargs)
+        num_known[func] += 1
+        assert (found is fakes[0]) == (expected is args[0]), func
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), func
+        strides = [
+            [step for step, size in zip(one.stride(), one.shape, strict=True) if size > 1]
+            for one in (found, expected)
+        ]
+        assert strides[0] == strides[1], (func, [one.stride() for one in args if isinstance(one, Tensor)])
+    assert set(num_known) == fake_run.POINTWISE | fake_run.IN_PLACE | fake_run.COPIES
+    assert num_known.total() > 500
 
 
 def test_with_a_real_tensor_fake_tensor_mode_decides() -> None:

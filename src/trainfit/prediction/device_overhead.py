@@ -31,9 +31,7 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
         return 0
     uses_cudnn = any("cudnn" in op.name for op in ledger.ops)
     cudnn = CUDNN_BYTES if uses_cudnn else 0
-    return (
-        CONTEXT_BYTES + cudnn + offload_bytes(ledger.host_bytes) + nccl_bytes(ledger) + ledger.peer_bytes
-    )
+    return CONTEXT_BYTES + cudnn + offload_bytes(ledger.host_bytes) + nccl_bytes(ledger) + ledger.peer_bytes
 
 
 def offload_bytes(host_bytes: Any) -> Any:

@@ -3,7 +3,7 @@
 Unknown values are zero. Errors of a GPU, such as an embedding index out of range, are raised.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -32,6 +32,20 @@ PLAIN = frozenset({
 })  # fmt: skip
 FACTORIES = frozenset({aten.empty.memory_format, aten.ones.default, aten.zeros.default})
 """With PLAIN the most frequent operations, whose meta kernels are called without FakeTensorMode."""
+POINTWISE = frozenset({
+    aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar,
+    aten.neg.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sqrt.default, aten.reciprocal.default,
+    aten.exp.default, aten.sigmoid.default, aten.silu.default, aten.silu_backward.default,
+})  # fmt: skip
+IN_PLACE = frozenset({
+    aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor,
+    aten.div_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.sqrt_.default,
+})  # fmt: skip
+COPIES = frozenset({
+    aten.clone.default, aten._to_copy.default, aten.zeros_like.default, aten.empty_like.default,
+    aten.ones_like.default,
+})  # fmt: skip
+"""Operations whose result is known without a kernel, where layouts and dtypes are the usual ones."""
 PROFILING = frozenset({
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -67,7 +81,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Return the meta kernel's result, faster than FakeTensorMode; None where that must decide."""
-    if func in PLAIN:
+    is_known = func in POINTWISE or func in IN_PLACE or func in COPIES
+    if is_known or func in PLAIN:
         tensors: list[Any] = [value for value in args if isinstance(value, Tensor)]
         if any(type(t) is not FakeTensor or t.constant is not None for t in tensors):
             return None
@@ -81,9 +96,80 @@ def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         return None
     if mode is None or mode.shape_env is not None or mode.in_kernel_invocation:
         return None
+    if is_known:
+        if func in IN_PLACE:
+            return args[0] if _is_first_changed(args, tensors) else None
+        known = _copied(tensors[0], kwargs) if func in COPIES else _pointwise(args, tensors)
+        if known is not None:
+            dtype = kwargs.get("dtype") or tensors[0].dtype
+            with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+                meta = torch.empty_strided(*known, dtype=dtype, device=META)
+            return FakeTensor(mode, meta, device)
+        if func not in PLAIN:
+            return None
     with in_kernel_invocation_manager(mode):
         meta = func(*args, **kwargs)
     return FakeTensor(mode, meta, device)
+
+
+Layout = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides."""
+
+
+def _is_first_changed(args: Any, tensors: list[Any]) -> bool:
+    """Return whether an operation in place surely has arguments that it takes."""
+    first = args[0]
+    dtype, shape = first.dtype, first.shape
+    if not dtype.is_floating_point or any(t.dtype != dtype or t.shape not in (shape, ()) for t in tensors):
+        return False
+    return dense_strides(shape, first.stride()) is not None
+
+
+def _copied(t: Tensor, kwargs: Any) -> Layout | None:
+    """Return the layout of a tensor's copy; None: not known."""
+    kept = kwargs.get("memory_format") or torch.preserve_format
+    moves = kwargs.get("device") not in (None, t.device) or kwargs.get("pin_memory")
+    if moves or kwargs.get("layout") not in (None, torch.strided):
+        return None
+    if kept == torch.contiguous_format:
+        return t.shape, dense_strides(t.shape)
+    is_dense = dense_strides(t.shape, t.stride()) == t.stride()
+    return (t.shape, t.stride()) if kept == torch.preserve_format and is_dense else None
+
+
+def _pointwise(args: Any, tensors: list[Any]) -> Layout | None:
+    """Return the layout of a pointwise operation's result, as TensorIterator decides it; None: not known.
+
+    Its dimensions are in memory as those of the first argument, if that is as large as the result.
+    """
+    first, *others = tensors
+    dtype, shape = first.dtype, first.shape
+    if not dtype.is_floating_point or complex in map(type, args) or any(t.dtype != dtype for t in others):
+        return None
+    if any(t.shape != shape for t in others):
+        shape = torch.broadcast_shapes(shape, *(t.shape for t in others))
+    if first.shape == shape:
+        strides = dense_strides(shape, first.stride())
+        return None if strides is None else (shape, strides)
+    return (shape, dense_strides(shape)) if all(t.is_contiguous() for t in tensors) else None
+
+
+def dense_strides(shape: Sequence[int], like: Sequence[int] | None = None) -> tuple[int, ...] | None:
+    """Return strides without gaps, the dimensions in the order of others' strides; None: these are ambiguous.
+
+    ``like`` None: in the order of a contiguous tensor.
+    """
+    order = range(len(shape) - 1, -1, -1)
+    if like is not None:
+        several = [stride for stride, size in zip(like, shape, strict=True) if size > 1]
+        if 0 in several or len(set(several)) < len(several):
+            return None
+        order = sorted(order, key=like.__getitem__)
+    strides, step = [1] * len(shape), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
 
 
 @cache
