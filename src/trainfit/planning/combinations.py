@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,12 +168,16 @@ class Combinations:
         return max(1, ranks)
 
     def trace(
-        self, wanted: Sequence[Key], budget_gib: Callable[[Options], float] = lambda options: 0.0
+        self,
+        wanted: Sequence[Key],
+        budget_gib: Callable[[Options], float] = lambda options: 0.0,
+        ahead: Sequence[Key] = (),
     ) -> list[Traced | InputError]:
         """Trace combinations; a refusal in place of what cannot be built.
 
         Args:
             budget_gib: allocated bytes that blocks which differ in recomputation may reach.
+            ahead: what is likely to be traced next, and is estimated meanwhile.
         """
         found: list[Traced | InputError] = []
         requests: list[tuple[int, Candidate, Request]] = []
@@ -184,7 +189,13 @@ class Combinations:
                 found.append(InputError("", ""))
             except InputError as error:
                 found.append(error)
-        results = self.estimates.of([request for _, _, request in requests])
+        next_ones: list[Request] = []
+        for options, level, micro, accumulate in ahead:
+            with suppress(InputError):
+                recipe = self.recipe_of(options, level, micro, accumulate, budget_gib(options))
+                next_ones.append(Request(recipe, exact=False))
+        results = self.estimates.of([*(request for _, _, request in requests), *next_ones])
+        del results[len(requests) :]
         for (index, candidate, _), result in zip(requests, results, strict=True):
             if result.refused is not None:
                 found[index] = result.refused

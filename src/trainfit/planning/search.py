@@ -12,7 +12,7 @@ exact traces of those that rank highest.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from trainfit.planning.assembly import assembled
@@ -236,7 +236,10 @@ class Search:
         wanted = [(one, (some, *at[1:])) for one, some in structures if some]
         if wanted:
             self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
-        traced = self._trace([*(key for _, key in wanted), *simpler, *self._frontier()])
+        # The next traces, of blocks that differ, rarely depend on these, and fill the other processes.
+        ahead = [one.key for one in self._highest(WORTH_TRACING, set(), mixed=True)] if wanted else []
+        keys = [*(key for _, key in wanted), *simpler, *self._frontier()]
+        traced = self.combinations.trace(keys, self.ranking.budget_gib, ahead)
         before = sizes_of_traced(self.combinations.traced.get(at, best))
         start, micro = self.ranking.levels[self.ranking.level], at[2]
         for (option, _), found in zip(wanted, traced, strict=False):
@@ -301,22 +304,27 @@ class Search:
         """
         tried: set[Key] = set()
         for _ in range(rounds):
-            best = max((one.rate for one in self.traced if self.combinations.fits(one)), default=0.0)
-            chosen: list[Candidate] = []
-            for one in self.ranking.ranked():
-                if one.rate < best * (1 + worth) or len(chosen) >= NUM_TRACED:
-                    break
-                if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
-                    continue  # Blocks that differ are compiled in each way that they may recompute: 20 s.
-                new = one.key not in tried and one.key not in self.combinations.traced
-                if new and one.key[:2] not in {each.key[:2] for each in chosen} and self._can_build(one):
-                    chosen.append(one)
+            chosen = self._highest(worth, tried, mixed=mixed)
             if not chosen:
                 break
             tried.update(one.key for one in chosen)
             for candidate, one in zip(chosen, self._trace([one.key for one in chosen]), strict=True):
                 self.ranking.correct(candidate, one)
         return bool(tried)
+
+    def _highest(self, worth: float, tried: Collection[Key], *, mixed: bool) -> list[Candidate]:
+        """Return what ranks highest and is not traced, as many as a round traces."""
+        best = max((one.rate for one in self.traced if self.combinations.fits(one)), default=0.0)
+        chosen: list[Candidate] = []
+        for one in self.ranking.ranked():
+            if one.rate < best * (1 + worth) or len(chosen) >= NUM_TRACED:
+                break
+            if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
+                continue  # Blocks that differ are compiled in each way that they may recompute: 20 s.
+            new = one.key not in tried and one.key not in self.combinations.traced
+            if new and one.key[:2] not in {each.key[:2] for each in chosen} and self._can_build(one):
+                chosen.append(one)
+        return chosen
 
     def _can_build(self, candidate: Candidate) -> bool:
         """Return whether the values of a candidate are a recipe; one that is refused never ranks again."""

@@ -132,7 +132,7 @@ def _copied(t: Tensor, kwargs: Any) -> Layout | None:
     if moves or kwargs.get("layout") not in (None, torch.strided):
         return None
     if kept == torch.contiguous_format:
-        return t.shape, dense_strides(t.shape)
+        return t.shape, contiguous_strides(t.shape)
     is_dense = dense_strides(t.shape, t.stride()) == t.stride()
     return (t.shape, t.stride()) if kept == torch.preserve_format and is_dense else None
 
@@ -151,20 +151,23 @@ def _pointwise(args: Any, tensors: list[Any]) -> Layout | None:
     if first.shape == shape:
         strides = dense_strides(shape, first.stride())
         return None if strides is None else (shape, strides)
-    return (shape, dense_strides(shape)) if all(t.is_contiguous() for t in tensors) else None
+    return (shape, contiguous_strides(shape)) if all(t.is_contiguous() for t in tensors) else None
 
 
-def dense_strides(shape: Sequence[int], like: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Return strides without gaps, the dimensions in the order of others' strides; None: these are ambiguous.
+def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...] | None:
+    """Return strides without gaps, the dimensions in the order of other strides; None: these are ambiguous."""
+    several = [stride for stride, size in zip(like, shape, strict=True) if size > 1]
+    if 0 in several or len(set(several)) < len(several):
+        return None
+    return _strides(shape, sorted(range(len(shape) - 1, -1, -1), key=like.__getitem__))
 
-    ``like`` None: in the order of a contiguous tensor.
-    """
-    order = range(len(shape) - 1, -1, -1)
-    if like is not None:
-        several = [stride for stride, size in zip(like, shape, strict=True) if size > 1]
-        if 0 in several or len(set(several)) < len(several):
-            return None
-        order = sorted(order, key=like.__getitem__)
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return _strides(shape, range(len(shape) - 1, -1, -1))
+
+
+def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     strides, step = [1] * len(shape), 1
     for dim in order:
         strides[dim] = step
