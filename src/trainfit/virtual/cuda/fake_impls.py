@@ -155,7 +155,7 @@ def _pointwise(args: Any, tensors: list[Any]) -> Layout | None:
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...] | None:
-    """Return strides without gaps, the dimensions in the order of other strides; None: these are ambiguous."""
+    """Return strides without gaps, dimensions in the order of other strides; None: these are ambiguous."""
     several = [stride for stride, size in zip(like, shape, strict=True) if size > 1]
     if 0 in several or len(set(several)) < len(several):
         return None
