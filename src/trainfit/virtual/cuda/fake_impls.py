@@ -21,7 +21,7 @@ from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import known_highest, known_value
 
 aten = torch.ops.aten
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU, META, STRIDED = torch.device("cpu"), torch.device("meta"), torch.strided
 FILLS = frozenset({aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default})
 """No effect on fake tensors; FakeTensorMode takes a millisecond for each random one."""
 PLAIN = frozenset({
@@ -84,7 +84,7 @@ def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     is_known = func in POINTWISE or func in IN_PLACE or func in COPIES
     if is_known or func in PLAIN:
         tensors: list[Any] = [value for value in args if isinstance(value, Tensor)]
-        if any(type(t) is not FakeTensor or t.constant is not None for t in tensors):
+        if any(type(t) is not FakeTensor or t.constant is not None or t.layout != STRIDED for t in tensors):
             return None
         mode, device = tensors[0].fake_mode, tensors[0].fake_device
         if any(t.fake_mode is not mode or t.fake_device != device for t in tensors):
@@ -129,7 +129,7 @@ def _copied(t: Tensor, kwargs: Any) -> Layout | None:
     """Return the layout of a tensor's copy; None: not known."""
     kept = kwargs.get("memory_format") or torch.preserve_format
     moves = kwargs.get("device") not in (None, t.device) or kwargs.get("pin_memory")
-    if moves or kwargs.get("layout") not in (None, torch.strided):
+    if moves or kwargs.get("layout") not in (None, STRIDED):
         return None
     if kept == torch.contiguous_format:
         return t.shape, contiguous_strides(t.shape)
