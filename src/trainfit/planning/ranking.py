@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from trainfit.planning.combinations import MIX, Candidate, Combinations, Traced
 from trainfit.planning.composed import Batches, Sizes, sizes_of, within
 from trainfit.planning.space import Option, Options, agree
+from trainfit.prediction.device_overhead import offload_bytes
 from trainfit.spec.errors import InputError
 from trainfit.spec.units import GIB
 
@@ -57,7 +58,10 @@ class Ranking:
     def budget_gib(self, options: Options) -> float:
         """Return the allocated bytes, in GiB, that leave room for what the device holds too."""
         other = self.sizes(options, self.level).other_bytes if self.levels else 0.0
-        return max(0.01, round((self.combinations.usable_bytes - 1.05 * other) / GIB - 0.005, 2))
+        usable_bytes = self.combinations.usable_bytes
+        # These blocks may offload, at most about as much as the card holds.
+        other = 1.05 * other + offload_bytes(usable_bytes)
+        return max(0.01, round((usable_bytes - other) / GIB - 0.005, 2))
 
     def ordered(self, options: Collection[Option]) -> Options:
         """Return options in the space's order."""

@@ -136,7 +136,7 @@ def _fitting(recipe: Recipe, found: Candidates) -> Plan:
             best, first_slower = tried, index
             if device_bytes >= FILLED * most_bytes:
                 break
-    best = best or _traced(recipe, found, int(np.argmin(found.peak_bytes)))
+    best = best or _traced(recipe, found, int(np.argmin(evaluated)))
     if best.estimate.fits:
         return best
     least = f"{best.estimate.peak_device_bytes / GIB:.2f} GiB of {gpu.usable_bytes / GIB:.2f}"

@@ -120,7 +120,9 @@ def _is_first_changed(args: Any, tensors: list[Any]) -> bool:
     """Return whether an operation in place surely has arguments that it takes."""
     first = args[0]
     dtype, shape = first.dtype, first.shape
-    if not dtype.is_floating_point or any(t.dtype != dtype or t.shape not in (shape, ()) for t in tensors):
+    if not dtype.is_floating_point or complex in map(type, args):
+        return False
+    if any(t.dtype != dtype or t.shape not in (shape, ()) for t in tensors):
         return False
     return dense_strides(shape, first.stride()) is not None
 
