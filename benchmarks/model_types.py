@@ -2,14 +2,16 @@
 
     python -m benchmarks.model_types results/model-types.jsonl
 
-One H200, a sequence of 128 tokens, bf16. A line a model type: its outcome (predicted, refused, failed or too
-slow), the peak or the message, and the commit and versions. Types that a file has are not predicted again.
+One H200, a sequence of 128 tokens, bf16. A line a model type: its outcome (predicted, refused, failed, too
+slow, died, or no default config), the peak or the message, and the commit and versions. Types that a file has
+are not predicted again.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,29 @@ def outcome(model_type: str) -> dict[str, Any]:
     return {"outcome": "predicted", "peak_allocated_bytes": found.peak_allocated_bytes}
 
 
+def _send(model_type: str, pipe: Connection) -> None:
+    pipe.send(outcome(model_type))
+
+
+def outcome_in_process(model_type: str) -> dict[str, Any]:
+    """Return the outcome of a type from a process of its own, which is killed if it is too slow."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(model_type, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(LIMIT_S):
+            return {"outcome": "too slow", "message": f"over {LIMIT_S} s"}
+        return ours.recv()
+    except EOFError:
+        process.join()
+        return {"outcome": "died", "message": f"exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -67,13 +92,7 @@ def main() -> None:
     done = {json.loads(line)["model_type"] for line in text.splitlines()}
     with out.open("a", encoding="utf-8") as file:
         for model_type in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - done):
-            with multiprocessing.get_context("fork").Pool(
-                1
-            ) as pool:  # A slow one is killed with its process.
-                try:
-                    found = pool.apply_async(outcome, (model_type,)).get(LIMIT_S)
-                except multiprocessing.TimeoutError:
-                    found = {"outcome": "too slow", "message": f"over {LIMIT_S} s"}
+            found = outcome_in_process(model_type)
             file.write(json.dumps({"model_type": model_type, **found, **said}) + "\n")
             file.flush()
             say(f"{model_type}: {found['outcome']}")

@@ -173,22 +173,27 @@ def test_giving_the_cache_back_makes_room() -> None:
 
 
 def test_what_offload_holds_outside_the_allocator() -> None:
-    """Of every measured choice of the planner for Qwen3-14B, with and without offload, on an H200."""
-    folder = Path("results/plan-choices")
-    expected = {one.recipe_id: one.estimate for one in load(folder / "predicted-qwen3-14b-lora.jsonl")}
-    differences = []
-    for record in load(folder / "measured-qwen3-14b-lora.jsonl"):
-        found, estimate_ = record.measurement, expected[record.recipe_id]
-        assert found is not None
-        assert estimate_ is not None
-        # SDPA takes cuDNN's attention here.
-        name = "triton_attention" if record.recipe["attention"] == "triton" else "cudnn_attention"
-        ops = [Op(name, "", 0, -1, 0, 0, 0, 0, 0, "bf16")]
-        ledger = Ledger(ops=ops, pinned=((estimate_.host_bytes, -1),))
-        outside = (found.peak_device_bytes or 0) - (found.peak_reserved_bytes or 0)
-        differences.append((overhead_bytes(gpu("h200"), ledger) - outside) / MIB)
-    assert len(differences) >= 34
-    assert max(map(abs, differences)) < 5
+    """Of every measured choice of the planner, with and without offload, on an H200."""
+    differences: dict[bool, list[float]] = {True: [], False: []}
+    for path in sorted(Path("results/plan-choices").glob("measured-*.jsonl")):
+        expected = {one.recipe_id: one.estimate for one in load(str(path).replace("measured", "predicted"))}
+        for record in load(path):
+            found, estimate_ = record.measurement, expected[record.recipe_id]
+            if found is None or found.peak_device_bytes is None or estimate_ is None:
+                continue
+            # SDPA takes cuDNN's attention in Qwen3; elsewhere either kernel may have run.
+            known = "triton" if record.recipe["attention"] == "triton" else "cudnn"
+            names = (known,) if "qwen3" in path.name else ("triton", "cudnn")
+            outside = found.peak_device_bytes - (found.peak_reserved_bytes or 0)
+            off = []
+            for name in names:
+                ops = [Op(f"{name}_attention", "", 0, -1, 0, 0, 0, 0, 0, "bf16")]
+                ledger = Ledger(ops=ops, pinned=((estimate_.host_bytes, -1),))
+                off.append((overhead_bytes(gpu("h200"), ledger) - outside) / MIB)
+            differences[estimate_.host_bytes > 0].append(min(off, key=abs))
+    assert len(differences[True]) >= 119
+    assert len(differences[False]) >= 111
+    assert max(map(abs, differences[True] + differences[False])) <= 4.1
 
 
 def test_llama_8b_with_adamw_needs_a_large_card() -> None:

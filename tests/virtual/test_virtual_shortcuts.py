@@ -109,7 +109,7 @@ def drawn_calls(chance: random.Random, count: int) -> Iterator[Case]:
                 smaller = [1 if chance.random() < 0.3 else size for size in shape[chance.choice((0, 0, 1)) :]]
                 args.append(drawn(chance, smaller, dtype))
             else:
-                args.append(0.5)
+                args.append(1j if chance.random() < 0.1 else 0.5)
         if len(args) == 2 and func in fake_run.POINTWISE and chance.random() < 0.3:
             args.reverse()
         yield func, tuple(args), kwargs

@@ -21,6 +21,7 @@ def compiled_recipes() -> Iterator[tuple[str, dict[str, Any]]]:
         ("llama-3.2-1b", 4, 2048, {"recompute": "full"}),
         ("gpt2", 8, 1024, {"precision": "amp-bf16"}),
         ("gemma-2b", 2, 2048, {}),
+        ("llama-3.1-8b", 2, 4096, {"precision": "fp8"}),
     ]
     for name, micro, seq, rest in table:
         model = {"config": with_layers(name, NUM_LAYERS), "name": f"{name}, {NUM_LAYERS} layers"}

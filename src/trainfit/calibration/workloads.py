@@ -26,6 +26,12 @@ BATCHED = ((64, 1024, 64), (64, 1024, 128), (32, 2048, 128), (128, 256, 64), (16
 """Heads of all sequences, length and head size: attention written out."""
 PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MOST_FP32_FLOPS, MOST_FP16_TOKENS = 4e12, 4096
+FP8_TOKENS = (1024, 4096, 16384)
+FP8_LINEARS = (
+    (1024, 4096), (2048, 2048), (2048, 8192), (8192, 2048), (3072, 3072), (3072, 9216), (3072, 16384),
+    (8192, 3072), (4096, 1536), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672),
+)  # fmt: skip
+FP8_CAPABILITY = (8, 9)
 
 ATTENTION_TOKENS = 16384
 ATTENTION = {
@@ -52,6 +58,8 @@ def workloads(device: torch.device, *, tiny: bool) -> Iterator[Workload]:
         yield f"attention, {name}", lambda a=(name, dtype, heads, lengths): attention(device, *a)
     for name, data in recipes():
         yield f"model, {name}", lambda data=data: one_step(recipe_from(data), device)
+    if torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        yield "products, fp8", lambda: fp8_products(device, FP8_TOKENS, FP8_LINEARS)
     yield "products, fp16 and fp32", lambda: products(device, (1024, 4096), LINEARS[:14], ("fp16", "fp32"))
 
 
@@ -69,6 +77,24 @@ def products(device: torch.device, tokens: Any, linears: Any, dtypes: Any) -> No
                 w = torch.randn(outputs, inputs, device=device, dtype=kind)
                 g = torch.randn(count, outputs, device=device, dtype=kind)
                 _ = x @ w.t(), g @ w, g.t() @ x
+
+
+def fp8_products(device: torch.device, tokens: Any, linears: Any) -> None:
+    """Run the three products of fp8 linear layers as torchao does: only the forward accumulates fast."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    scale = torch.ones((), device=device)
+
+    def random(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(rows, columns, device=device, dtype=torch.bfloat16).mul_(64).to(dtype)
+
+    def product(a: torch.Tensor, b: torch.Tensor, *, fast: bool) -> None:
+        torch._scaled_mm(a, b.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    for count in tokens:
+        for inputs, outputs in linears:
+            product(random(count, inputs, e4m3), random(outputs, inputs, e4m3), fast=True)
+            product(random(count, outputs, e5m2), random(inputs, outputs, e4m3), fast=False)
+            product(random(outputs, count, e5m2), random(inputs, count, e4m3), fast=False)
 
 
 def batched(device: torch.device) -> None:

@@ -237,7 +237,9 @@ class Search:
         if wanted:
             self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
         # The next traces, of blocks that differ, rarely depend on these, and fill the other processes.
-        ahead = [one.key for one in self._highest(WORTH_TRACING, set(), mixed=True)] if wanted else []
+        ahead: list[Key] = []
+        if wanted and self.combinations.estimates.processes > 1:
+            ahead = [one.key for one in self._highest(WORTH_TRACING, set(), mixed=True)[0]]
         keys = [*(key for _, key in wanted), *simpler, *self._frontier()]
         traced = self.combinations.trace(keys, self.ranking.budget_gib, ahead)
         before = sizes_of_traced(self.combinations.traced.get(at, best))
@@ -304,7 +306,9 @@ class Search:
         """
         tried: set[Key] = set()
         for _ in range(rounds):
-            chosen = self._highest(worth, tried, mixed=mixed)
+            chosen, refused = self._highest(worth, tried, mixed=mixed)
+            for candidate, error in refused:
+                self.ranking.correct(candidate, error)
             if not chosen:
                 break
             tried.update(one.key for one in chosen)
@@ -312,29 +316,27 @@ class Search:
                 self.ranking.correct(candidate, one)
         return bool(tried)
 
-    def _highest(self, worth: float, tried: Collection[Key], *, mixed: bool) -> list[Candidate]:
-        """Return what ranks highest and is not traced, as many as a round traces."""
+    def _highest(
+        self, worth: float, tried: Collection[Key], *, mixed: bool
+    ) -> tuple[list[Candidate], list[tuple[Candidate, InputError]]]:
+        """Return what ranks highest and is not traced, as many as a round traces, and what is refused."""
         best = max((one.rate for one in self.traced if self.combinations.fits(one)), default=0.0)
         chosen: list[Candidate] = []
+        refused: list[tuple[Candidate, InputError]] = []
         for one in self.ranking.ranked():
             if one.rate < best * (1 + worth) or len(chosen) >= NUM_TRACED:
                 break
             if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
                 continue  # Blocks that differ are compiled in each way that they may recompute: 20 s.
             new = one.key not in tried and one.key not in self.combinations.traced
-            if new and one.key[:2] not in {each.key[:2] for each in chosen} and self._can_build(one):
+            if not new or one.key[:2] in {each.key[:2] for each in chosen}:
+                continue
+            try:
+                self.combinations.recipe_of(*one.key, budget=1.0)
                 chosen.append(one)
-        return chosen
-
-    def _can_build(self, candidate: Candidate) -> bool:
-        """Return whether the values of a candidate are a recipe; one that is refused never ranks again."""
-        options, level, micro, accumulate = candidate.key
-        try:
-            self.combinations.recipe_of(options, level, micro, accumulate, budget=1.0)
-        except InputError as error:
-            self.ranking.correct(candidate, error)
-            return False
-        return True
+            except InputError as error:
+                refused.append((one, error))
+        return chosen, refused
 
     def _find_smallest(self) -> bool:
         """Trace what is smallest by the composed estimate, until one fits; return whether one does.

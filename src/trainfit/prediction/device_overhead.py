@@ -17,7 +17,8 @@ CUDNN_BYTES = 16 * MIB
 """More, once cuDNN's attention has run."""
 COPY_BYTES, PAGE_TABLE_SHARE = 69 * MIB, 512
 """More, once pinned host memory is copied on streams of its own, and the part of that memory that its entries
-in the GPU's page tables take: 8 bytes for 4 KiB. 138 measured H200 runs that offload are within 4.1 MiB."""
+in the GPU's page tables take: 8 bytes for 4 KiB. All 119 measured runs that offload (results/plan-choices)
+are within 4.1 MiB of it."""
 NCCL_BYTES, COMMUNICATOR_BYTES = 358 * MIB, 486 * MIB
 """NCCL's kernels, and the channels and buffers of each communicator that is used: groups of two H200s over
 NVLink, NCCL 2.28.9, NVLink multicast off (docs/log.md, 2026-11-22). Larger groups are assumed alike."""
