@@ -5,8 +5,8 @@
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
 drawn by a seed from the same space. Rows that such a file has stay; choices of today's planner are added, and
-drawn recipes until as many as ``NUM_WITHIN`` are predicted within the smallest limit. ``python -m
-benchmarks.several_gpus measure`` measures a file in its order: first choices, then the rest.
+recipes near the first choice of each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python
+-m benchmarks.several_gpus measure`` measures a file in its order: first choices, then the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ import trainfit
 from benchmarks.several_gpus import predicted, without_gpu
 from trainfit.api.plans import Tune
 from trainfit.planning.combinations import MARGIN
-from trainfit.planning.space import changed, space
+from trainfit.planning.space import Option, changed, space, value_in
 from trainfit.records import load
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -66,8 +67,10 @@ GOALS = (
 """Six families, 0.5B to 14B. The large ones train an adapter, so that some recipe fits."""
 NUM_DRAWN = 64
 """Recipes drawn for a model."""
-NUM_WITHIN, DRAWS_EACH = 30, 3
-"""Recipes of a file within its smallest limit, and recipes drawn for each that is missing."""
+NUM_WITHIN, DRAWS_EACH = 30, 4
+"""Recipes of a file within each limit, and recipes drawn for each that is missing."""
+MOST_CHANGED = 3
+"""Families of options in which a recipe differs from the first choice that it is near to."""
 FASTEST, OTHERS = 9, 4
 """Of the drawn recipes within a limit: those predicted fastest, and others, that are measured."""
 RECOMPUTE = ("none", "full", "selective", {"every": 2}, {"every": 3})
@@ -102,34 +105,67 @@ def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, An
     return line, [recipe.content() for recipe in recipes]
 
 
-def drawn(goal: Goal, small: bool = False) -> Iterator[Recipe]:
-    """Yield different recipes of the planner's space, by the seed; none changes the mathematics.
+def drawn(goal: Goal) -> Iterator[Recipe]:
+    """Yield different recipes of the planner's space, by the seed; none changes the mathematics."""
+    recipe, chance = start(goal), random.Random(f"{SEED} {goal.name}")
+    families = _families(recipe)
 
-    Args:
-        small: more of those that take little memory.
-    """
-    recipe, chance = start(goal), random.Random(f"{SEED} {goal.name}{' small' if small else ''}")
-    options = space(recipe, keep_quality=True).options
+    def values() -> Iterator[dict[str, Any]]:
+        for _ in range(50 * NUM_DRAWN):
+            found: dict[str, Any] = {}
+            for options in families.values():
+                option = chance.choice(options)
+                if chance.random() < (0.25 if option.is_slow else 0.4):
+                    found |= dict(option.values)
+            yield found | _batch(goal, chance, (1, 2, 4, 8, 16)) | {"recompute": chance.choice(RECOMPUTE)}
+
+    yield from itertools.islice(_different(recipe, values()), NUM_DRAWN)
+
+
+def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
+    """Yield different recipes that differ from a first choice in a few families, by the seed."""
+    recipe, chance = start(goal), random.Random(f"{SEED} {goal.name} near {cap_gib}")
+    families = _families(recipe)
+
+    def values() -> Iterator[dict[str, Any]]:
+        for _ in range(50 * NUM_DRAWN):
+            found: dict[str, Any] = {}
+            for family in chance.sample(list(families), chance.randint(0, min(MOST_CHANGED, len(families)))):
+                option = chance.choice([None, *families[family]])
+                # None: as the recipe that is planned from.
+                changes = dict(families[family][0].values if option is None else option.values)
+                found |= {key: value_in(recipe, key) for key in changes} if option is None else changes
+            if chance.random() < 0.5:
+                found |= _batch(goal, chance, (1, 2, 4, 8, 16))
+            if chance.random() < 0.5:
+                found["recompute"] = chance.choice(RECOMPUTE)
+            yield found
+
+    yield from (one for one in _different(choice, values()) if one.id != choice.id)
+
+
+def _families(recipe: Recipe) -> dict[str, list[Option]]:
+    families: dict[str, list[Option]] = {}
+    for option in space(recipe, keep_quality=True).options:
+        families.setdefault(option.family, []).append(option)
+    return families
+
+
+def _batch(goal: Goal, chance: random.Random, sizes: tuple[int, ...]) -> dict[str, Any]:
+    most = goal.tokens_per_step // goal.seq
+    micro = chance.choice([size for size in sizes if size <= most])
+    return {"batch.micro": micro, "batch.accumulate": most // micro}
+
+
+def _different(recipe: Recipe, values: Iterator[dict[str, Any]]) -> Iterator[Recipe]:
+    """Yield the recipe with each set of values, without those that are refused or were yielded before."""
     seen: set[str] = set()
-    for _ in range(50 * NUM_DRAWN):
-        values: dict[str, Any] = {}
-        for family in dict.fromkeys(option.family for option in options):
-            option = chance.choice([one for one in options if one.family == family])
-            if chance.random() < (0.25 if option.is_slow else 0.6 if small else 0.4):
-                values |= dict(option.values)
-        most = goal.tokens_per_step // goal.seq
-        micro = chance.choice([size for size in ((1, most) if small else (1, 2, 4, 8, 16)) if size <= most])
-        values |= {"batch.micro": micro, "batch.accumulate": most // micro}
-        values["recompute"] = chance.choice((*RECOMPUTE, *("full",) * 5) if small else RECOMPUTE)
-        try:
-            one = changed(recipe, values)
-        except InputError:
-            continue
-        if one.id not in seen:
-            seen.add(one.id)
-            yield one
-        if len(seen) == NUM_DRAWN:
-            return
+    for each in values:
+        with suppress(InputError):
+            one = changed(recipe, each)
+            if one.id not in seen:
+                seen.add(one.id)
+                yield one
 
 
 def prediction(content: dict[str, Any]) -> Record | None:
@@ -170,47 +206,59 @@ def _speed(record: Record) -> float:
 def write(folder: Path, goals: list[Goal], jobs: int) -> None:
     """Plan, draw, predict and write the files of ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines: list[dict[str, Any]] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=without_gpu) as pool:
         plans = {goal: [pool.submit(planned, goal, cap) for cap in goal.caps_gib] for goal in goals}
-        kept, asked, draws = {}, {}, {}
         for goal in goals:
             path = folder / f"predicted-{goal.name}.jsonl"
-            kept[goal] = {one.recipe_id: one for one in load(path)} if path.is_file() else {}
-            draws[goal] = _draws(goal, kept[goal])
-            asked |= {one.id: pool.submit(prediction, one.content()) for one in draws[goal]}
-        for goal in goals:
+            kept = {one.recipe_id: one for one in load(path)} if path.is_file() else {}
             found: list[dict[str, Any]] = []
+            recipes: dict[str, Recipe] = {}
             for cap, future in zip(goal.caps_gib, plans[goal], strict=True):
                 try:
                     line, contents = future.result()
                 except InputError as error:
                     sys.exit(f"{goal.model}, {cap} GiB: {error}")
                 found.append(line)
-                for name, content in zip(line["found"], contents, strict=True):
-                    if name not in kept[goal]:
-                        asked.setdefault(name, pool.submit(prediction, content))
+                recipes |= {
+                    name: recipe_from(each) for name, each in zip(line["found"], contents, strict=True)
+                }
                 say(f"{goal.name}, {cap} GiB: {len(line['found'])} found")
-            ids = [one.id for one in draws[goal]]
-            names = [*ids, *(name for line in found for name in line["found"])]
-            new = {one: record for one in names if one in asked and (record := asked[one].result())}
-            records = kept[goal] | new
-            rows = [records[one] for one in _wanted(goal, found, records, ids, bool(kept[goal]))]
+            draws = _draws(goal, found, recipes, kept)
+            asked = {one.id: one for one in (*recipes.values(), *draws) if one.id not in kept}
+            results = pool.map(prediction, [one.content() for one in asked.values()])
+            records = kept | {one: record for one, record in zip(asked, results, strict=True) if record}
+            ids = [one.id for one in draws]
+            rows = [records[one] for one in _wanted(goal, found, records, ids, bool(kept))]
             text = "".join(to_line(row) + "\n" for row in rows)
-            (folder / f"predicted-{goal.name}.jsonl").write_text(text, encoding="utf-8")
-            lines += found
+            path.write_text(text, encoding="utf-8")
+            _write_choices(folder / "choices.jsonl", goal, found)
             say(f"{goal.name}: {len(rows)} recipes to measure")
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "choices.jsonl").write_text(text, encoding="utf-8")
 
 
-def _draws(goal: Goal, kept: dict[str, Record]) -> list[Recipe]:
-    """Return the recipes to draw: of all sizes at first, later small ones, as far as they are missing."""
+def _write_choices(path: Path, goal: Goal, found: list[dict[str, Any]]) -> None:
+    """Write the lines of a goal's plans, in place of those that the file has of it."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    others = [json.loads(line) for line in text.splitlines()]
+    lines = [one for one in others if (one["model"], one["tune"]) != (goal.model, goal.tune)] + found
+    order = [(each.model, each.tune) for each in GOALS]
+    lines.sort(key=lambda one: order.index((one["model"], one["tune"])))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _draws(
+    goal: Goal, lines: list[dict[str, Any]], recipes: dict[str, Recipe], kept: dict[str, Record]
+) -> list[Recipe]:
+    """Return the recipes to draw: of the whole space at first, later near first choices, as far as missing."""
     if not kept:
         return list(drawn(goal))
-    missing = NUM_WITHIN - len(_within(goal.caps_gib[0], kept.values()))
-    some = itertools.islice(drawn(goal, small=True), max(0, DRAWS_EACH * missing))
-    return [one for one in some if one.id not in kept]
+    draws: dict[str, Recipe] = {}
+    for line in lines:
+        missing = NUM_WITHIN - len(_within(line["memory_gib"], kept.values()))
+        if missing > 0 and line["found"]:
+            some = near(goal, recipes[line["found"][0]], line["memory_gib"])
+            new = (one for one in some if one.id not in kept)
+            draws |= {one.id: one for one in itertools.islice(new, DRAWS_EACH * missing)}
+    return list(draws.values())
 
 
 def _wanted(
@@ -222,11 +270,14 @@ def _wanted(
     first = [one for line in lines for one in line["found"][:1]]
     rest = [one for line in lines for one in line["found"][1:FOUND]]
     before = [one for one in records if one not in {*ids, *first, *rest}]
-    small = _within(goal.caps_gib[0], (records[one] for one in ids if one in records))
-    missing = NUM_WITHIN - len(_within(goal.caps_gib[0], (records[one] for one in before)))
-    return [
-        one for one in dict.fromkeys([*first, *rest, *small[: max(0, missing)], *before]) if one in records
-    ]
+    wanted = [*first, *rest, *before]
+    for cap in goal.caps_gib:
+        missing = NUM_WITHIN - len(
+            _within(cap, (records[one] for one in dict.fromkeys(wanted) if one in records))
+        )
+        new = _within(cap, (records[one] for one in ids if one in records and one not in wanted))
+        wanted[len(first) + len(rest) : len(first) + len(rest)] = new[: max(0, missing)]
+    return [one for one in dict.fromkeys(wanted) if one in records]
 
 
 def _within(cap_gib: int, records: Iterable[Record]) -> list[str]:
