@@ -248,7 +248,7 @@ def _write_choices(path: Path, goal: Goal, found: list[dict[str, Any]]) -> None:
 def _draws(
     goal: Goal, lines: list[dict[str, Any]], recipes: dict[str, Recipe], kept: dict[str, Record]
 ) -> list[Recipe]:
-    """Return the recipes to draw: of the whole space at first, later near first choices, as far as missing."""
+    """Return the recipes to draw: of the whole space at first, later near first choices."""
     if not kept:
         return list(drawn(goal))
     draws: dict[str, Recipe] = {}
