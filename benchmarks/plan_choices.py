@@ -67,7 +67,7 @@ GOALS = (
 """Six families, 0.5B to 14B. The large ones train an adapter, so that some recipe fits."""
 NUM_DRAWN = 64
 """Recipes drawn for a model."""
-NUM_WITHIN, DRAWS_EACH = 30, 4
+NUM_WITHIN, DRAWS_EACH = 30, 12
 """Recipes of a file within each limit, and recipes drawn for each that is missing."""
 MOST_CHANGED = 3
 """Families of options in which a recipe differs from the first choice that it is near to."""
