@@ -116,11 +116,7 @@ def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
         margin = PROGRAM_MARGIN if recipe.compile == "model" else (0, 0)
         try:
             ledger = _trace(recipe, stage, whole=False, margin=margin)
-<<<<<<< Updated upstream
-            deque(ledger.expand(), maxlen=0)
-=======
             ledger.expand()
->>>>>>> Stashed changes
             return ledger
         except RepeatError:
             pass  # The layers share more than the pattern shows: trace all of them.
