@@ -76,7 +76,8 @@ def test_the_choices_that_were_measured() -> None:
     check(PAGE, "took up to # times", (max(times),))
     few = [(one.goal.model, one.cap_gib, len(one.within)) for one in fitting if len(one.within) < 30]
     assert [(model, cap) for model, cap, _ in few] == [("gemma-2b", 24), ("pythia-2.8b", 24)]
-    check(PAGE, "There # and # recipes .* each other limit at least #", [*(number for _, _, number in few), 30])
+    numbers = [number for _, _, number in few]
+    check(PAGE, "There # and # recipes .* each other limit at least #", [*numbers, 30])
     faster: dict[tuple[str, int], float] = {}
     for one in fitting:
         own = max(each.tokens_per_s or 0.0 for each in one.own if each in one.within)

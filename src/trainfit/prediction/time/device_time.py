@@ -26,7 +26,7 @@ PEAK_DTYPE = {
     "float8_e5m2": "fp8",
 }
 FP8 = 0.645
-"""Share of the fp8 peak where a calibration has no fp8 product (`bench gpu --only sustained=fp8`, one H200)."""
+"""Share of the fp8 peak where no fp8 product was calibrated (`bench gpu --only sustained=fp8`, one H200)."""
 UNKNOWN = 0.59
 """Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
 Part = Literal["products", "attention", "memory"]
