@@ -1,17 +1,22 @@
 """Fit the rates of catalog/rates.toml to the measured steps that may be learned from, and print them.
 
-    python -m benchmarks.fit_rates [--iterations N] [--ledgers FOLDER]
+    python -m benchmarks.fit_rates [--iterations N] [--ledgers FOLDER] [--small-steps]
 
 Weighted least squares of the logarithms of predicted over measured steps (Gauss-Newton; the derivatives are
 differences of whole predictions; a step far off weighs little). Each rate is held near its present value, as
 far as the steps say nothing of it. Held-out recipes are not read. The steps' ledgers come from the cache or
 are traced, or are those of a folder (benchmarks/step_time.py). Steps are those of the accuracy suite and of
 the planner's choices (results/plan-choices), which are mostly products.
+
+With ``--small-steps`` nothing is fitted: what the rates of the catalog expect of the small steps of its
+calibration is written into that file, with which the hosts of users' calibrations are compared. To be run
+after each change of the rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,16 +28,18 @@ from numpy.typing import NDArray
 
 from benchmarks.step_time import ledger_of, measured
 from benchmarks.tables.joined import join, records
-from trainfit.catalog.load import gpu
+from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.roofline import HOST_BOUND, roofline
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe, is_held_out
 from trainfit.spec.result import StepTime
 
 CARD = gpu("h200")
+CALIBRATION = FOLDER / "calibrations" / f"{CARD.name}.json"
 STEP = 0.02
 """Relative change of a rate by which its derivative is taken."""
 PRIOR = 0.5
@@ -140,13 +147,31 @@ def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
     return "\n".join(lines)
 
 
+def write_small_steps() -> None:
+    """Write the expected seconds of the small eager steps into the catalog's calibration."""
+    data = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+    for step in data["host_steps"]:
+        if not step["recipe"].get("compile"):
+            recipe = recipe_from(step["recipe"] | {"hardware": {"gpu": CARD.name}})
+            found = roofline(ledger_of(recipe, None), CARD)
+            assert found is not None
+            step["expected_s"] = float(f"{found.expected.total:.4g}")
+    ops = [json.dumps(row, separators=(",", ":")) for row in data["ops"]]
+    text = json.dumps(data | {"ops": []}, separators=(",", ":"))
+    CALIBRATION.write_text(text.replace('"ops":[]', '"ops":[' + ",\n".join(ops) + "]"), encoding="utf-8")
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--ledgers", type=Path, metavar="FOLDER")
+    parser.add_argument("--small-steps", action="store_true")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if options.small_steps:
+        write_small_steps()
+        return
     learned = [(recipe, took_s) for recipe, took_s in measured() if not is_held_out(recipe.id)]
     ledgers = [ledger_of(recipe, options.ledgers) for recipe, _ in learned]
     planned = [(recipe, took_s) for recipe, took_s in chosen() if not is_held_out(recipe.id)]

@@ -75,7 +75,9 @@ def test_every_part_has_a_result_or_a_reason(tmp_path: Path, monkeypatch: pytest
     def broken() -> float:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(run_module, "costs", lambda device: [("a call", broken), ("another", lambda: 1e-6)])
+    monkeypatch.setattr(
+        run_module, "costs", lambda device, compiled: [("a call", broken), ("another", lambda: 1e-6)]
+    )
     out = tmp_path / "calibration.json"
     run = Run(torch.device("cpu"), host_only=True, limit_s=60, say=lambda line: None, out=out)
     run.run()
@@ -87,7 +89,7 @@ def test_every_part_has_a_result_or_a_reason(tmp_path: Path, monkeypatch: pytest
 def test_a_file_that_is_no_calibration_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "costs", lambda device: [("a call", lambda: 1e-6)])
+    monkeypatch.setattr(run_module, "costs", lambda device, compiled: [("a call", lambda: 1e-6)])
     out = tmp_path / "recipe.yaml"
     arguments = ["calibrate", "--host", "--device", "cpu", "--out", str(out)]
     for content in ("model: {config: gpt2}\n", "", '{"format": 1}'):

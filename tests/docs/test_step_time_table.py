@@ -1,7 +1,9 @@
 """The table of step times: joined by recipe, grouped, and refused where a row was changed."""
 
 import json
+import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -9,7 +11,9 @@ from benchmarks.step_time import measured, predicted
 from benchmarks.tables import step_time
 from page_claims import check
 from tiny_recipe import tiny_recipe
+from trainfit.catalog.load import gpu
 from trainfit.prediction.estimate import predict
+from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, digest_of
 from trainfit.spec.recipe import is_held_out
@@ -79,3 +83,36 @@ def test_a_row_has_the_time_that_predict_has() -> None:
     assert row["step_s"] == found.step_s
     assert (row["low_s"], row["high_s"]) == (found.bounds["step_s"].low, found.bounds["step_s"].high)
     assert row[DIGEST] == digest_of(row)
+
+
+def test_steps_on_another_host() -> None:
+    """Held-out steps that the host decides, on a machine whose host was calibrated."""
+    folder = step_time.FILE.parent
+    found = step_time.rows(folder / "other-host.jsonl")
+    before = {recipe.id: took_s for recipe, took_s in measured()}
+    assert all(is_held_out(row["recipe_id"]) for row in found)
+    errors = {
+        name: sorted(abs(row[name] / row["step_s"] - 1) for row in found)
+        for name in ("predicted_s", "calibrated_s")
+    }
+    with using(folder / "other-host-calibration.json"):
+        ratio = re.search(r"takes (.*) times as long", calibrated(gpu("h200")).origin)
+    assert ratio is not None
+    without, calibrated_errors = errors.values()
+    check(
+        "docs/guide/calibrate.md",
+        r"takes # times as long, # steps .* are # % off .* without, # % with .*\(the worst # %\)",
+        (
+            float(ratio[1]),
+            len(found),
+            100 * median(without),
+            100 * median(calibrated_errors),
+            100 * max(calibrated_errors),
+        ),
+    )
+    slower = median(row["step_s"] / before[row["recipe_id"]] for row in found)
+    check(
+        "docs/results/accuracy.md",
+        r"and # of them # times as long .* from # to # %",
+        (len(found), slower, 100 * median(without), 100 * median(calibrated_errors)),
+    )

@@ -191,7 +191,7 @@ def test_what_offload_holds_outside_the_allocator() -> None:
                 ledger = Ledger(ops=ops, pinned=((estimate_.host_bytes, -1),))
                 off.append((overhead_bytes(gpu("h200"), ledger) - outside) / MIB)
             differences[estimate_.host_bytes > 0].append(min(off, key=abs))
-    assert len(differences[True]) >= 119
+    assert len(differences[True]) >= 136
     assert len(differences[False]) >= 111
     assert max(map(abs, differences[True] + differences[False])) <= 4.1
 

@@ -22,8 +22,12 @@ CALLS, REPEATS = 200, 15
 STEPS, WARMUP = 15, 4
 
 
-def costs(device: torch.device) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Yield each single cost's name and what measures it, in seconds a call."""
+def costs(device: torch.device, *, compiled: bool = True) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Yield each single cost's name and what measures it, in seconds a call.
+
+    Args:
+        compiled: with those of compiled calls, which take most of the time.
+    """
     torch.set_num_threads(1)
     x, w = torch.randn(16), torch.randn(16, requires_grad=True)
     yield "python call", lambda: seconds(_python_calls) / 100
@@ -34,7 +38,8 @@ def costs(device: torch.device) -> Iterator[tuple[str, Callable[[], float]]]:
     yield "backward of an operation", lambda: _backward(w)
     yield "linear module", lambda: seconds(_calls(nn.Linear(16, 16), x[None]))
     yield "checkpointed call", lambda: _checkpointed(w)
-    yield "compiled call", lambda: _compiled(x)
+    if compiled:
+        yield "compiled call", lambda: _compiled(x)
     yield "AdamW a parameter, one by one", lambda: _optimizer("AdamW", foreach=False)
     yield "AdamW a parameter, foreach", lambda: _optimizer("AdamW", foreach=True)
     yield "Adafactor a parameter", lambda: _optimizer("Adafactor", foreach=False)
@@ -45,7 +50,8 @@ def costs(device: torch.device) -> Iterator[tuple[str, Callable[[], float]]]:
         yield "launch of an operation with autograd", lambda: seconds(lambda: torch.mul(v, y), device)
         yield "launch of a product", lambda: seconds(lambda: torch.mm(a, a), device)
         yield "launch of a backward", lambda: _backward(v, device)
-        yield "launch of a compiled call", lambda: _compiled(y, device)
+        if compiled:
+            yield "launch of a compiled call", lambda: _compiled(y, device)
 
 
 def seconds(call: Callable[[], object], device: torch.device | None = None) -> float:
@@ -130,7 +136,7 @@ def _optimizer(name: str, **options: Any) -> float:
 
 
 def small_steps() -> Iterator[dict[str, Any]]:
-    """Yield recipes of few tokens and narrow layers, one for each kind of host work."""
+    """Yield recipes of few tokens and narrow layers, a kind of host work each, the most different first."""
     small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
     small |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     llama = tiny_config()
@@ -142,20 +148,20 @@ def small_steps() -> Iterator[dict[str, Any]]:
     foreach, forloop = {"implementation": "foreach"}, {"implementation": "forloop"}
     table: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (llama, {}),
-        (llama, {"optimizer": foreach}),
+        (gpt2, {}),
+        (olmoe, {}),
+        (llama, {"precision": "amp-bf16"}),
+        (llama, {"recompute": "full"}),
         (llama, {"optimizer": forloop}),
+        (llama, {"optimizer": foreach}),
         (llama, {"optimizer": {"name": "adafactor"}}),
         (llama, {"optimizer": {"name": "sgd", **foreach}}),
-        (llama, {"recompute": "full"}),
         (llama, {"recompute": "selective"}),
-        (llama, {"precision": "amp-bf16"}),
         (llama, {"precision": "amp-fp16", "optimizer": foreach}),
         (llama, {"adapter": {"kind": "lora"}}),
         (llama, {"attention": "eager"}),
-        (gpt2, {}),
         (gpt2, {"recompute": "full", "precision": "amp-bf16"}),
         (gemma, {}),
-        (olmoe, {}),
         (olmoe, {"recompute": "full", "optimizer": foreach}),
         (llama, {"compile": "block"}),
         (gpt2, {"compile": "block"}),

@@ -23,6 +23,8 @@ from trainfit.spec.provenance import installed_version, now
 from trainfit.spec.units import MB
 
 LIMIT_S, HOST_LIMIT_S, COLLECTIVES_S = 280.0, 20.0, 40.0
+FEW_STEPS = 6
+"""Small steps where only the host is calibrated."""
 COPY_BYTES = 2**28
 NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
 """The bench's names of collectives -> the ledger's."""
@@ -82,11 +84,12 @@ class Run:
         self._keep(failures=(*self.found.failures, f"{name}: {why}"))
 
     def _parts(self) -> Iterator[tuple[str, Callable[[], str]]]:
-        for name, measure in costs(self.device):
-            yield f"host, {name}", lambda n=name, m=measure: self._host_cost(n, m)
         on_gpu = self.device.type == "cuda"
+        for name, measure in costs(self.device, compiled=not (self.host_only and on_gpu)):
+            yield f"host, {name}", lambda n=name, m=measure: self._host_cost(n, m)
         steps = list(small_steps()) if on_gpu else []
-        yield from self._steps(data for data in steps if not data.get("compile"))
+        eager = [data for data in steps if not data.get("compile")]
+        yield from self._steps(eager[:FEW_STEPS] if self.host_only else eager)
         if self.host_only:
             return
         timer = OpTimer(self.stopwatch, self.gpu, self._is_over)

@@ -17,7 +17,7 @@ CUDNN_BYTES = 16 * MIB
 """More, once cuDNN's attention has run."""
 COPY_BYTES, PAGE_TABLE_SHARE = 69 * MIB, 512
 """More, once pinned host memory is copied on streams of its own, and the part of that memory that its entries
-in the GPU's page tables take: 8 bytes for 4 KiB. All 119 measured runs that offload (results/plan-choices)
+in the GPU's page tables take: 8 bytes for 4 KiB. All 136 measured runs that offload (results/plan-choices)
 are within 4.1 MiB of it."""
 NCCL_BYTES, COMMUNICATOR_BYTES = 358 * MIB, 486 * MIB
 """NCCL's kernels, and the channels and buffers of each communicator that is used: groups of two H200s over

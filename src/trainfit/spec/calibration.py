@@ -33,6 +33,8 @@ class HostStep(Value):
     recipe: dict[str, Any]
     issue_s: dict[str, Seconds]
     step_s: Seconds
+    expected_s: Seconds | None = None
+    """The step by the catalog's rates; in the catalog's own calibration alone."""
 
 
 class CollectiveTime(Value):

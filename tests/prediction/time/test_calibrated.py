@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -17,17 +18,19 @@ from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 
 SHIPPED = FOLDER / "calibrations" / "h200.json"
 SECONDS = OpTime._fields.index("seconds")
 
 
 def written(path: Path, slower: float = 1.0, slower_host: float = 1.0, **changes: Any) -> Path:
-    """Write the catalog's calibration with all operations, or all costs of the host, so much slower."""
+    """Write the catalog's calibration with slower operations, and a host slower than the rates expect."""
     data = json.loads(SHIPPED.read_text("utf-8"))
     for row in data["ops"]:
         row[SECONDS] *= slower
-    data["host"] = {name: seconds * slower_host for name, seconds in data["host"].items()}
+    for step in data["host_steps"]:
+        step["step_s"] = slower_host * step.pop("expected_s", 0.0)
     path.write_text(json.dumps(data | changes), "utf-8")
     return path
 
@@ -44,7 +47,9 @@ def timed(ledger: Ledger, name: str = "h200", file: Path | None = None) -> Roofl
     return found
 
 
-def test_the_catalogs_own_content_changes_nothing(tmp_path: Path, ledger: Ledger) -> None:
+def test_the_catalogs_operations_with_the_host_that_its_rates_expect_change_nothing(
+    tmp_path: Path, ledger: Ledger
+) -> None:
     file = written(tmp_path / "copy.json")
     assert timed(ledger, file=file) == timed(ledger)
     with using(file):
@@ -68,7 +73,27 @@ def test_costs_of_the_host_count_for_every_gpu(
     assert after.matmul_s == before.matmul_s
     assert after.issue_s == pytest.approx(2 * before.issue_s)
     with using(file):
-        assert "the host 2.00 times as slow" in calibrated(gpu("h100-sxm")).origin
+        assert "a host that takes 2.00 times as long" in calibrated(gpu("h100-sxm")).origin
+
+
+def test_single_costs_count_where_no_small_step_was_measured(tmp_path: Path, ledger: Ledger) -> None:
+    """The machine of the catalog's calibration had a slower host than those that the rates are from."""
+    data = json.loads(SHIPPED.read_text("utf-8"))
+    slower = median(one["step_s"] / one["expected_s"] for one in data["host_steps"] if one.get("expected_s"))
+    costs = {name: 2 * seconds for name, seconds in data["host"].items()}
+    file = written(tmp_path / "cpu.json", host=costs, host_steps=[], ops=[], gpu=None)
+    assert timed(ledger, file=file).expected.issue_s == pytest.approx(
+        2 * slower * timed(ledger).expected.issue_s
+    )
+
+
+def test_the_catalog_has_what_its_rates_expect_of_small_steps() -> None:
+    """Else: python -m benchmarks.fit_rates --small-steps."""
+    steps = [one for one in json.loads(SHIPPED.read_text("utf-8"))["host_steps"] if one.get("expected_s")]
+    assert len(steps) == 16
+    for one in steps[:1] + steps[-5:-4]:
+        recipe = recipe_from(one["recipe"] | {"hardware": {"gpu": "h200"}})
+        assert predict(recipe).step_s == pytest.approx(one["expected_s"], rel=0.03)
 
 
 def test_predictions_and_plans_take_a_file(tmp_path: Path) -> None:
@@ -104,6 +129,6 @@ def test_other_files_are_refused(tmp_path: Path, content: str | None, problem: s
 
 
 def test_a_file_that_says_nothing_of_the_gpu_or_a_host_is_refused(tmp_path: Path, ledger: Ledger) -> None:
-    file = written(tmp_path / "none.json", gpu="a100-sxm-80gb", host={})
+    file = written(tmp_path / "none.json", gpu="a100-sxm-80gb", host={}, host_steps=[])
     with pytest.raises(InputError, match="neither operations of h200 nor enough costs"):
         timed(ledger, file=file)

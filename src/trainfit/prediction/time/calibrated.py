@@ -1,7 +1,7 @@
 """What step times are computed with: operations timed on one GPU, the rates of a step. No torch here.
 
 The catalog has those of one H200 and its host. A file that ``trainfit calibrate`` wrote replaces the
-operations for recipes of its GPU, and rescales the host's costs by those that it measured.
+operations for recipes of its GPU, and rescales the host's costs by the small steps that it measured.
 """
 
 import contextlib
@@ -16,16 +16,17 @@ from statistics import median
 from trainfit.catalog.load import FOLDER
 from trainfit.catalog.rates import HostRates, Rates, rates
 from trainfit.prediction.time.op_times import OpTimes
-from trainfit.spec.calibration import FORMAT, MAX_FILE_BYTES, Calibration, OpTime
+from trainfit.spec.calibration import FORMAT, MAX_FILE_BYTES, Calibration, HostStep, OpTime
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import read_text
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.value import canonical_json
 
 CALIBRATED = "h200"
 """GPUs without a calibration take this one's rates, as shares of their data sheets."""
 REMEDY = "name a file that trainfit calibrate wrote"
 LEAST_COSTS = 4
-"""Costs of the host that both calibrations need for the host to be rescaled."""
+"""Small steps, or single costs, that two calibrations must share for the host to be rescaled."""
 _chosen: ContextVar[str | None] = ContextVar("calibration", default=None)
 
 
@@ -87,7 +88,7 @@ def _catalog() -> Calibration:
 def _of_user(path: str, gpu: str) -> Calibrated:
     shipped, found = _shipped(), _read(path)
     own_gpu = bool(found.ops) and found.gpu == gpu
-    ratio = _host_ratio(found.host, _catalog().host)
+    ratio = _host_ratio(found)
     if not own_gpu and ratio is None:
         problem = f"it has neither operations of {gpu} nor enough costs of a host"
         raise InputError(problem, "calibrate on that GPU", field="--calibration", value=path)
@@ -100,16 +101,36 @@ def _of_user(path: str, gpu: str) -> Calibrated:
     if ratio is not None:
         host = HostRates(**{name: seconds * ratio for name, seconds in known.host})
         known = known.model_copy(update={"host": host})
-        origins.append(f"the host {ratio:.2f} times as slow as an H200's, by {Path(path).name}")
+        origins.append(f"a host that takes {ratio:.2f} times as long, by {Path(path).name}")
     return Calibrated(
         gpu if own_gpu else shipped.gpu, OpTimes(found.ops) if own_gpu else shipped.times, known,
         "; ".join(origins),
     )  # fmt: skip
 
 
-def _host_ratio(own: dict[str, float], catalogs: dict[str, float]) -> float | None:
-    """Return how much longer this host takes than the catalog's; None: too few costs to tell."""
-    ratios = [own[name] / seconds for name, seconds in catalogs.items() if seconds and own.get(name)]
+def _host_ratio(own: Calibration) -> float | None:
+    """Return how much longer this host takes than the catalog's rates expect; None: too little was measured.
+
+    Whole small steps tell. Where a calibration has none, as without a GPU, its single costs are compared with
+    those of the machine that the catalog's calibration is from, and that machine's steps with the rates.
+    """
+    catalog = _catalog()
+    expected = {_key(step): step.expected_s for step in catalog.host_steps if step.expected_s}
+    ratio = _ratio({_key(step): step.step_s for step in own.host_steps}, expected)
+    if ratio is not None:
+        return ratio
+    costs = _ratio(own.host, catalog.host)
+    catalogs = _ratio({_key(step): step.step_s for step in catalog.host_steps}, expected)
+    return None if costs is None or catalogs is None else costs * catalogs
+
+
+def _key(step: HostStep) -> str:
+    return canonical_json(step.recipe)
+
+
+def _ratio(own: dict[str, float], others: dict[str, float]) -> float | None:
+    """Return the median ratio of what both have; None: too few to tell."""
+    ratios = [own[name] / seconds for name, seconds in others.items() if seconds and own.get(name)]
     return median(ratios) if len(ratios) >= LEAST_COSTS else None
 
 

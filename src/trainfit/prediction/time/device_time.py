@@ -26,7 +26,7 @@ PEAK_DTYPE = {
     "float8_e5m2": "fp8",
 }
 FP8 = 0.645
-"""Share of the fp8 peak that products sustain (`bench gpu --only sustained=fp8`, one H200, torch 2.11)."""
+"""Share of the fp8 peak where no fp8 product was calibrated (`bench gpu --only sustained=fp8`, one H200)."""
 UNKNOWN = 0.59
 """Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
 Part = Literal["products", "attention", "memory"]
@@ -78,7 +78,7 @@ def _seconds(op: Op, sheet: _Sheet, known: Calibrated) -> float:
     if not op.num_bytes and not op.causal_flops:
         return launch_s
     dtype = PEAK_DTYPE.get(op.dtype, "fp32")
-    taken_s = None if dtype == "fp8" else known.times.seconds(op)
+    taken_s = known.times.seconds(op)
     if taken_s is None:
         return _by_share(op, gpu, dtype) + launch_s
     if gpu.name != known.gpu:

@@ -114,7 +114,8 @@ def _waves(shape: tuple[int, ...]) -> float:
 
 @functools.cache
 def _flops_per_byte(dtype: str) -> float:
-    return gpu(SHEET).peak_flops_per_s["fp32" if dtype == "float32" else "bf16"] / _bytes_per_s()
+    peak = "fp32" if dtype == "float32" else "fp8" if dtype.startswith("float8") else "bf16"
+    return gpu(SHEET).peak_flops_per_s[peak] / _bytes_per_s()
 
 
 @functools.cache
@@ -146,7 +147,12 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
     yield name, dtype, op.layout
     yield base, dtype, op.layout
     if name.startswith("triton_"):
-        yield "triton", name.split("_")[1]  # Pointwise, or a reduction in one or several passes.
+        kind = name.split("_")[1]  # Pointwise, or a reduction in one or several passes.
+        if _is_of_fp8(name):
+            yield "triton, fp8", kind
+            if isinstance(op, OpTime):
+                return
+        yield "triton", kind
         yield ("triton",)
     yield base, dtype, None
     if base in FAMILIES:
@@ -154,6 +160,11 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
     if not _is_list(base):
         yield "elementwise", dtype, op.layout
     yield "list" if _is_list(base) else "elementwise", None, None
+
+
+def _is_of_fp8(kernel: str) -> bool:
+    """Return whether a compiled kernel rounds to fp8, also by columns, or finds the scale for it."""
+    return "_scaled_mm" in kernel or ("_abs_" in kernel and "_max" in kernel)
 
 
 def _is_list(base: str) -> bool:
