@@ -13,6 +13,7 @@ from trainfit.ledger.ledger import RepeatError
 from trainfit.virtual.compile.forked import begin
 
 EAGER = {"recipe": "gpt2", "gpu": "h200", "seq": 256}
+SEVERAL = {**EAGER, "count": 2}
 PLAIN = {"model_type": "trainfit", "position_embedding": "learned", "gated_mlp": False, "hidden_act": "relu"}
 SMALL = {"model": {"config": TINY_LLAMA | PLAIN, "implementation": "native"}, "compile": "block"}
 COMPILED = {"recipe": SMALL, "gpu": "h200", "seq": 32}
@@ -23,7 +24,7 @@ from trainfit.virtual import own_process
 import trainfit
 own_process.is_own_process = True
 start_up.import_little(compiles=False)
-estimate = trainfit.predict(use_cache=False, **{EAGER})
+eager = [trainfit.predict(use_cache=False, **fields) for fields in ({EAGER}, {SEVERAL})]
 early = [name for name in ("torch._dynamo.symbolic_convert", "torchao") if name in sys.modules]
 import torch
 def double(x):
@@ -45,7 +46,7 @@ def counted(function):
     return begin(function)
 generate.begin = counted
 forked = trainfit.predict(use_cache=False, **{COMPILED})
-estimates = [one.model_dump(mode="json") for one in (estimate, forked)]
+estimates = [one.model_dump(mode="json") for one in (*eager, forked)]
 from torch._inductor.codegen.common import KernelTemplate
 rendered = KernelTemplate._template_from_string("{{{{ a }}}} and {{{{ a + 1 }}}}").render(a=7)
 print(json.dumps([rendered, estimates, early, plain, compiled, len(graphs), "1" in graphs[0], len(forks)]))
@@ -63,7 +64,7 @@ def test_an_eager_prediction_needs_no_compiler_and_leaves_it_whole() -> None:
     assert plain == compiled == [3.0, 3.0]
     assert (num_graphs, has_later) == (1, False)  # Dynamo leaves out the function that was decorated early.
     assert num_forks == 1  # The forward's; equal blocks are compiled once.
-    for found, fields in zip(estimates, (EAGER, COMPILED), strict=True):
+    for found, fields in zip(estimates, (EAGER, SEVERAL, COMPILED), strict=True):
         expected = trainfit.predict(use_cache=False, **fields)
         assert found == json.loads(json.dumps(expected.model_dump(mode="json")))
 

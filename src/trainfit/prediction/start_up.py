@@ -197,10 +197,21 @@ def _marked(name: str) -> Callable[[Any], Any]:
     return mark
 
 
+class _Rules:
+    """Stand-in of ``trace_rules``, whose cache each new process group clears."""
+
+    def clear_lru_cache(self) -> None:
+        """Do nothing: Dynamo, which is not loaded, has cached nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._dynamo.trace_rules"), name)
+
+
 UNLOADED = {
+    "trace_rules": _Rules(),
     "graph_break": lambda *_, **__: None,
     "disable": _disable,
     "assume_constant_result": _marked("assume_constant_result"),
     "allow_in_graph": _marked("allow_in_graph"),
 }
-"""Functions of Dynamo that eager code calls, while it is not loaded."""
+"""What eager code uses of Dynamo, while it is not loaded."""
