@@ -73,6 +73,7 @@ MOST_CHANGED = 3
 """Families of options in which a recipe differs from the first choice that it is near to."""
 FASTEST, OTHERS = 9, 4
 """Of the drawn recipes within a limit: those predicted fastest, and others, that are measured."""
+MICROS = (1, 2, 4, 8, 16)
 RECOMPUTE = ("none", "full", "selective", {"every": 2}, {"every": 3})
 FOUND = 3
 """Recipes of a plan that are measured."""
@@ -117,7 +118,7 @@ def drawn(goal: Goal) -> Iterator[Recipe]:
                 option = chance.choice(options)
                 if chance.random() < (0.25 if option.is_slow else 0.4):
                     found |= dict(option.values)
-            yield found | _batch(goal, chance, (1, 2, 4, 8, 16)) | {"recompute": chance.choice(RECOMPUTE)}
+            yield found | _batch(goal, chance) | {"recompute": chance.choice(RECOMPUTE)}
 
     yield from itertools.islice(_different(recipe, values()), NUM_DRAWN)
 
@@ -136,7 +137,7 @@ def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
                 changes = dict(families[family][0].values if option is None else option.values)
                 found |= {key: value_in(recipe, key) for key in changes} if option is None else changes
             if chance.random() < 0.5:
-                found |= _batch(goal, chance, (1, 2, 4, 8, 16))
+                found |= _batch(goal, chance)
             if chance.random() < 0.5:
                 found["recompute"] = chance.choice(RECOMPUTE)
             yield found
@@ -151,9 +152,9 @@ def _families(recipe: Recipe) -> dict[str, list[Option]]:
     return families
 
 
-def _batch(goal: Goal, chance: random.Random, sizes: tuple[int, ...]) -> dict[str, Any]:
+def _batch(goal: Goal, chance: random.Random) -> dict[str, Any]:
     most = goal.tokens_per_step // goal.seq
-    micro = chance.choice([size for size in sizes if size <= most])
+    micro = chance.choice([size for size in MICROS if size <= most])
     return {"batch.micro": micro, "batch.accumulate": most // micro}
 
 
