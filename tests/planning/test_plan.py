@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,13 +83,13 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
 
     class Refusing:
         def __init__(self, count: int, answer: str, imports: Sequence[str]):
-            has_compiler = "torch._inductor.compile_fx" in imports
+            self.has_compiler = "torch._inductor.compile_fx" in imports
 
-            def ask(data: dict[str, Any]) -> dict[str, Any]:
-                asked.append((has_compiler, data["recipe"]["compile"]))
-                return {"refused": {"problem": "none", "remedy": "none"}}
-
-            self.each = [SimpleNamespace(ask=ask)] * count
+        def ask(self, data: dict[str, Any]) -> Future[dict[str, Any]]:
+            asked.append((self.has_compiler, data["recipe"]["compile"]))
+            answer: Future[dict[str, Any]] = Future()
+            answer.set_result({"refused": {"problem": "none", "remedy": "none"}})
+            return answer
 
         def close(self) -> None:
             pass
@@ -100,7 +100,10 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
         estimates.later.append(recipe(compile="block"))
         estimates.of([Request(recipe()), Request(recipe(loss="fused"))])
         assert len(estimates._workers) == 2  # The compiler is imported while the first are traced.
-        estimates.of([Request(recipe(compile="block")), Request(recipe(loss="chunked"))])
+        compiled = Request(recipe(compile="block"))
+        estimates.of([Request(recipe(loss="chunked"))], ahead=[compiled])
+        assert (estimates.count, len(asked)) == (3, 4)
+        estimates.of([compiled])  # Asked once.
     assert sorted(asked, key=str) == [(False, False)] * 3 + [(True, "block")]
 
 
@@ -135,9 +138,9 @@ class Watched(Estimates):
         super().__init__(0)
         self.asked: list[Recipe] = []
 
-    def of(self, requests: Sequence[Request]) -> list[Result]:
+    def of(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> list[Result]:
         self.asked += [one.recipe for one in requests if not one.exact]
-        return super().of(requests)
+        return super().of(requests, ahead)
 
 
 def test_few_recipes_are_compiled_and_budgets_are_solved_last(free: Plan) -> None:

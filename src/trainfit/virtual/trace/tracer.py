@@ -120,7 +120,10 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # As FakeTensor does, but faster.
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # HostTensorMode would take each attribute read from a tensor.
+            return self._run(func, types, args, kwargs or {})
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._in_mode += CountedMode.num_entered > 0
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper subclass (torchao's) runs its own rule, whose operations come back here.
