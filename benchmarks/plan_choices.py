@@ -124,7 +124,7 @@ def drawn(goal: Goal) -> Iterator[Recipe]:
 
 
 def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
-    """Yield different recipes that differ from a first choice in a few families, by the seed."""
+    """Yield different recipes that differ from a first choice in a few families, batch or recomputation."""
     recipe, chance = start(goal), random.Random(f"{SEED} {goal.name} near {cap_gib}")
     families = _families(recipe)
 
@@ -132,10 +132,11 @@ def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
         for _ in range(50 * NUM_DRAWN):
             found: dict[str, Any] = {}
             for family in chance.sample(list(families), chance.randint(0, min(MOST_CHANGED, len(families)))):
-                option = chance.choice([None, *families[family]])
+                options = families[family]
+                option = chance.choice([None, *options])
                 # None: as the recipe that is planned from.
-                changes = dict(families[family][0].values if option is None else option.values)
-                found |= {key: value_in(recipe, key) for key in changes} if option is None else changes
+                found |= {key: value_in(recipe, key) for one in options for key, _ in one.values}
+                found |= dict(option.values) if option else {}
             if chance.random() < 0.5:
                 found |= _batch(goal, chance)
             if chance.random() < 0.5:
