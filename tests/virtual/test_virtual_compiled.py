@@ -29,7 +29,7 @@ from trainfit.ledger.ledger import ALLOCATE, FREE, MIDDLE, Event, Ledger, Repeat
 from trainfit.ledger.replay import replay
 from trainfit.ledger.slices import check_slices
 from trainfit.prediction import trace as tracing
-from trainfit.prediction.trace import PROGRAM_MARGINS, _trace, trace
+from trainfit.prediction.trace import PROGRAM_MARGIN, _trace, trace
 from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe
 from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
 from trainfit.virtual.compile.tuning import Kernel, Tuning, headroom, read
@@ -351,7 +351,7 @@ def test_only_the_first_step_tunes() -> None:
     assert [s.num_bytes for s in ledger.storages if "/tuning/" in s.path] == [60 << 20]
 
 
-def test_a_refused_model_of_few_layers_is_traced_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_model_of_few_layers_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[bool, tuple[int, int]]] = []
     ledger = _trace(tiny_recipe("native", layers=1), whole=True)
 
@@ -363,4 +363,4 @@ def test_a_refused_model_of_few_layers_is_traced_with_more(monkeypatch: pytest.M
 
     monkeypatch.setattr(tracing, "_trace", refused)
     assert trace(tiny_recipe("native", layers=10, compile="model")) is ledger
-    assert tried == [*((False, margin) for margin in PROGRAM_MARGINS), (True, (0, 0))]
+    assert tried == [(False, PROGRAM_MARGIN), (True, (0, 0))]

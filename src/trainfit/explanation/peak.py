@@ -41,7 +41,7 @@ def explain(recipe: Recipe) -> Explanation:
     gpu = find_gpu(recipe.hardware.gpu)
     ledger = ledger_of(recipe)
     replayed, _ = replay_on(gpu, ledger)
-    events = list(ledger.expand())
+    events = ledger.expand()
     holders = _holders(ledger, replayed.at_peak)
     step = ledger.segments[events[replayed.peak_event].segment].step
     walk = _Walk(ledger, events, step)

@@ -28,6 +28,7 @@ def save(ledger: Ledger, path: Path) -> None:
         return names.setdefault(text, len(names))
 
     data = dict(vars(ledger))  # dataclasses.asdict would copy every entry.
+    data.pop("expanded", None)
     for key in ("ops", "storages"):
         data[key] = [[number(v) if isinstance(v, str) else v for v in row] for row in data[key]]
     data["names"], data["format"] = list(names), FORMAT

@@ -6,7 +6,6 @@ models have one run. A model whose layers recompute differently has several; run
 3 r.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -205,6 +204,8 @@ class Ledger:
     """Device memory outside the allocator that other ranks read and write."""
     held: list[tuple[int, int]] = field(default_factory=list)
     """Storages another thread may free sooner than these events say: index, and after how many events."""
+    expanded: list[LiveEvent] | None = field(default=None, init=False, repr=False, compare=False)
+    """What ``expand`` returned."""
 
     def freed_sooner(self) -> "Ledger | None":
         """Return the ledger with the frees of ``held`` at their earliest; None: no storage is held."""
@@ -253,18 +254,22 @@ class Ledger:
         """Return the number of groups in the whole model that a traced group stands for."""
         return self.repeats[run_of(group)] if part_of(group) == MIDDLE else 1
 
-    def expand(self) -> Iterator[LiveEvent]:
-        """Yield the events of the whole model, the middle group's copies written out.
+    def expand(self) -> list[LiveEvent]:
+        """Return the events of the whole model, the middle group's copies written out, of a finished trace.
 
         Raises:
             RepeatError: an allocation would be freed twice, or never although the traced one is freed.
         """
-        if not self.repeats:
-            for kind, index, _, segment in self.events:
-                s = self.storages[index]
-                yield LiveEvent(kind, (index, 1), s.num_bytes, s.category, segment, index)
-            return
-        yield from _Expansion(self).events()  # A list: generators of each event take twice as long.
+        if self.expanded is None:
+            self.expanded = _Expansion(self).events() if self.repeats else self._written_out()
+        return self.expanded
+
+    def _written_out(self) -> list[LiveEvent]:
+        found: list[LiveEvent] = []
+        for kind, index, _, segment in self.events:
+            s = self.storages[index]
+            found.append(LiveEvent(kind, (index, 1), s.num_bytes, s.category, segment, index))
+        return found
 
 
 class _Expansion:

@@ -57,12 +57,10 @@ def replay(
     *,
     empty_cache_after_init: bool = False,
     more_steps: int = 0,
-    events: Sequence[LiveEvent] | None = None,
 ) -> Replay:
     """Run every allocation and free of the ledger through an allocator.
 
     Args:
-        events: the ledger's expanded events, where they are known; several replays can share them.
         empty_cache_after_init: empty the cache before the first step and count reserved bytes from there, as
             ``measure`` does (``CudaMeter.settle``).
         more_steps: repeat the steady step up to this often, until one neither allocates a segment nor empties
@@ -70,7 +68,7 @@ def replay(
     Raises:
         OutOfMemory: the allocator's capacity is exceeded.
     """
-    gpu, events = allocator, list(ledger.expand()) if events is None else events
+    gpu, events = allocator, ledger.expand()
     streams = [storage.stream for storage in ledger.storages]
     peaks = [0] * len(ledger.segments)
     handles: dict[tuple[int, int], int] = {}

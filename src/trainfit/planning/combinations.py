@@ -177,7 +177,7 @@ class Combinations:
 
         Args:
             budget_gib: allocated bytes that blocks which differ in recomputation may reach.
-            ahead: what is likely to be traced next, and is estimated meanwhile.
+            ahead: what is likely to be traced next, and is begun meanwhile.
         """
         found: list[Traced | InputError] = []
         requests: list[tuple[int, Candidate, Request]] = []
@@ -194,8 +194,7 @@ class Combinations:
             with suppress(InputError):
                 recipe = self.recipe_of(options, level, micro, accumulate, budget_gib(options))
                 next_ones.append(Request(recipe, exact=False))
-        results = self.estimates.of([*(request for _, _, request in requests), *next_ones])
-        del results[len(requests) :]
+        results = self.estimates.of([request for _, _, request in requests], next_ones)
         for (index, candidate, _), result in zip(requests, results, strict=True):
             if result.refused is not None:
                 found[index] = result.refused

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -113,6 +113,7 @@ class Estimates:
         """Recipes whose like may be requested later: what their traces import is imported meanwhile."""
         self._workers: dict[bool, Workers] = {}
         """Processes for recipes that are not compiled and for those that are."""
+        self._asked: dict[tuple[str, bool], Future[dict[str, Any]]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -122,25 +123,40 @@ class Estimates:
     ) -> None:
         self._close()
 
-    def of(self, requests: Sequence[Request]) -> list[Result]:
-        """Return the requests' results, in their order."""
-        new: list[Request] = []
-        for key, each in {each.key: each for each in requests}.items():
-            kept = _load(each) if self.use_cache and key not in self._known else None
-            if kept is not None:
-                self._known[key] = kept
-            elif key not in self._known:
-                new.append(each)
+    def of(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> list[Result]:
+        """Return the requests' results, in their order.
+
+        Args:
+            ahead: what is likely to be requested next, and is begun meanwhile by processes that are idle.
+        """
         # Long ones first, so that no process waits for the last one.
-        new.sort(key=lambda each: -_expected_work(each))
+        new = sorted(self._unknown(requests), key=lambda each: -_expected_work(each))
         if self.processes == 0 or (len(new) == 1 and not self._workers and "torch" in sys.modules):
             for each in new:
                 self._take(each, answer(each, use_cache=self.use_cache))
         elif new:
-            self._spread(new)
+            self._start([each.recipe for each in new])
+            try:
+                asked = [self._ask(each) for each in new]
+                for each in self._unknown(ahead) if self.processes > 1 else ():
+                    self._ask(each)
+                for each, one in zip(new, asked, strict=True):
+                    self._take(each, _read(each.recipe, one.result()))
+            except BaseException:
+                self._close()
+                raise
         self.count = len(self._known)
         self.on_progress(self.count)
         return [self._known[each.key] for each in requests]
+
+    def _unknown(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the requests that neither this object nor the cache knows, each once."""
+        new = {each.key: each for each in requests if each.key not in self._known}
+        for key, each in list(new.items()) if self.use_cache else ():
+            if (kept := _load(each)) is not None:
+                self._known[key] = kept
+                del new[key]
+        return list(new.values())
 
     def _take(self, request: Request, result: Result) -> None:
         self.num_traced += 1
@@ -148,30 +164,14 @@ class Estimates:
         _save(request, result)
         self.on_progress(len(self._known))
 
-    def _spread(self, new: list[Request]) -> None:
-        self._start([each.recipe for each in new])
-        idle = {compiled: list(workers.each) for compiled, workers in self._workers.items()}
-        calibration = chosen_file()  # A thread would not see it.
-
-        def run(request: Request) -> Result:
-            group = idle.get(bool(request.recipe.compile)) or idle[False]
-            worker = group.pop()
-            try:
-                data = {"recipe": request.recipe.content(), "exact": request.exact}
-                data |= {"use_cache": self.use_cache, "calibration": calibration}
-                return _read(request.recipe, worker.ask(data))
-            finally:
-                group.append(worker)
-
-        threads = ThreadPoolExecutor(self.processes)
-        try:
-            for request, result in zip(new, threads.map(run, new), strict=True):
-                self._take(request, result)
-        except BaseException:
-            self._close()  # So that no thread waits for an answer.
-            raise
-        finally:
-            threads.shutdown(cancel_futures=True)
+    def _ask(self, request: Request) -> Future[dict[str, Any]]:
+        """Give a request to the processes of its kind, if they have not got it."""
+        if request.key not in self._asked:
+            workers = self._workers.get(bool(request.recipe.compile)) or self._workers[False]
+            data = {"recipe": request.recipe.content(), "exact": request.exact}
+            data |= {"use_cache": self.use_cache, "calibration": chosen_file()}
+            self._asked[request.key] = workers.ask(data)
+        return self._asked[request.key]
 
     def _start(self, recipes: list[Recipe]) -> None:
         """Start processes for recipes, those that are compiled in processes of their own."""

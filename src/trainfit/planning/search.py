@@ -90,14 +90,15 @@ class Search:
         if self._add_slow():
             self._trace_highest(NUMERICS_GAIN, rounds=1)
         if self._trace_highest(WORTH_TRACING, mixed=True):
-            self._trace(self._simpler())
+            best = self._best()
+            self._trace([self._simpler(best.candidate.key)] if best else [])
         if self._best() is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
             self._trace(self._frontier())
         return assembled(self.ranking, self._best(), self.rejected, self.largest)
 
-    def _trace(self, wanted: Sequence[Key]) -> list[Traced | InputError]:
-        return self.combinations.trace(wanted, self.ranking.budget_gib)
+    def _trace(self, wanted: Sequence[Key], ahead: Sequence[Key] = ()) -> list[Traced | InputError]:
+        return self.combinations.trace(wanted, self.ranking.budget_gib, ahead)
 
     # Traces
 
@@ -187,6 +188,7 @@ class Search:
             for one in removable
         ]
         added: list[Key] = []
+        slow: list[Options] = []
         for option in self.space.options:
             if option in self.ranking.start or option in self.rejected:
                 continue
@@ -194,10 +196,12 @@ class Search:
             structure = self._with(option, self.ranking.start) if reason is None else None
             if structure is None:
                 self.rejected.setdefault(option, reason or "excludes what the start needs")
-            elif not option.is_slow:
+            elif option.is_slow:
+                slow.append(structure)
+            else:
                 extras.append(option)
                 added.append((structure, self.ranking.level_of(option), *self._batch_for(structure)))
-        found = iter(self._trace([*levels, *without, *added]))
+        found = iter(self._trace([*levels, *without]))
         for level, one in zip(self.space.levels, found, strict=False):
             if isinstance(one, Traced):
                 self.ranking.levels[level] = sizes_of_traced(one)
@@ -206,7 +210,13 @@ class Search:
         for option, one in zip(removable, found, strict=False):
             if isinstance(one, Traced):
                 self.ranking.without[option] = sizes_of_traced(one)
-        for option, one in zip(extras, found, strict=True):
+        best = self._best()
+        ahead: list[Key] = []
+        if best is not None and self.combinations.fits(reference):  # The start is likely to stay the best.
+            at = self._simpler(best.candidate.key)
+            needless = set(self.ranking.start) - set(at[0])
+            ahead = [(self.ranking.ordered(set(one) - needless), *at[1:]) for one in slow]
+        for option, one in zip(extras, self._trace(added, ahead), strict=True):
             if isinstance(one, InputError):
                 self.rejected[option] = one.problem
             elif (pinned := self._too_much_pinned(one)) is not None:
@@ -230,18 +240,16 @@ class Search:
         """
         slow = [one for one in self.space.options if one.is_slow and one not in self.rejected]
         best = self._best() or min(self.traced, key=lambda one: one.device_bytes)
-        simpler = self._simpler()
-        at = simpler[0] if simpler else best.candidate.key
+        at = self._simpler(best.candidate.key) if self.combinations.fits(best) else best.candidate.key
         structures = [(one, self._with(one, at[0])) for one in slow]
         wanted = [(one, (some, *at[1:])) for one, some in structures if some]
         if wanted:
             self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
         # The next traces, of blocks that differ, rarely depend on these, and fill the other processes.
-        ahead: list[Key] = []
-        if wanted and self.combinations.estimates.processes > 1:
-            ahead = [one.key for one in self._highest(WORTH_TRACING, set(), mixed=True)[0]]
-        keys = [*(key for _, key in wanted), *simpler, *self._frontier()]
-        traced = self.combinations.trace(keys, self.ranking.budget_gib, ahead)
+        mixed = [one.key for one in self._highest(WORTH_TRACING, set(), mixed=True)[0]] if wanted else []
+        keys = [*(key for _, key in wanted), at, *self._frontier()]
+        has_idle = len(wanted) < self.combinations.estimates.processes
+        traced = self._trace(keys, [*mixed, *(map(self._simpler, mixed) if has_idle else ())])
         before = sizes_of_traced(self.combinations.traced.get(at, best))
         start, micro = self.ranking.levels[self.ranking.level], at[2]
         for (option, _), found in zip(wanted, traced, strict=False):
@@ -380,19 +388,16 @@ class Search:
         level = {json.dumps(value_in(self.recipe, "recompute")): 0, MIX: 2}.get(one.candidate.level, 1)
         return sum(len(option.values) for option in options) + level
 
-    def _simpler(self) -> list[Key]:
-        """Return the best recipe without the options that gain nothing together, if there are any."""
-        best = self._best()
-        if best is None:
-            return []
-        at, start = best.candidate, self.ranking.levels[self.ranking.level]
+    def _simpler(self, at: Key) -> Key:
+        """Return a combination without the options that gain nothing together."""
+        start = self.ranking.levels[self.ranking.level]
         losses = {one: sizes.step_s(1) / start.step_s(1) - 1 for one, sizes in self.ranking.without.items()}
         needless: set[Option] = set()
-        for option in sorted(set(losses) & set(at.options), key=lambda one: (losses[one], one.label)):
+        for option in sorted(set(losses) & set(at[0]), key=lambda one: (losses[one], one.label)):
             smaller = self.ranking.without[option].device_bytes > start.device_bytes * (1 + TIE)
             if not smaller and sum(map(losses.__getitem__, needless), losses[option]) < TIE / 2:
                 needless.add(option)
-        return [(self.ranking.ordered(set(at.options) - needless), *at.key[1:])] if needless else []
+        return (self.ranking.ordered(set(at[0]) - needless), *at[1:])
 
     def _frontier(self) -> list[Key]:
         """Return recipes between the smallest and the largest known ones, where the frontier has gaps."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, Any
 
@@ -58,10 +59,25 @@ class Workers:
     """
 
     def __init__(self, count: int, answer: str, imports: Sequence[str]):
-        self.each: list[Worker] = []
+        self._each: list[Worker] = []
         self._servers: list[subprocess.Popen[bytes]] = []
         for number in [count] if CAN_FORK else [1] * count:
             self._start(number, answer, imports)
+        self._idle = list(self._each)
+        self._threads = ThreadPoolExecutor(len(self._each))
+        """One for each process, which waits for its answer."""
+
+    def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Give a request to the first process that is idle."""
+
+        def run() -> dict[str, Any]:
+            worker = self._idle.pop()
+            try:
+                return worker.ask(request)
+            finally:
+                self._idle.append(worker)
+
+        return self._threads.submit(run)
 
     def _start(self, count: int, answer: str, imports: Sequence[str]) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -71,7 +87,7 @@ class Workers:
             requests, requests_in = os.pipe()
             answers, answers_in = os.pipe()
             theirs.append((requests, answers_in))
-            self.each.append(Worker(requests_in, answers))
+            self._each.append(Worker(requests_in, answers))
         pipes = [each for pair in theirs for each in pair]
         command = [sys.executable, "-c", PROGRAM, json.dumps(theirs), answer, ",".join(imports)]
         self._servers.append(
@@ -89,7 +105,8 @@ class Workers:
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-        for worker in self.each:
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._each:
             worker.close()
 
 

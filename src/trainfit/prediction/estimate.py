@@ -207,13 +207,10 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         uncached = replay(ledger, UncachedAllocator(), empty_cache_after_init=True)
         return uncached, uncached.peak_allocated_bytes <= gpu.usable_bytes
     expandable = allocator_settings(os.environ).expandable_segments
-    events = list(ledger.expand())
 
     def within(capacity: int | None) -> Replay:
         allocator = CachingAllocator(capacity, expandable)
-        return replay(
-            ledger, allocator, empty_cache_after_init=True, more_steps=MORE_STEPS, events=events
-        )  # fmt: skip
+        return replay(ledger, allocator, empty_cache_after_init=True, more_steps=MORE_STEPS)
 
     free = within(None)
     capacity, *larger = capacities(gpu, ledger)

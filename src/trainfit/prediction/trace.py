@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import logging
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -43,9 +42,9 @@ DETERMINISTIC = (
     "what other operations sort for it (experts' sums, for one) is not"
 )
 
-PROGRAM_MARGINS = (2, 2), (2, 4)
+PROGRAM_MARGIN = 2, 4
 """Layers before the first and after the last of the three that are compared, in a model compiled whole. The
-first layers to run find no buffers to reuse: of a backward two, or four where activations are large."""
+first layers to run find no buffers to reuse: of a backward two, or four, as in half of all recipes."""
 
 LOSS_SET = (
     'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
@@ -114,13 +113,13 @@ def _unlogged() -> Iterator[None]:
 def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
     if not trace_whole(recipe) or (shorten and _may_shorten(recipe)):
-        for margin in PROGRAM_MARGINS if recipe.compile == "model" else ((0, 0),):
-            try:
-                ledger = _trace(recipe, stage, whole=False, margin=margin)
-                deque(ledger.expand(), maxlen=0)
-                return ledger
-            except RepeatError:
-                pass  # The layers share more than the pattern shows: trace more, then all of them.
+        margin = PROGRAM_MARGIN if recipe.compile == "model" else (0, 0)
+        try:
+            ledger = _trace(recipe, stage, whole=False, margin=margin)
+            ledger.expand()
+            return ledger
+        except RepeatError:
+            pass  # The layers share more than the pattern shows: trace all of them.
     return _trace(recipe, stage, whole=True)
 
 

@@ -1,5 +1,7 @@
 """What a step changes in the times of its operations: the power limit, calls on lists, dispatch modes."""
 
+from dataclasses import replace
+
 import pytest
 
 from tiny_recipe import tiny_recipe
@@ -67,9 +69,7 @@ def test_calls_through_a_dispatch_mode_cost_the_host() -> None:
     passing = [op for op in selective.steady_ops if op.in_mode]
     assert {selective.segments[op.segment].phase for op in passing} == {"forward", "backward"}
     assert len(passing) < calls["selective"]  # Views pass through it, too.
-    silent = selective.__class__(
-        **{**vars(selective), "ops": [op._replace(in_mode=0) for op in selective.ops]}
-    )
+    silent = replace(selective, ops=[op._replace(in_mode=0) for op in selective.ops])
     issued = [one.expected.issue_s for one in (roofline(selective, H200), roofline(silent, H200)) if one]
     times = sum(selective.times(op) * op.in_mode for op in selective.steady_ops)
     assert issued[0] - issued[1] == pytest.approx(times * rates().host.in_mode)

@@ -26,10 +26,12 @@ _freezes_for_good = False
 
 
 def freeze_for_good() -> None:
-    """Never collect what exists now or at the beginning of a trace, in a process that only traces."""
+    """Never collect what exists now or at the beginning of a trace, in a process that only traces.
+
+    Cycles that imports have left are no reason for a collection first: it takes 0.4 s.
+    """
     global _freezes_for_good
     _freezes_for_good = True
-    gc.collect()
     gc.freeze()
 
 
