@@ -148,7 +148,10 @@ def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
 
 
 def write_small_steps() -> None:
-    """Write the expected seconds of the small eager steps into the catalog's calibration."""
+    """Write the expected seconds of the small eager steps into the catalog's calibration.
+
+    Their ledgers are those of the torch that is installed: 2.11 and 2.13 differ by at most 3 %.
+    """
     data = json.loads(CALIBRATION.read_text(encoding="utf-8"))
     for step in data["host_steps"]:
         if not step["recipe"].get("compile"):

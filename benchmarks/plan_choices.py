@@ -73,6 +73,7 @@ MOST_CHANGED = 3
 """Families of options in which a recipe differs from the first choice that it is near to."""
 FASTEST, OTHERS = 9, 4
 """Of the drawn recipes within a limit: those predicted fastest, and others, that are measured."""
+MICROS = (1, 2, 4, 8, 16)
 RECOMPUTE = ("none", "full", "selective", {"every": 2}, {"every": 3})
 FOUND = 3
 """Recipes of a plan that are measured."""
@@ -117,13 +118,13 @@ def drawn(goal: Goal) -> Iterator[Recipe]:
                 option = chance.choice(options)
                 if chance.random() < (0.25 if option.is_slow else 0.4):
                     found |= dict(option.values)
-            yield found | _batch(goal, chance, (1, 2, 4, 8, 16)) | {"recompute": chance.choice(RECOMPUTE)}
+            yield found | _batch(goal, chance) | {"recompute": chance.choice(RECOMPUTE)}
 
     yield from itertools.islice(_different(recipe, values()), NUM_DRAWN)
 
 
 def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
-    """Yield different recipes that differ from a first choice in a few families, by the seed."""
+    """Yield different recipes that differ from a first choice in a few families, batch or recomputation."""
     recipe, chance = start(goal), random.Random(f"{SEED} {goal.name} near {cap_gib}")
     families = _families(recipe)
 
@@ -131,12 +132,13 @@ def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
         for _ in range(50 * NUM_DRAWN):
             found: dict[str, Any] = {}
             for family in chance.sample(list(families), chance.randint(0, min(MOST_CHANGED, len(families)))):
-                option = chance.choice([None, *families[family]])
+                options = families[family]
+                option = chance.choice([None, *options])
                 # None: as the recipe that is planned from.
-                changes = dict(families[family][0].values if option is None else option.values)
-                found |= {key: value_in(recipe, key) for key in changes} if option is None else changes
+                found |= {key: value_in(recipe, key) for one in options for key, _ in one.values}
+                found |= dict(option.values) if option else {}
             if chance.random() < 0.5:
-                found |= _batch(goal, chance, (1, 2, 4, 8, 16))
+                found |= _batch(goal, chance)
             if chance.random() < 0.5:
                 found["recompute"] = chance.choice(RECOMPUTE)
             yield found
@@ -151,9 +153,9 @@ def _families(recipe: Recipe) -> dict[str, list[Option]]:
     return families
 
 
-def _batch(goal: Goal, chance: random.Random, sizes: tuple[int, ...]) -> dict[str, Any]:
+def _batch(goal: Goal, chance: random.Random) -> dict[str, Any]:
     most = goal.tokens_per_step // goal.seq
-    micro = chance.choice([size for size in sizes if size <= most])
+    micro = chance.choice([size for size in MICROS if size <= most])
     return {"batch.micro": micro, "batch.accumulate": most // micro}
 
 

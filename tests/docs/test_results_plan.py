@@ -84,7 +84,7 @@ def test_the_choices_that_were_measured() -> None:
         if one.best > own:
             faster[one.goal.model, one.cap_gib] = 100 * (one.best / own - 1)
     assert list(faster) == [("gemma-2b", 24), ("pythia-2.8b", 24)]
-    check(PAGE, "alone, by at most # %", (max(faster.values()),))
+    check(PAGE, "planner's own, by at most # %", (max(faster.values()),))
 
 
 def test_planned_recipes_are_faster_than_the_trainer() -> None:

@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from benchmarks.host_steps import recipe_ids
 from benchmarks.step_time import measured, predicted
 from benchmarks.tables import step_time
 from page_claims import check
@@ -96,23 +97,26 @@ def test_steps_on_another_host() -> None:
         for name in ("predicted_s", "calibrated_s")
     }
     with using(folder / "other-host-calibration.json"):
-        ratio = re.search(r"takes (.*) times as long", calibrated(gpu("h200")).origin)
+        ratio = re.search(r"takes (.*) times as long .* by (.*) small steps", calibrated(gpu("h200")).origin)
     assert ratio is not None
     without, calibrated_errors = errors.values()
     check(
         "docs/guide/calibrate.md",
-        r"takes # times as long, # steps .* are # % off .* without, # % with .*\(the worst # %\)",
+        r"takes # times as long by # small steps, # .* are # % off .* without, # % with .*\(the worst # %\)",
         (
-            float(ratio[1]),
+            *map(float, ratio.groups()),
             len(found),
             100 * median(without),
             100 * median(calibrated_errors),
             100 * max(calibrated_errors),
         ),
     )
+    inside = sum(row["low_s"] <= row["step_s"] <= row["high_s"] for row in found)
+    check("docs/log.md", "# of the # lie within the bounds", (inside, len(found)))
+    assert [row["recipe_id"] for row in found] == recipe_ids()[: len(found)]
     slower = median(row["step_s"] / before[row["recipe_id"]] for row in found)
     check(
         "docs/results/accuracy.md",
-        r"and # of them # times as long .* from # to # %",
+        r"The first # by id .* took # times as long .* from # to # %",
         (len(found), slower, 100 * median(without), 100 * median(calibrated_errors)),
     )

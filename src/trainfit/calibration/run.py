@@ -23,7 +23,7 @@ from trainfit.spec.provenance import installed_version, now
 from trainfit.spec.units import MB
 
 LIMIT_S, HOST_LIMIT_S, COLLECTIVES_S = 280.0, 20.0, 40.0
-FEW_STEPS = 6
+FEW_STEPS = 8
 """Small steps where only the host is calibrated."""
 COPY_BYTES = 2**28
 NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
@@ -85,13 +85,15 @@ class Run:
 
     def _parts(self) -> Iterator[tuple[str, Callable[[], str]]]:
         on_gpu = self.device.type == "cuda"
-        for name, measure in costs(self.device, compiled=not (self.host_only and on_gpu)):
-            yield f"host, {name}", lambda n=name, m=measure: self._host_cost(n, m)
         steps = list(small_steps()) if on_gpu else []
         eager = [data for data in steps if not data.get("compile")]
-        yield from self._steps(eager[:FEW_STEPS] if self.host_only else eager)
+        if self.host_only:  # What a prediction needs most comes first.
+            yield from self._steps(eager[:FEW_STEPS])
+        for name, measure in costs(self.device, compiled=not self.host_only):
+            yield f"host, {name}", lambda n=name, m=measure: self._host_cost(n, m)
         if self.host_only:
             return
+        yield from self._steps(eager)
         timer = OpTimer(self.stopwatch, self.gpu, self._is_over)
         for name, work in workloads(self.device, tiny=not on_gpu):
             yield name, lambda n=name, w=work: self._ops(timer, n, w)

@@ -88,5 +88,5 @@ class Rates(Value):
 
 @functools.cache
 def rates() -> Rates:
-    """Return the rates, which are those of the calibrated GPU and its host."""
+    """Return the rates, of the calibrated GPU, and of the hosts of the measured steps."""
     return parse(Rates, tomllib.loads(FILE.read_text(encoding="utf-8")), file=FILE.name)

@@ -10,15 +10,18 @@ import pytest
 from tiny_recipe import tiny_recipe
 from trainfit.api.calls import predict
 from trainfit.api.plans import plan
+from trainfit.calibration.host import small_steps
+from trainfit.calibration.run import FEW_STEPS
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import rates
-from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction.estimate import ledger_of
 from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.value import canonical_json
 
 SHIPPED = FOLDER / "calibrations" / "h200.json"
 SECONDS = OpTime._fields.index("seconds")
@@ -89,11 +92,25 @@ def test_single_costs_count_where_no_small_step_was_measured(tmp_path: Path, led
 
 def test_the_catalog_has_what_its_rates_expect_of_small_steps() -> None:
     """Else: python -m benchmarks.fit_rates --small-steps."""
-    steps = [one for one in json.loads(SHIPPED.read_text("utf-8"))["host_steps"] if one.get("expected_s")]
-    assert len(steps) == 16
-    for one in steps[:1] + steps[-5:-4]:
-        recipe = recipe_from(one["recipe"] | {"hardware": {"gpu": "h200"}})
-        assert predict(recipe).step_s == pytest.approx(one["expected_s"], rel=0.03)
+    steps = json.loads(SHIPPED.read_text("utf-8"))["host_steps"]
+    expected = {canonical_json(one["recipe"]): one.get("expected_s") for one in steps}
+    eager = [data for data in small_steps() if not data.get("compile")]
+    assert all(expected[canonical_json(data)] for data in eager)
+    for data in (eager[0], eager[3]):  # bf16 and autocast.
+        recipe = recipe_from(data | {"hardware": {"gpu": "h200"}})
+        assert predict(recipe).step_s == pytest.approx(expected[canonical_json(data)], rel=0.002)
+
+
+def test_a_few_small_steps_tell_what_all_of_them_do() -> None:
+    """On the machine of the catalog's calibration, and on a slower one."""
+    catalog = json.loads(SHIPPED.read_text("utf-8"))["host_steps"]
+    other = json.loads(Path("results/step-time/other-host-calibration.json").read_text("utf-8"))
+    expected = {canonical_json(one["recipe"]): one.get("expected_s") for one in catalog}
+    few = [canonical_json(data) for data in small_steps() if not data.get("compile")][:FEW_STEPS]
+    for steps in (catalog, other["host_steps"]):
+        found = {canonical_json(one["recipe"]): one["step_s"] for one in steps}
+        ratios = {key: seconds / expected[key] for key, seconds in found.items() if expected[key]}
+        assert median(ratios[key] for key in few) == pytest.approx(median(ratios.values()), rel=0.03)
 
 
 def test_predictions_and_plans_take_a_file(tmp_path: Path) -> None:
@@ -132,3 +149,38 @@ def test_a_file_that_says_nothing_of_the_gpu_or_a_host_is_refused(tmp_path: Path
     file = written(tmp_path / "none.json", gpu="a100-sxm-80gb", host={}, host_steps=[])
     with pytest.raises(InputError, match="neither operations of h200 nor enough costs"):
         timed(ledger, file=file)
+
+
+def op(name: str, dtype: str, num_bytes: int, flops: float = 0.0, shape: tuple[int, ...] = ()) -> Op:
+    layout = "nt" if shape else ""
+    return Op(name, "", 0, -1, flops, flops, flops, flops, num_bytes, dtype, shape=shape, layout=layout)
+
+
+def test_kernels_that_round_to_fp8_have_rates_of_their_own() -> None:
+    times = calibrated(gpu("h200")).times
+    plain, cast, scale, largest = (
+        times.seconds(op(f"triton_{name}", "bfloat16", 2**29))
+        for name in (
+            "poi_fused_add_view_0",
+            "poi_fused__scaled_mm__to_copy_clamp_t_9",
+            "red_fused_abs_max_7",
+            "red_fused_amax_7",
+        )
+    )
+    assert plain is not None
+    assert cast is not None
+    assert cast > 1.2 * plain
+    assert scale != largest
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_products_take_what_was_measured(dtype: str) -> None:
+    """With fast accumulation, and without; two thirds of the peak in large ones, less in small ones."""
+    times, peak = calibrated(gpu("h200")).times, gpu("h200").peak_flops_per_s["fp8"]
+    shares = []
+    for m, n, k in ((1024, 2048, 2048), (16384, 14336, 4096)):
+        flops = 2.0 * m * n * k
+        taken_s = times.seconds(op("aten._scaled_mm.default", dtype, m * (n + k), flops, (1, m, n, k)))
+        assert taken_s is not None
+        shares.append(flops / taken_s / peak)
+    assert 0.4 < shares[0] < shares[1] < 0.8

@@ -1,7 +1,8 @@
 """What step times are computed with: operations timed on one GPU, the rates of a step. No torch here.
 
-The catalog has those of one H200 and its host. A file that ``trainfit calibrate`` wrote replaces the
-operations for recipes of its GPU, and rescales the host's costs by the small steps that it measured.
+The catalog has those of one H200, and of the hosts of measured steps. A file that ``trainfit calibrate``
+wrote replaces the operations for recipes of its GPU, and rescales the host's costs by the small steps that it
+measured.
 """
 
 import contextlib
@@ -25,8 +26,10 @@ from trainfit.spec.value import canonical_json
 CALIBRATED = "h200"
 """GPUs without a calibration take this one's rates, as shares of their data sheets."""
 REMEDY = "name a file that trainfit calibrate wrote"
-LEAST_COSTS = 4
-"""Small steps, or single costs, that two calibrations must share for the host to be rescaled."""
+LEAST_STEPS = 4
+"""Small steps that a calibration must have for the host to be rescaled by them."""
+NOT_ALONE = {"compiled", "launch"}
+"""Words of the single costs of which a machine without a GPU, or a short calibration, has none."""
 _chosen: ContextVar[str | None] = ContextVar("calibration", default=None)
 
 
@@ -75,7 +78,9 @@ def calibrated(gpu: Gpu) -> Calibrated:
 def _shipped() -> Calibrated:
     found = _catalog()
     torch = found.environment.torch
-    origin = f"operations timed by calibrate on {CALIBRATED} (torch {torch}), and its host"
+    origin = (
+        f"operations timed by calibrate on {CALIBRATED} (torch {torch}), a host's costs by measured steps"
+    )
     return Calibrated(CALIBRATED, OpTimes(found.ops), rates(), origin)
 
 
@@ -88,7 +93,7 @@ def _catalog() -> Calibration:
 def _of_user(path: str, gpu: str) -> Calibrated:
     shipped, found = _shipped(), _read(path)
     own_gpu = bool(found.ops) and found.gpu == gpu
-    ratio = _host_ratio(found)
+    ratio, basis = _host_ratio(found)
     if not own_gpu and ratio is None:
         problem = f"it has neither operations of {gpu} nor enough costs of a host"
         raise InputError(problem, "calibrate on that GPU", field="--calibration", value=path)
@@ -101,37 +106,39 @@ def _of_user(path: str, gpu: str) -> Calibrated:
     if ratio is not None:
         host = HostRates(**{name: seconds * ratio for name, seconds in known.host})
         known = known.model_copy(update={"host": host})
-        origins.append(f"a host that takes {ratio:.2f} times as long, by {Path(path).name}")
+        by = f"by {basis} of {Path(path).name}"
+        origins.append(f"a host that takes {ratio:.2f} times as long as the catalog's rates expect, {by}")
     return Calibrated(
         gpu if own_gpu else shipped.gpu, OpTimes(found.ops) if own_gpu else shipped.times, known,
         "; ".join(origins),
     )  # fmt: skip
 
 
-def _host_ratio(own: Calibration) -> float | None:
-    """Return how much longer this host takes than the catalog's rates expect; None: too little was measured.
+def _host_ratio(own: Calibration) -> tuple[float | None, str]:
+    """Return how much longer this host takes than the rates expect, and what tells; None: nothing does.
 
     Whole small steps tell. Where a calibration has none, as without a GPU, its single costs are compared with
-    those of the machine that the catalog's calibration is from, and that machine's steps with the rates.
+    those of the machine of the catalog's calibration, and that machine's small steps with the rates.
     """
     catalog = _catalog()
     expected = {_key(step): step.expected_s for step in catalog.host_steps if step.expected_s}
-    ratio = _ratio({_key(step): step.step_s for step in own.host_steps}, expected)
-    if ratio is not None:
-        return ratio
-    costs = _ratio(own.host, catalog.host)
-    catalogs = _ratio({_key(step): step.step_s for step in catalog.host_steps}, expected)
-    return None if costs is None or catalogs is None else costs * catalogs
+    steps = _ratios({_key(step): step.step_s for step in own.host_steps}, expected)
+    if len(steps) >= LEAST_STEPS:
+        return median(steps), f"{len(steps)} small steps"
+    wanted = {name: seconds for name, seconds in catalog.host.items() if not NOT_ALONE & {*name.split()}}
+    costs = _ratios(own.host, wanted)
+    if len(costs) < len(wanted):
+        return None, ""
+    of_catalog = _ratios({_key(step): step.step_s for step in catalog.host_steps}, expected)
+    return median(costs) * median(of_catalog), f"{len(costs)} costs alone (no small steps: less certain)"
 
 
 def _key(step: HostStep) -> str:
     return canonical_json(step.recipe)
 
 
-def _ratio(own: dict[str, float], others: dict[str, float]) -> float | None:
-    """Return the median ratio of what both have; None: too few to tell."""
-    ratios = [own[name] / seconds for name, seconds in others.items() if seconds and own.get(name)]
-    return median(ratios) if len(ratios) >= LEAST_COSTS else None
+def _ratios(own: dict[str, float], others: dict[str, float]) -> list[float]:
+    return [own[name] / seconds for name, seconds in others.items() if own.get(name)]
 
 
 @functools.cache

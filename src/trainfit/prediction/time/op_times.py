@@ -164,7 +164,7 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
 
 def _is_of_fp8(kernel: str) -> bool:
     """Return whether a compiled kernel rounds to fp8, also by columns, or finds the scale for it."""
-    return "_scaled_mm" in kernel or ("_abs_" in kernel and "_max" in kernel)
+    return "_scaled_mm" in kernel or {"abs", "max"} <= {*kernel.split("_")}
 
 
 def _is_list(base: str) -> bool:

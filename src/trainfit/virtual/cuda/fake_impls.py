@@ -45,7 +45,9 @@ COPIES = frozenset({
     aten.clone.default, aten._to_copy.default, aten.zeros_like.default, aten.empty_like.default,
     aten.ones_like.default,
 })  # fmt: skip
+KNOWN = POINTWISE | IN_PLACE | COPIES
 """Operations whose result is known without a kernel, where layouts and dtypes are the usual ones."""
+SHORT = KNOWN | PLAIN | FACTORIES
 PROFILING = frozenset({
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -81,7 +83,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Return the meta kernel's result, faster than FakeTensorMode; None where that must decide."""
-    is_known = func in POINTWISE or func in IN_PLACE or func in COPIES
+    if func not in SHORT:
+        return None
+    is_known = func in KNOWN
     if is_known or func in PLAIN:
         tensors: list[Any] = [value for value in args if isinstance(value, Tensor)]
         if any(type(t) is not FakeTensor or t.constant is not None or t.layout != STRIDED for t in tensors):

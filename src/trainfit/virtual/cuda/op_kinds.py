@@ -138,6 +138,7 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
     return found
 
 
+@lru_cache(maxsize=4096)
 def base_name(func: Any) -> str:
     """Return ``add`` for ``aten::add_.Tensor``: no namespace, overload and trailing underscore."""
     name = func._schema.name.partition("::")[2]

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 from trainfit.virtual.cuda.op_kinds import UNWRITTEN, base_name
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_random import draw
-from trainfit.virtual.trace.tensors import tensors_of
 
 FACTORIES = frozenset(
     getattr(torch, name)
@@ -112,13 +111,13 @@ def on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Attach the values of ``out`` if it is small and the values of all inputs are known."""
+def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
+    """Attach the values of ``out`` if it is small and the values of all inputs (``tensors``) are known."""
     if not isinstance(out, FakeTensor) or out.numel() > MAX_VALUES:
         return
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
-    if any(carried_values(t) is None for t in tensors_of((args, kwargs))):
+    if any(carried_values(t) is None for t in tensors):
         known = getattr(out, VALUE, None)
         if known is not None and func._schema.is_mutable:
             setattr(known.untyped_storage(), OVERWRITTEN, True)

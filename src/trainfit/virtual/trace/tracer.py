@@ -125,12 +125,12 @@ class Tracer(TorchDispatchMode):
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._in_mode += CountedMode.num_entered > 0
+        tensors = tensors_of((args, kwargs)) if kwargs else tensors_of(args)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper subclass (torchao's) runs its own rule, whose operations come back here.
             self._wrapped += 1
-            self._wrapped_tensors += len(tensors_of((args, kwargs)))
+            self._wrapped_tensors += len(tensors)
             return NotImplemented
-        tensors = tensors_of((args, kwargs))
         if self._stays_on_host(func, tensors):
             out = on_host(func, args, kwargs)
             if self.gpu is None:
@@ -145,7 +145,7 @@ class Tracer(TorchDispatchMode):
             self._record(func, args, kwargs, *launched)
             return launched[0]
         out = run(func, args, kwargs)
-        carry_values(func, args, kwargs, out)
+        carry_values(func, args, kwargs, tensors, out)
         self._record(func, args, kwargs, out)
         self.masks.propagate(func, args, kwargs, out, len(self.ledger.ops) - 1)
         return out

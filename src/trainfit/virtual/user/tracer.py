@@ -124,7 +124,7 @@ class UserTracer(Tracer):
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
 
         out = tree_map_only(Tensor, fake, real)
-        carry_values(func, args, kwargs, out)
+        carry_values(func, args, kwargs, tensors_of((args, kwargs)), out)
         self._record(func, args, kwargs, out)
         return out
 
