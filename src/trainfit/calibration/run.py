@@ -24,7 +24,7 @@ from trainfit.spec.units import MB
 
 LIMIT_S, HOST_LIMIT_S, COLLECTIVES_S = 280.0, 20.0, 40.0
 FEW_STEPS = 8
-"""Small steps where only the host is calibrated."""
+"""Number of small steps that are measured where only the host is calibrated."""
 COPY_BYTES = 2**28
 NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
 """The bench's names of collectives -> the ledger's."""

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainfit.catalog.load import model as find_model
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques.precision.fp8 import CAPABILITY
 
 Workload = tuple[str, Callable[[], object]]
 """A part's name and what it runs."""
@@ -31,7 +32,7 @@ FP8_LINEARS = (
     (1024, 4096), (2048, 2048), (2048, 8192), (8192, 2048), (3072, 3072), (3072, 9216), (3072, 16384),
     (8192, 3072), (4096, 1536), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672),
 )  # fmt: skip
-FP8_CAPABILITY = (8, 9)
+"""Inputs and outputs of layers that fp8 converts."""
 
 ATTENTION_TOKENS = 16384
 ATTENTION = {
@@ -58,7 +59,7 @@ def workloads(device: torch.device, *, tiny: bool) -> Iterator[Workload]:
         yield f"attention, {name}", lambda a=(name, dtype, heads, lengths): attention(device, *a)
     for name, data in recipes():
         yield f"model, {name}", lambda data=data: one_step(recipe_from(data), device)
-    if torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+    if torch.cuda.get_device_capability(device) >= CAPABILITY:
         yield "products, fp8", lambda: fp8_products(device, FP8_TOKENS, FP8_LINEARS)
     yield "products, fp16 and fp32", lambda: products(device, (1024, 4096), LINEARS[:14], ("fp16", "fp32"))
 

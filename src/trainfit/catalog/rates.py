@@ -88,5 +88,5 @@ class Rates(Value):
 
 @functools.cache
 def rates() -> Rates:
-    """Return the rates, of the calibrated GPU, and of the hosts of the measured steps."""
+    """Return the rates of the calibrated GPU, and of the hosts on which steps were measured."""
     return parse(Rates, tomllib.loads(FILE.read_text(encoding="utf-8")), file=FILE.name)

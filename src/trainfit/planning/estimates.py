@@ -113,7 +113,8 @@ class Estimates:
         """Recipes whose like may be requested later: what their traces import is imported meanwhile."""
         self._workers: dict[bool, Workers] = {}
         """Processes for recipes that are not compiled and for those that are."""
-        self._asked: dict[tuple[str, bool], Future[dict[str, Any]]] = {}
+        self._futures: dict[tuple[str, bool], Future[dict[str, Any]]] = {}
+        """Answers of processes, by request; some were begun ahead."""
 
     def __enter__(self) -> Self:
         return self
@@ -137,10 +138,10 @@ class Estimates:
         elif new:
             self._start([each.recipe for each in new])
             try:
-                asked = [self._ask(each) for each in new]
+                futures = [self._submit(each) for each in new]
                 for each in self._unknown(ahead) if self.processes > 1 else ():
-                    self._ask(each)
-                for each, one in zip(new, asked, strict=True):
+                    self._submit(each)
+                for each, one in zip(new, futures, strict=True):
                     self._take(each, _read(each.recipe, one.result()))
             except BaseException:
                 self._close()
@@ -164,14 +165,14 @@ class Estimates:
         _save(request, result)
         self.on_progress(len(self._known))
 
-    def _ask(self, request: Request) -> Future[dict[str, Any]]:
+    def _submit(self, request: Request) -> Future[dict[str, Any]]:
         """Give a request to the processes of its kind, if they have not got it."""
-        if request.key not in self._asked:
+        if request.key not in self._futures:
             workers = self._workers.get(bool(request.recipe.compile)) or self._workers[False]
             data = {"recipe": request.recipe.content(), "exact": request.exact}
             data |= {"use_cache": self.use_cache, "calibration": chosen_file()}
-            self._asked[request.key] = workers.ask(data)
-        return self._asked[request.key]
+            self._futures[request.key] = workers.ask(data)
+        return self._futures[request.key]
 
     def _start(self, recipes: list[Recipe]) -> None:
         """Start processes for recipes, those that are compiled in processes of their own."""

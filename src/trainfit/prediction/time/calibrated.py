@@ -28,7 +28,7 @@ CALIBRATED = "h200"
 REMEDY = "name a file that trainfit calibrate wrote"
 LEAST_STEPS = 4
 """Small steps that a calibration must have for the host to be rescaled by them."""
-NOT_ALONE = {"compiled", "launch"}
+OPTIONAL_COSTS = {"compiled", "launch"}
 """Words of the single costs of which a machine without a GPU, or a short calibration, has none."""
 _chosen: ContextVar[str | None] = ContextVar("calibration", default=None)
 
@@ -79,7 +79,7 @@ def _shipped() -> Calibrated:
     found = _catalog()
     torch = found.environment.torch
     origin = (
-        f"operations timed by calibrate on {CALIBRATED} (torch {torch}), a host's costs by measured steps"
+        f"operations timed by calibrate on {CALIBRATED} (torch {torch}), host costs fitted to measured steps"
     )
     return Calibrated(CALIBRATED, OpTimes(found.ops), rates(), origin)
 
@@ -115,22 +115,22 @@ def _of_user(path: str, gpu: str) -> Calibrated:
 
 
 def _host_ratio(own: Calibration) -> tuple[float | None, str]:
-    """Return how much longer this host takes than the rates expect, and what tells; None: nothing does.
+    """Return how much longer this host takes than the rates expect, and on what basis; None: unknown.
 
-    Whole small steps tell. Where a calibration has none, as without a GPU, its single costs are compared with
-    those of the machine of the catalog's calibration, and that machine's small steps with the rates.
+    Whole small steps decide. Where a calibration has none, as without a GPU, its single costs are compared
+    with those of the machine of the catalog's calibration, and that machine's small steps with the rates.
     """
     catalog = _catalog()
     expected = {_key(step): step.expected_s for step in catalog.host_steps if step.expected_s}
     steps = _ratios({_key(step): step.step_s for step in own.host_steps}, expected)
     if len(steps) >= LEAST_STEPS:
         return median(steps), f"{len(steps)} small steps"
-    wanted = {name: seconds for name, seconds in catalog.host.items() if not NOT_ALONE & {*name.split()}}
+    wanted = {name: seconds for name, seconds in catalog.host.items() if not OPTIONAL_COSTS & {*name.split()}}
     costs = _ratios(own.host, wanted)
     if len(costs) < len(wanted):
         return None, ""
     of_catalog = _ratios({_key(step): step.step_s for step in catalog.host_steps}, expected)
-    return median(costs) * median(of_catalog), f"{len(costs)} costs alone (no small steps: less certain)"
+    return median(costs) * median(of_catalog), f"{len(costs)} single costs (no small steps: less certain)"
 
 
 def _key(step: HostStep) -> str:
