@@ -20,11 +20,6 @@ def estimates(name: str) -> dict[str, Estimate]:
     return {one.recipe_id: one.estimate for one in rows if one.estimate is not None}
 
 
-def reached(*some: plan_choices.Choice) -> list[float]:
-    """Return the shares of the fastest in per cent."""
-    return [100 * (one.share or 0.0) for one in some]
-
-
 def steps_of(one: Measurement | None) -> tuple[float, ...]:
     """Return the seconds of a measurement's timed steps."""
     assert one is not None

@@ -12,7 +12,7 @@ from benchmarks.step_time import measured, predicted
 from benchmarks.tables import step_time
 from page_claims import check
 from tiny_recipe import tiny_recipe
-from trainfit.catalog.load import gpu
+from trainfit.catalog.load import FOLDER, gpu
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.spec.errors import InputError
@@ -114,6 +114,9 @@ def test_steps_on_another_host() -> None:
     inside = sum(row["low_s"] <= row["step_s"] <= row["high_s"] for row in found)
     check("docs/log.md", "# of the # lie within the bounds", (inside, len(found)))
     assert [row["recipe_id"] for row in found] == recipe_ids()[: len(found)]
+    shipped = json.loads((FOLDER / "calibrations" / "h200.json").read_text("utf-8"))["host_steps"]
+    own = median(one["step_s"] / one["expected_s"] for one in shipped if one.get("expected_s"))
+    check("docs/guide/calibrate.md", "over the expected, #\\.", (own,))
     slower = median(row["step_s"] / before[row["recipe_id"]] for row in found)
     check(
         "docs/results/accuracy.md",

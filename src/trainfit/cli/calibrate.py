@@ -27,8 +27,8 @@ def run(
 ) -> int:
     """Measure the rates of this device and its host.
 
-    It takes under 5 minutes, the host alone 10 to 20 s. What was measured is kept after every part; a part
-    that fails does not stop the others.
+    It takes under 5 minutes, the host alone about 20 s at most. What was measured is kept after every part; a
+    part that fails does not stop the others.
     """
     from trainfit.bench.harness.runner import device_of
     from trainfit.calibration.run import HOST_LIMIT_S, LIMIT_S, Run, folder
