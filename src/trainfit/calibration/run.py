@@ -16,6 +16,7 @@ from trainfit.calibration.host import costs, host_step, small_steps
 from trainfit.calibration.op_timer import OpTimer
 from trainfit.calibration.workloads import workloads
 from trainfit.measurement.environment import cpu_name, host_environment
+from trainfit.prediction.time.calibrated import LEAST_STEPS
 from trainfit.spec.calibration import Calibration, CollectiveTime, OpTime
 from trainfit.spec.files import write_text
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -23,7 +24,7 @@ from trainfit.spec.provenance import installed_version, now
 from trainfit.spec.units import MB
 
 LIMIT_S, HOST_LIMIT_S, COLLECTIVES_S = 280.0, 20.0, 40.0
-FEW_STEPS = 8
+FEW_STEPS = 6
 """Number of small steps that are measured where only the host is calibrated."""
 COPY_BYTES = 2**28
 NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
@@ -87,8 +88,10 @@ class Run:
         on_gpu = self.device.type == "cuda"
         steps = list(small_steps()) if on_gpu else []
         eager = [data for data in steps if not data.get("compile")]
-        if self.host_only:  # What a prediction needs most comes first.
+        if self.host_only:
             yield from self._steps(eager[:FEW_STEPS])
+            if len(self.found.host_steps) >= LEAST_STEPS:
+                return  # A prediction needs nothing else.
         for name, measure in costs(self.device, compiled=not self.host_only):
             yield f"host, {name}", lambda n=name, m=measure: self._host_cost(n, m)
         if self.host_only:
