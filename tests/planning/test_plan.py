@@ -1,6 +1,7 @@
 """The search: what it returns fits, is the fastest it traced, and takes a bounded number of traces."""
 
 import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,7 +20,7 @@ from trainfit.planning.composed import Sizes, within
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
-from trainfit.planning.workers import CAN_FORK
+from trainfit.planning.workers import CAN_FORK, NICENESS, Workers
 from trainfit.prediction.estimate import predict
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
 from trainfit.spec.plan import Plan
@@ -79,14 +80,15 @@ def test_another_process_gives_the_same_estimates_and_refusals() -> None:
 
 @pytest.mark.skipif(not CAN_FORK, reason="all processes are alike elsewhere")
 def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[bool, str]] = []
+    asked: list[tuple[bool, str, bool]] = []
 
     class Refusing:
-        def __init__(self, count: int, answer: str, imports: Sequence[str]):
+        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int):
             self.has_compiler = "torch._inductor.compile_fx" in imports
+            assert bool(num_ahead) != self.has_compiler  # Compiled ones take too long for a lower priority.
 
-        def ask(self, data: dict[str, Any]) -> Future[dict[str, Any]]:
-            asked.append((self.has_compiler, data["recipe"]["compile"]))
+        def ask(self, data: dict[str, Any], *, ahead: bool) -> Future[dict[str, Any]]:
+            asked.append((self.has_compiler, data["recipe"]["compile"], ahead))
             answer: Future[dict[str, Any]] = Future()
             answer.set_result({"refused": {"problem": "none", "remedy": "none"}})
             return answer
@@ -104,7 +106,24 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
         estimates.of([Request(recipe(loss="chunked"))], ahead=[compiled])
         assert (estimates.count, len(asked)) == (3, 4)
         estimates.of([compiled])  # Asked once.
-    assert sorted(asked, key=str) == [(False, False)] * 3 + [(True, "block")]
+    assert sorted(asked, key=str) == [(False, False, False)] * 3 + [(True, "block", True)]
+
+
+def priority(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer as a process of a plan does: with its own priority."""
+    return {**request, "niceness": os.nice(0)}
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
+def test_requests_ahead_have_processes_of_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    workers = Workers(1, f"{Path(__file__).stem}:priority", [], num_ahead=1)
+    try:
+        ahead, now = workers.ask({"number": 1}, ahead=True), workers.ask({"number": 2})
+        assert ahead.result(120) == {"number": 1, "niceness": os.nice(0) + NICENESS}
+        assert now.result(120) == {"number": 2, "niceness": os.nice(0)}
+    finally:
+        workers.close()
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -41,6 +41,8 @@ PARTS = (
 """Parts of our code, in addition to those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
 ANSWER = "trainfit.planning.estimates:answer_written"
+NUM_AHEAD = 3
+"""Recipes that are traced ahead at once, where none is compiled."""
 IMPORTS = (
     "trainfit.prediction.trace",
     "trainfit.virtual.gpu",
@@ -140,7 +142,7 @@ class Estimates:
             try:
                 futures = [self._submit(each) for each in new]
                 for each in self._unknown(ahead) if self.processes > 1 else ():
-                    self._submit(each)
+                    self._submit(each, ahead=True)
                 for each, one in zip(new, futures, strict=True):
                     self._take(each, _read(each.recipe, one.result()))
             except BaseException:
@@ -165,13 +167,13 @@ class Estimates:
         _save(request, result)
         self.on_progress(len(self._known))
 
-    def _submit(self, request: Request) -> Future[dict[str, Any]]:
+    def _submit(self, request: Request, *, ahead: bool = False) -> Future[dict[str, Any]]:
         """Give a request to the processes of its kind, if they have not got it."""
         if request.key not in self._futures:
             workers = self._workers.get(bool(request.recipe.compile)) or self._workers[False]
             data = {"recipe": request.recipe.content(), "exact": request.exact}
             data |= {"use_cache": self.use_cache, "calibration": chosen_file()}
-            self._futures[request.key] = workers.ask(data)
+            self._futures[request.key] = workers.ask(data, ahead=ahead)
         return self._futures[request.key]
 
     def _start(self, recipes: list[Recipe]) -> None:
@@ -183,7 +185,9 @@ class Estimates:
         for kind, some in groups.items():
             if some and kind not in self._workers:
                 imports = dict.fromkeys(module for one in some for module in _imports(one))
-                self._workers[kind] = Workers(self.processes, ANSWER, list(imports))
+                # Compiled ones take longest: those ahead have the priority of all others.
+                num_ahead = 0 if kind or self.processes < 2 else NUM_AHEAD
+                self._workers[kind] = Workers(self.processes, ANSWER, list(imports), num_ahead)
 
     def _close(self) -> None:
         for workers in self._workers.values():

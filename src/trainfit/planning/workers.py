@@ -17,6 +17,8 @@ from typing import IO, Any
 CAN_FORK = sys.platform == "linux"
 """Elsewhere a process that has loaded the system's mathematics libraries cannot be forked safely."""
 PROGRAM = "import sys; from trainfit.planning.workers import serve; serve(*sys.argv[1:])"
+NICENESS = 5
+"""Of processes that answer requests ahead: they take what the others leave of the cores."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -49,6 +51,24 @@ class Worker:
                 pipe.close()
 
 
+class _Pool:
+    """Processes of one priority, each with a thread that waits for its answer."""
+
+    def __init__(self, idle: list[Worker]):
+        self._idle, self.count = idle, len(idle)
+        self.threads = ThreadPoolExecutor(max(1, len(idle)))
+
+    def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
+        return self.threads.submit(self._answered, request)
+
+    def _answered(self, request: dict[str, Any]) -> dict[str, Any]:
+        worker = self._idle.pop()
+        try:
+            return worker.ask(request)
+        finally:
+            self._idle.append(worker)
+
+
 class Workers:
     """Several processes.
 
@@ -56,30 +76,22 @@ class Workers:
         count: of processes.
         answer: importable function that answers a request, as ``module:name``.
         imports: modules that are imported before the first request.
+        num_ahead: further processes, of lower priority, for requests ahead; only where processes can fork.
     """
 
-    def __init__(self, count: int, answer: str, imports: Sequence[str]):
+    def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int = 0):
         self._each: list[Worker] = []
         self._servers: list[subprocess.Popen[bytes]] = []
-        for number in [count] if CAN_FORK else [1] * count:
-            self._start(number, answer, imports)
-        self._idle = list(self._each)
-        self._threads = ThreadPoolExecutor(len(self._each))
-        """One for each process, which waits for its answer."""
+        num_ahead = num_ahead if CAN_FORK else 0
+        for number in [count + num_ahead] if CAN_FORK else [1] * count:
+            self._start(number, answer, imports, num_ahead)
+        self._pool, self._ahead = _Pool(self._each[:count]), _Pool(self._each[count:])
 
-    def ask(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Give a request to the first process that is idle."""
+    def ask(self, request: dict[str, Any], *, ahead: bool = False) -> Future[dict[str, Any]]:
+        """Give a request to the first process that is idle; one ahead to those for such, if there are any."""
+        return (self._ahead if ahead and self._ahead.count else self._pool).ask(request)
 
-        def run() -> dict[str, Any]:
-            worker = self._idle.pop()
-            try:
-                return worker.ask(request)
-            finally:
-                self._idle.append(worker)
-
-        return self._threads.submit(run)
-
-    def _start(self, count: int, answer: str, imports: Sequence[str]) -> None:
+    def _start(self, count: int, answer: str, imports: Sequence[str], num_ahead: int) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         theirs: list[tuple[int, int]] = []
@@ -89,7 +101,8 @@ class Workers:
             theirs.append((requests, answers_in))
             self._each.append(Worker(requests_in, answers))
         pipes = [each for pair in theirs for each in pair]
-        command = [sys.executable, "-c", PROGRAM, json.dumps(theirs), answer, ",".join(imports)]
+        given = [json.dumps(theirs), str(num_ahead), answer, ",".join(imports)]
+        command = [sys.executable, "-c", PROGRAM, *given]
         self._servers.append(
             subprocess.Popen(
                 command, env=environment, pass_fds=pipes, start_new_session=True, stdin=subprocess.DEVNULL,
@@ -105,13 +118,17 @@ class Workers:
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-        self._threads.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._ahead):
+            pool.threads.shutdown(cancel_futures=True)
         for worker in self._each:
             worker.close()
 
 
-def serve(pipes: str, answer: str, imports: str) -> None:
-    """Import modules, then answer requests in one process for each pair of pipes, until these close."""
+def serve(pipes: str, num_ahead: str, answer: str, imports: str) -> None:
+    """Import modules, then answer requests in one process for each pair of pipes, until these close.
+
+    The last ``num_ahead`` processes have a lower priority.
+    """
     from trainfit.prediction import start_up
     from trainfit.virtual import own_process
 
@@ -129,6 +146,8 @@ def serve(pipes: str, answer: str, imports: str) -> None:
     for number, own in enumerate(others):
         if os.fork() == 0:
             _close([first, *others[number + 1 :]])
+            if number >= len(others) - int(num_ahead):
+                os.nice(NICENESS)
             _serve(own, answers)
             os._exit(0)
         _close([own])
