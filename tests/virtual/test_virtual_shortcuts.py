@@ -16,12 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import flop_counter
 from transformers import masking_utils
 
+from trainfit.kernels.cross_entropy import gradients_in_forward
+from trainfit.kernels.rms_norm import op as rms_norm_op
+from trainfit.kernels.swiglu import op as swiglu_op
 from trainfit.models.hf_attention import no_packed_sequences
 from trainfit.techniques.precision import fp8
 from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trainfit.virtual.cuda import fake_impls as fake_run
 from trainfit.virtual.trace import process_state
 from trainfit.virtual.trace.process_state import frozen_gc
+from trainfit.virtual.trace.tensors import tensors_of
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -45,6 +49,7 @@ def cases() -> list[Case]:
     ]  # fmt: skip
     factories: list[Case] = [
         (aten.empty.memory_format, ([2, 3, 4, 5],), {"memory_format": torch.channels_last}),
+        (aten.empty_strided.default, ([2, 3], [1, 4]), {"dtype": torch.bfloat16}),
         (aten.ones.default, ([7],), {"dtype": torch.float16, "pin_memory": False}),
         (aten.zeros.default, ([],), {}),
     ]
@@ -72,6 +77,8 @@ def test_an_operations_meta_kernel_gives_what_fake_tensor_mode_gives() -> None:
             assert short.untyped_storage().nbytes() == long.untyped_storage().nbytes()
             of = args[0].untyped_storage()._cdata if isinstance(args[0], Tensor) else None
             assert (short.untyped_storage()._cdata == of) == (long.untyped_storage()._cdata == of)
+            assert vars(short) == vars(long), func
+            assert torch._C._dispatch_keys(short) == torch._C._dispatch_keys(long), func
         assert {func for func, *_ in cases()} == fake_run.PLAIN | fake_run.FACTORIES
 
 
@@ -139,6 +146,31 @@ def test_a_known_result_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -
         assert strides[0] == strides[1], (func, [one.stride() for one in args if isinstance(one, Tensor)])
     assert set(num_known) == fake_run.POINTWISE | fake_run.IN_PLACE | fake_run.COPIES
     assert num_known.total() > 500
+
+
+def test_one_of_our_operators_gives_what_fake_tensor_mode_gives() -> None:
+    """Two results, one, and none."""
+    gradients_in_forward.register()
+    rms_norm_op.register()
+    swiglu_op.register()
+    ours = torch.ops.trainfit
+    with FakeTensorMode():
+        x = _fake(4, 6, dtype=torch.bfloat16)
+        calls: list[tuple[Any, ...]] = [
+            (ours.own_rms_norm.default, x, _fake(6), 1e-6),
+            (ours.swiglu.default, x, x),
+            (ours.multiply_unless_one_.default, x, _fake()),
+        ]
+        for func, *args in calls:
+            place = fake_run._place_of(args)
+            assert place is not None
+            short, long = fake_run._by_our_kernel(func.fake, args, *place), func(*args)
+            if long is None:
+                assert short is None
+                continue
+            for a, b in zip(*map(tensors_of, (short, long)), strict=True):
+                assert (type(a), a.shape, a.stride(), a.dtype) == (FakeTensor, b.shape, b.stride(), b.dtype)
+                assert a.device == b.device
 
 
 def test_with_a_real_tensor_fake_tensor_mode_decides() -> None:

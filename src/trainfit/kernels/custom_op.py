@@ -55,10 +55,12 @@ def declare(
 
     torch.library.impl(operator, "default", dispatch)
     torch.library.register_fake(operator, fake)
+    overload = getattr(torch.ops.trainfit, name).default
+    overload.fake = fake  # For the virtual GPU (virtual/cuda/fake_impls.py).
     if dry_run is not None:
-        getattr(torch.ops.trainfit, name).default.dry_run = dry_run
+        overload.dry_run = dry_run
     if kernel is not None:
-        getattr(torch.ops.trainfit, name).default.kernel = kernel
+        overload.kernel = kernel
 
 
 def triton_kernels(module: str) -> Any:

@@ -168,11 +168,14 @@ def _trace(
         del content[name]
     structure = canonical_json([content, margin, stage])
     numbers = _kept.get(structure)
+    lead, period = int(_first_differs(recipe)), _least_period(recipe)
 
     def is_kept(number: int, num_blocks: int) -> bool:
         if numbers is not None:
             return number in numbers
-        return number < 2 + margin[0] or number >= num_blocks - 1 - margin[1]  # All blocks may be alike.
+        # As ``trim_layers`` keeps them if all others are alike.
+        tail = period * (1 + margin[1]) + (num_blocks - lead) % period
+        return number < lead + period * (2 + margin[0]) or number >= num_blocks - tail
 
     try:
         with few_blocks(is_kept):
@@ -199,14 +202,10 @@ def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: t
                 return
             for technique in _applied(recipe):
                 technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
-            # Behind frozen weights the first layer's input has no gradient, and its graph differs.
-            first_differs = recipe.compile == "block" and recipe.adapter is not None
-            # With tensor parallel it splits the tokens, in a pipeline it receives them.
-            first_differs = first_differs or recipe.mesh.tensor * recipe.mesh.pipeline > 1
             found, repeats, removed = trim_layers(
                 layer_lists(model),
-                first_differs=first_differs,
-                least_period=max((one.min_repeated(recipe) for one in _applied(recipe)), default=1),
+                first_differs=_first_differs(recipe),
+                least_period=_least_period(recipe),
                 margin=margin,
             )
             check_no_outlines([block for _, blocks in layer_lists(model) for block in blocks])
@@ -255,6 +254,20 @@ def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: t
             times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
             ledger.params += times * getattr(module, "num_quantized", 0)  # Codes are no parameters.
     return ledger
+
+
+def _first_differs(recipe: Recipe) -> bool:
+    """Return whether the first block works differently, because of what precedes it."""
+    # Behind frozen weights its input has no gradient, and its graph differs.
+    if recipe.compile == "block" and recipe.adapter is not None:
+        return True
+    # With tensor parallel it splits the tokens, in a pipeline it receives them.
+    return recipe.mesh.tensor * recipe.mesh.pipeline > 1
+
+
+def _least_period(recipe: Recipe) -> int:
+    """Return the fewest blocks of a repeated group."""
+    return max((one.min_repeated(recipe) for one in _applied(recipe)), default=1)
 
 
 def run_steps(step: Step, virtual: VirtualGpu) -> None:
