@@ -65,6 +65,16 @@ def test_the_seed_decides_the_weights():
     assert any(not torch.equal(a, c) for a, _, c in pairs)
 
 
+@pytest.mark.parametrize("in_backward", [False, True, "block"])
+def test_a_step_that_is_dropped_frees_its_weights(in_backward: Any) -> None:
+    step = assemble(tiny_recipe(optimizer=Optimizer(in_backward=in_backward)), CPU)
+    step(step.random_batches())
+    weights = [weakref.ref(parameter) for parameter in step.model.parameters()]
+    del step
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
+
+
 def test_the_output_is_dropped_before_backward():
     """As in the Hugging Face Trainer: only the loss lives on."""
     step = assemble(tiny_recipe(), CPU)

@@ -1,5 +1,6 @@
 """A prediction leaves the process as it found it, and threads may predict at once."""
 
+import gc
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from process_globals import changes, snapshot
 from tiny_recipe import tiny_recipe, wide_recipe
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Recipe
+from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Optimizer, Recipe
 from trainfit.virtual.trace.exclusive import exclusive, is_tracing_thread
 from user_training import mlp, steps
 from virtual_runs import plain
@@ -111,6 +112,29 @@ def test_nothing_changes_when_it_compiles() -> None:
         assert sorted(changes(held, snapshot())) == []
     finally:
         sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"optimizer": Optimizer(in_backward="block")},
+        {"adapter": Adapter(kind="lora", rank=2)},
+        {"hardware": Hardware(gpu="h200", count=2)},
+    ],
+)
+def test_no_tensor_of_a_trace_stays(fields: dict[str, Any]) -> None:
+    """The garbage collector does not see a parameter's hooks: a cycle through one would keep the model."""
+
+    def num_held() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor | torch.nn.Module) for each in gc.get_objects())
+
+    recipe = tiny_recipe(**fields)
+    predict(recipe, use_cache=False)
+    before = num_held()
+    predict(recipe, use_cache=False)
+    assert num_held() == before
 
 
 def test_nothing_changes_when_it_is_refused() -> None:

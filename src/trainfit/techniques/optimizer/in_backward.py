@@ -7,6 +7,7 @@ https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutor
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -61,14 +62,25 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 class _Update:
-    """Parameters that are updated together, when the last of their gradients is complete."""
+    """Parameters that are updated together, when the last of their gradients is complete.
+
+    Their hooks refer weakly to it: the garbage collector does not see a parameter's hooks, and a cycle through
+    them would keep the model's memory.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]):
         self.optimizers, self.num_arrived, self._num_parameters = optimizers, 0, len(parameters)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+        weak = weakref.ref(self)
 
-    def _arrived(self, _: torch.Tensor) -> None:
+        def arrived(_: torch.Tensor) -> None:
+            if (update := weak()) is not None:
+                update.arrived()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+    def arrived(self) -> None:
+        """Count a gradient, and update with the last one."""
         self.num_arrived += 1
         if self.num_arrived == self._num_parameters:
             self.run()

@@ -64,10 +64,11 @@ class LiveStorages:
 
     def watch_gradient(self, parameter: Tensor, scope: Scope) -> None:
         """Assign each accumulated gradient to the parameter's scope."""
+        weak = weakref.ref(self)  # The garbage collector does not see a parameter's hooks.
 
         def own_gradient(owner: Tensor) -> None:
-            if owner.grad is not None:
-                self.own(owner.grad, "gradients", scope)
+            if owner.grad is not None and (live := weak()) is not None:
+                live.own(owner.grad, "gradients", scope)
 
         prepend_grad_hook(parameter, own_gradient)
 
