@@ -64,8 +64,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 class _Update:
     """Parameters that are updated together, when the last of their gradients is complete.
 
-    Their hooks refer weakly to it: the garbage collector does not see a parameter's hooks, and a cycle through
-    them would keep the model's memory.
+    Their hooks refer weakly to it: the garbage collector does not see a parameter's hooks, and a cycle
+    through them would keep the model's memory.
     """
 
     def __init__(self, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]):
