@@ -178,7 +178,7 @@ def main() -> None:
     learned = [(recipe, took_s) for recipe, took_s in measured() if not is_held_out(recipe.id)]
     ledgers = [ledger_of(recipe, options.ledgers) for recipe, _ in learned]
     planned = [(recipe, took_s) for recipe, took_s in chosen() if not is_held_out(recipe.id)]
-    ledgers += [ledger_of(recipe, None) for recipe, _ in planned]
+    ledgers += [ledger_of(recipe, options.ledgers) for recipe, _ in planned]
     took = [took_s for _, took_s in learned + planned]
     fit = Fit(ledgers, took)
     x = fit.start

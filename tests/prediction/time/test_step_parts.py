@@ -32,8 +32,8 @@ def product(dtype: str = "bfloat16") -> Op:
     )  # fmt: skip
 
 
-def addition(num_bytes: int) -> Op:
-    return Op("aten.add.Tensor", "", FORWARD, NO_LAYER, 0, 0, 0, 0, num_bytes, "bfloat16")
+def addition(num_bytes: int, name: str = "aten.add.Tensor") -> Op:
+    return Op(name, "", FORWARD, NO_LAYER, 0, 0, 0, 0, num_bytes, "bfloat16")
 
 
 def test_products_take_longer_where_they_are_most_of_the_step() -> None:
@@ -45,6 +45,12 @@ def test_products_take_longer_where_they_are_most_of_the_step() -> None:
     assert expected(*[fp32] * 4).matmul_s == pytest.approx(
         expected(*[fp32] * 4, *[addition(300_000_000_000)] * 4).matmul_s
     )
+
+
+def test_an_allocation_takes_no_time_on_the_gpu() -> None:
+    allocation = addition(30_000_000_000, "aten.empty_strided.default")
+    assert expected(product(), allocation).memory_s == expected(product()).memory_s
+    assert expected(product(), addition(30_000_000_000)).memory_s > expected(product()).memory_s
 
 
 def test_an_update_of_several_groups_takes_as_long_as_one_of_their_sum() -> None:

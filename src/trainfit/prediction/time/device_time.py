@@ -16,6 +16,7 @@ from trainfit.prediction.time.attention_time import compute_share
 from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
 from trainfit.prediction.time.op_times import ALIGNED
 from trainfit.spec.hardware import Gpu
+from trainfit.virtual.cuda.op_kinds import UNWRITTEN
 
 PEAK_DTYPE = {
     "bfloat16": "bf16",
@@ -74,6 +75,8 @@ class _Sheet:
 
 @lru_cache(maxsize=65536)
 def _seconds(op: Op, sheet: _Sheet, known: Calibrated) -> float:
+    if op.name.partition(".")[2].partition(".")[0] in UNWRITTEN:
+        return 0.0  # It allocates alone: no kernel.
     gpu, launch_s = sheet.gpu, op.calls * known.rates.kernel_s
     if not op.num_bytes and not op.causal_flops:
         return launch_s
