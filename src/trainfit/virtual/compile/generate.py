@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
     """A scheduled kernel, fused or extern."""
 
     num_bytes: int
-    """Read and written, each buffer once, as Inductor counts them."""
+    """Read and written, each buffer at most once."""
     modules: tuple[str, ...]
     """Dotted names of its operations' modules, within the compiled module."""
     recomputes: bool
@@ -151,7 +151,26 @@ def _kernel(node: Any, is_backward: bool) -> Kernel:
     modules = tuple(dict.fromkeys(name for origin in own if (name := _module_of(origin)) is not None))
     recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
     extern = own[0].name if node.is_extern() and own else None
-    return Kernel(int(node.get_read_write_buffers_sizes()), modules, recomputes, extern)
+    return Kernel(_num_bytes(node), modules, recomputes, extern)
+
+
+def _num_bytes(node: Any) -> int:
+    """Return the bytes that a kernel reads and writes, of each buffer at most its size.
+
+    Inductor counts whole buffers for fused nodes, also where their parts read a slice, or rows by index.
+    """
+    from torch._inductor.scheduler import FusedSchedulerNode
+
+    whole: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    if not isinstance(node, FusedSchedulerNode):
+        return int(sum(whole.values()))
+    accessed = dict.fromkeys(whole, 0)
+    for part in node.get_nodes():
+        own = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+        for name, num_bytes in own.items():
+            if name in accessed:
+                accessed[name] += num_bytes
+    return int(sum(min(num_bytes, whole[name]) for name, num_bytes in accessed.items()))
 
 
 def _is_forwards(node: fx.Node) -> bool:
