@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainfit.calibration.workloads import with_layers
+from trainfit.calibration.workloads import Row, with_layers
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import ledger_of
 from trainfit.spec.calibration import OpTime
@@ -15,17 +15,36 @@ from trainfit.spec.recipe import Recipe
 NUM_LAYERS = 3
 
 
-def compiled_recipes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield recipes whose blocks are compiled."""
-    table: list[tuple[str, int, int, dict[str, Any]]] = [
-        ("llama-3.2-1b", 4, 2048, {"recompute": "full"}),
-        ("gpt2", 8, 1024, {"precision": "amp-bf16"}),
-        ("gemma-2b", 2, 2048, {}),
-        ("llama-3.1-8b", 2, 4096, {"precision": "fp8"}),
-    ]
-    for name, micro, seq, rest in table:
+RECIPES: tuple[Row, ...] = (
+    ("llama-3.2-1b", 4, 2048, {"compile": "model"}),
+    ("gpt2", 8, 1024, {"compile": "model", "precision": "amp-bf16"}),
+    ("phi-2", 4, 1024, {"precision": "amp-bf16", "attention": "eager"}),
+    ("llama-3.1-8b", 2, 4096, {"precision": "fp8"}),
+)
+"""Those that every calibration measures; compiled by block unless stated."""
+MORE: tuple[Row, ...] = (
+    ("gemma-2b", 2, 2048, {}),
+    ("gpt2", 8, 1024, {"precision": "amp-bf16"}),
+    ("llama-3.2-1b", 4, 2048, {"recompute": "full"}),
+    ("pythia-1.4b", 4, 2048, {}),
+    ("qwen2.5-0.5b", 4, 1024, {"compile": "model", "precision": "amp-bf16"}),
+    ("opt-1.3b", 4, 1024, {"precision": "fp32"}),
+    ("mistral-7b-v0.1", 2, 4096, {"adapter": {"kind": "lora"}}),
+    ("phi-3-mini-4k", 4, 1024, {"precision": "fp8", "attention": "eager"}),
+    ("gemma-3-1b", 8, 1024, {"compile": "model"}),
+    ("qwen3-0.6b", 4, 1024, {"precision": "amp-fp16"}),
+    ("llama-3.2-1b", 16, 2048, {}),
+    ("olmoe-1b-7b", 4, 1024, {}),
+)
+"""Those that a calibration with a longer limit measures as well."""
+
+
+def compiled_recipes(*, more: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield recipes whose blocks or whole models are compiled; ``more``: those of long calibrations."""
+    for name, micro, seq, rest in MORE if more else RECIPES:
         model = {"config": with_layers(name, NUM_LAYERS), "name": f"{name}, {NUM_LAYERS} layers"}
-        yield name, {"model": model, "batch": {"micro": micro, "seq": seq}, "compile": "block", **rest}
+        label = ", ".join((name, *(f"{key} {value}" for key, value in rest.items())))
+        yield label, {"model": model, "batch": {"micro": micro, "seq": seq}, "compile": "block", **rest}
 
 
 def kernel_seconds(recipe: Recipe, device: torch.device) -> dict[str, tuple[int, float]]:

@@ -1,6 +1,6 @@
 """What runs under the operation timer: matrix products, attention, and steps of models of one layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,16 @@ ATTENTION = {
     "efficient, masked": ("bf16", (64, 128), (512, 2048)),
 }
 """Kernel: dtype, head sizes, lengths."""
+PARTIAL_LENGTHS = (136, 200, 424, 680, 1032, 1288, 1896, 3000)
+"""Multiples of 8 that leave the last tiles of attention's kernels partly empty."""
+PARTIAL_ATTENTION = {
+    "cudnn": ("bf16", (64, 128, 256)),
+    "flash": ("bf16", (64, 128)),
+    "ours": ("bf16", (64, 128)),
+    "efficient": ("fp32", (64, 128)),
+    "cudnn, masked": ("bf16", (64, 128, 256)),
+}
+"""Kernel: dtype, head sizes."""
 HEADS, SMALL_TOKENS = 16, 2048
 
 
@@ -62,6 +72,17 @@ def workloads(device: torch.device, *, tiny: bool) -> Iterator[Workload]:
     if torch.cuda.get_device_capability(device) >= CAPABILITY:
         yield "products, fp8", lambda: fp8_products(device, FP8_TOKENS, FP8_LINEARS)
     yield "products, fp16 and fp32", lambda: products(device, (1024, 4096), LINEARS[:14], ("fp16", "fp32"))
+    for name, (dtype, heads) in PARTIAL_ATTENTION.items():
+        yield (
+            f"attention, partial tiles, {name}",
+            lambda a=(name, dtype, heads, PARTIAL_LENGTHS): attention(device, *a),
+        )
+
+
+def large_workloads(device: torch.device) -> Iterator[Workload]:
+    """Yield steps of models of one layer with many tokens, the operations of long steps."""
+    for name, data in recipes(LARGE):
+        yield f"large model, {name}", lambda data=data: one_step(recipe_from(data), device)
 
 
 def products(device: torch.device, tokens: Any, linears: Any, dtypes: Any) -> None:
@@ -159,45 +180,73 @@ def with_layers(name: str, num_layers: int, **changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
-def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield recipes whose one layer runs the operations of common steps; the commonest first."""
-    adafactor, muon = {"name": "adafactor"}, {"name": "muon"}
-    foreach, forloop = {"implementation": "foreach"}, {"implementation": "forloop"}
-    table: list[tuple[str, int, int, dict[str, Any]]] = [
-        ("llama-3.2-1b", 4, 2048, {}),
-        ("llama-3.1-8b", 2, 4096, {"optimizer": foreach}),
-        ("gpt2", 8, 1024, {"precision": "amp-bf16", "optimizer": forloop}),
-        ("llama-3.2-1b", 4, 1024, {"precision": "fp32", "optimizer": foreach}),
-        ("phi-2", 2, 2048, {"precision": "amp-fp16", "optimizer": {"name": "sgd", **foreach}}),
-        ("olmoe-1b-7b", 4, 1024, {"optimizer": {"name": "sgd"}}),
-        ("gemma-2b", 2, 2048, {"optimizer": adafactor}),
-        ("gemma-2-2b", 2, 2048, {"attention": "eager"}),
-        ("falcon-7b", 2, 2048, {"adapter": {"kind": "lora"}}),
-        ("deepseek-v2-lite", 2, 1024, {"optimizer": forloop}),
-        ("qwen2.5-0.5b", 2, 256, {"precision": "amp-bf16", "optimizer": adafactor}),
-        ("gemma-3-1b", 2, 4096, {"optimizer": {"name": "sgd", "momentum": 0.9, **foreach}}),
-        ("opt-1.3b", 4, 2048, {"precision": "fp32", "optimizer": {"name": "sgd"}}),
-        ("bloom-560m", 4, 1024, {"optimizer": forloop}),
-        ("pythia-1.4b", 1, 2048, {"attention": "math", "optimizer": foreach}),
-        ("phi-3-mini-4k", 2, 2048, {"precision": "amp-fp16", "attention": "eager"}),
-        ("mistral-7b-v0.1", 1, 8192, {"adapter": {"kind": "lora"}, "precision": "amp-bf16"}),
-        ("gpt2-xl", 1, 1024, {"attention": "eager", "optimizer": {"name": "adamw", **foreach}}),
-        ("qwen3-0.6b", 4, 512, {"precision": "fp32", "adapter": {"kind": "lora"}}),
-        ("olmoe-1b-7b", 2, 2048, {"precision": "amp-fp16", "optimizer": adafactor}),
-        ("gemma-3-4b", 1, 1024, {"precision": "amp-bf16"}),
-        ("llama-3.1-8b", 2, 4096, {"quantize": "nf4", "adapter": {"kind": "lora"}}),
-        ("medium", 8, 1024, {"optimizer": muon}),
-        ("xl", 4, 1024, {"precision": "fp32", "attention": "eager"}),
-        ("llama-3.1-8b", 1, 2048, {"optimizer": {"name": "adamw8bit"}, "loss": "chunked"}),
-        ("llama-3.2-1b", 4, 2048, {"optimizer": {"name": "adamw4bit"}, "loss": "fused"}),
-        ("llama-3.2-1b", 4, 2048, {"attention": "triton", "block_kernels": "triton"}),
-        ("qwen3-8b", 2, 4096, {"optimizer": {"stochastic_rounding": True}}),
-        ("llama-3.1-8b", 2, 4096, {"precision": "fp8"}),
-        ("llama-3.2-1b", 1, 512, {"optimizer": foreach}),
-        ("gpt2", 2, 256, {"precision": "fp32"}),
-    ]
+Row = tuple[str, int, int, dict[str, Any]]
+"""A model's name, sequences, tokens of each, and the recipe's other fields."""
+ADAFACTOR, MUON = {"name": "adafactor"}, {"name": "muon"}
+FOREACH, FORLOOP = {"implementation": "foreach"}, {"implementation": "forloop"}
+COMMON: tuple[Row, ...] = (
+    ("llama-3.2-1b", 4, 2048, {}),
+    ("llama-3.1-8b", 2, 4096, {"optimizer": FOREACH}),
+    ("gpt2", 8, 1024, {"precision": "amp-bf16", "optimizer": FORLOOP}),
+    ("llama-3.2-1b", 4, 1024, {"precision": "fp32", "optimizer": FOREACH}),
+    ("phi-2", 2, 2048, {"precision": "amp-fp16", "optimizer": {"name": "sgd", **FOREACH}}),
+    ("olmoe-1b-7b", 4, 1024, {"optimizer": {"name": "sgd"}}),
+    ("gemma-2b", 2, 2048, {"optimizer": ADAFACTOR}),
+    ("gemma-2-2b", 2, 2048, {"attention": "eager"}),
+    ("falcon-7b", 2, 2048, {"adapter": {"kind": "lora"}}),
+    ("deepseek-v2-lite", 2, 1024, {"optimizer": FORLOOP}),
+    ("qwen2.5-0.5b", 2, 256, {"precision": "amp-bf16", "optimizer": ADAFACTOR}),
+    ("gemma-3-1b", 2, 4096, {"optimizer": {"name": "sgd", "momentum": 0.9, **FOREACH}}),
+    ("opt-1.3b", 4, 2048, {"precision": "fp32", "optimizer": {"name": "sgd"}}),
+    ("bloom-560m", 4, 1024, {"optimizer": FORLOOP}),
+    ("pythia-1.4b", 1, 2048, {"attention": "math", "optimizer": FOREACH}),
+    ("phi-3-mini-4k", 2, 2048, {"precision": "amp-fp16", "attention": "eager"}),
+    ("mistral-7b-v0.1", 1, 8192, {"adapter": {"kind": "lora"}, "precision": "amp-bf16"}),
+    ("gpt2-xl", 1, 1024, {"attention": "eager", "optimizer": {"name": "adamw", **FOREACH}}),
+    ("qwen3-0.6b", 4, 512, {"precision": "fp32", "adapter": {"kind": "lora"}}),
+    ("olmoe-1b-7b", 2, 2048, {"precision": "amp-fp16", "optimizer": ADAFACTOR}),
+    ("gemma-3-4b", 1, 1024, {"precision": "amp-bf16"}),
+    ("llama-3.1-8b", 2, 4096, {"quantize": "nf4", "adapter": {"kind": "lora"}}),
+    ("medium", 8, 1024, {"optimizer": MUON}),
+    ("xl", 4, 1024, {"precision": "fp32", "attention": "eager"}),
+    ("llama-3.1-8b", 1, 2048, {"optimizer": {"name": "adamw8bit"}, "loss": "chunked"}),
+    ("llama-3.2-1b", 4, 2048, {"optimizer": {"name": "adamw4bit"}, "loss": "fused"}),
+    ("llama-3.2-1b", 4, 2048, {"attention": "triton", "block_kernels": "triton"}),
+    ("qwen3-8b", 2, 4096, {"optimizer": {"stochastic_rounding": True}}),
+    ("llama-3.1-8b", 2, 4096, {"precision": "fp8"}),
+    ("llama-3.2-1b", 1, 512, {"optimizer": FOREACH}),
+    ("gpt2", 2, 256, {"precision": "fp32"}),
+)
+"""The commonest first."""
+LARGE: tuple[Row, ...] = (
+    ("llama-3.2-1b", 16, 2048, {}),
+    ("gpt2-large", 32, 512, {"optimizer": FOREACH}),
+    ("pythia-410m", 16, 4096, {}),
+    ("opt-2.7b", 16, 1888, {"precision": "amp-bf16"}),
+    ("qwen2.5-0.5b", 16, 2424, {"precision": "amp-bf16"}),
+    ("gemma-2b", 4, 5432, {"optimizer": FOREACH}),
+    ("mistral-7b-v0.3", 8, 2528, {}),
+    ("phi-2", 8, 2048, {"precision": "amp-bf16"}),
+    ("gemma-3-1b", 16, 1288, {"precision": "amp-bf16"}),
+    ("olmoe-1b-7b", 16, 1024, {}),
+    ("phi-3-mini-4k", 16, 1024, {"precision": "amp-fp16"}),
+    ("deepseek-v2-lite", 16, 1024, {}),
+    ("qwen3-14b", 4, 4096, {"optimizer": FOREACH}),
+    ("tinyllama-1.1b", 4, 14336, {}),
+    ("gemma-3-4b", 8, 1024, {"precision": "amp-fp16"}),
+    ("falcon-7b", 8, 2048, {}),
+    ("gpt2", 32, 1024, {"precision": "amp-bf16"}),
+    ("bloom-1b1", 8, 2048, {"precision": "amp-fp16"}),
+    ("opt-1.3b", 32, 688, {"precision": "amp-fp16", "attention": "eager"}),
+    ("gpt2-xl", 8, 1024, {"precision": "fp32"}),
+)
+"""The commonest first."""
+
+
+def recipes(table: Sequence[Row] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield recipes of one layer, by default those that run the operations of common steps."""
     native = {"medium", "xl"}
-    for name, micro, seq, rest in table:
+    for name, micro, seq, rest in table or COMMON:
         implementation = "native" if name in native or rest.get("block_kernels") else "hf"
         label = ", ".join((name, *(f"{key} {value}" for key, value in rest.items())))
         config = with_layers(name, 1)
