@@ -1,12 +1,15 @@
 """Fit the rates of catalog/rates.toml to the measured steps that may be learned from, and print them.
 
-    python -m benchmarks.fit_rates [--iterations N] [--ledgers FOLDER] [--small-steps]
+    python -m benchmarks.fit_rates [--iterations N] [--ledgers FOLDER] [--jobs N] [--bounds] [--small-steps]
 
 Weighted least squares of the logarithms of predicted over measured steps (Gauss-Newton; the derivatives are
 differences of whole predictions; a step far off weighs little). Each rate is held near its present value, as
 far as the steps say nothing of it. Held-out recipes are not read. The steps' ledgers come from the cache or
 are traced, or are those of a folder (benchmarks/step_time.py). Steps are those of the accuracy suite and of
 the planner's choices (results/plan-choices), which are mostly products.
+
+With ``--bounds`` each step is predicted with rates fitted without its tenth of the recipes, and the ranges of
+measured over predicted steps are printed.
 
 With ``--small-steps`` nothing is fitted: what the rates of the catalog expect of the small steps of its
 calibration is written into that file, with which the hosts of users' calibrations are compared. To be run
@@ -19,9 +22,13 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,10 +58,21 @@ NOT_FITTED = (
     "in_mode",
 )  # fmt: skip
 """Costs of the host that the steps do not have."""
+HELD = ("kernel_s",)
+"""Rates left as they are: the least time of a launch, fitted, makes up for what small kernels lack."""
+FOLDS = 10
 CHOICES = "plan-choices/measured-*.jsonl"
 STEADY = 1.1
 """A recipe's slowest step over its fastest, beyond which something else kept the host busy."""
 Vector = NDArray[np.float64]
+
+
+class Linear(NamedTuple):
+    """Steps near a vector of rates: logarithms of predicted over measured, their derivatives and weights."""
+
+    residual: Vector
+    derivatives: Vector
+    weights: Vector
 
 
 class Fit:
@@ -65,7 +83,7 @@ class Fit:
         self.base = calibrated(CARD)
         data = self.base.rates.model_dump()
         self.names = [
-            *(name for name, value in data.items() if isinstance(value, float)),
+            *(name for name, value in data.items() if isinstance(value, float) and name not in HELD),
             "power.slope",
             *(f"host.{name}" for name in data["host"] if name not in NOT_FITTED),
         ]
@@ -99,24 +117,66 @@ class Fit:
         ]
         return [one.expected for one in found if one is not None]
 
-    def improved(self, x: Vector) -> Vector:
-        """Return the vector after one iteration."""
+    def derivative(self, x: Vector, at: int, now: Sequence[StepTime]) -> Vector:
+        """Return the derivatives of the logarithms of the steps by a rate's."""
+        found, name = np.zeros(len(now)), self.names[at]
+        # The host's costs hardly change a step in which the GPU hardly waits.
+        which = [
+            i for i, one in enumerate(now) if one.host_s > 0.01 * one.total or not name.startswith("host.")
+        ]
+        nudged = x.copy()
+        nudged[at] += STEP
+        for i, one in zip(which, self.times(nudged, which), strict=True):
+            found[i] = np.log(one.total / now[i].total) / STEP
+        return found
+
+    def linearised(self, x: Vector, jobs: int) -> Linear:
+        """Return the steps near a vector of rates."""
         now = self.times(x)
-        waits = [one.host_s > 0.01 * one.total for one in now]
+        columns = range(len(x))
+        if jobs > 1:
+            context = get_context("fork")  # The ledgers are shared, not sent.
+            with ProcessPoolExecutor(jobs, context, initializer=_share, initargs=(self,)) as pool:
+                found = list(pool.map(_derivative, repeat(x), columns, repeat(now)))
+        else:
+            found = [self.derivative(x, at, now) for at in columns]
         residual = np.log([one.total for one in now]) - self.measured
-        rows = np.zeros((len(now), len(x)))
-        for at, name in enumerate(self.names):
-            # The host's costs hardly change a step in which the GPU hardly waits.
-            which = [i for i, wait in enumerate(waits) if wait or not name.startswith("host.")]
-            nudged = x.copy()
-            nudged[at] += STEP
-            for i, one in zip(which, self.times(nudged, which), strict=True):
-                rows[i, at] = (np.log(one.total) - residual[i] - self.measured[i]) / STEP
-        noise = np.array([NOISE[one.host_s > HOST_BOUND * one.total] for one in now])
-        weights = 1 / (noise**2 + residual**2)
+        noise = np.array([NOISE[_waits(one)] for one in now])
+        return Linear(residual, np.stack(found, axis=1), 1 / (noise**2 + residual**2))
+
+    def improved(self, x: Vector, near: Linear, without: Sequence[int] = ()) -> Vector:
+        """Return the vector that fits best near another, some steps left out."""
+        weights = near.weights.copy()
+        weights[list(without)] = 0
+        rows = near.derivatives
         left = rows.T @ (weights[:, None] * rows) + np.eye(len(x)) / PRIOR**2
-        right = rows.T @ (weights * -residual) - (x - self.start) / PRIOR**2
+        right = rows.T @ (weights * -near.residual) - (x - self.start) / PRIOR**2
         return x + np.linalg.solve(left, right)
+
+    def left_out(self, x: Vector, near: Linear) -> list[StepTime]:
+        """Return each step predicted with rates fitted without its fold."""
+        found: dict[int, StepTime] = {}
+        for fold in range(FOLDS):
+            which = range(fold, len(self.ledgers), FOLDS)
+            own = self.improved(x, near, which)
+            found |= dict(zip(which, self.times(own, which), strict=True))
+        return [found[at] for at in range(len(self.ledgers))]
+
+
+_shared: list[Fit] = []
+"""In a process of the pool, the fit."""
+
+
+def _share(fit: Fit) -> None:
+    _shared[:] = [fit]
+
+
+def _derivative(x: Vector, at: int, now: Sequence[StepTime]) -> Vector:
+    return _shared[0].derivative(x, at, now)
+
+
+def _waits(step: StepTime) -> bool:
+    return step.host_s > HOST_BOUND * step.total
 
 
 def chosen() -> Iterator[tuple[Recipe, float]]:
@@ -132,9 +192,7 @@ def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
     lines = []
     for deciding, waits in (("GPU", False), ("host", True)):
         ratios = [
-            took_s / one.total
-            for one, took_s in zip(times, measured_s, strict=True)
-            if (one.host_s > HOST_BOUND * one.total) == waits
+            took_s / one.total for one, took_s in zip(times, measured_s, strict=True) if _waits(one) == waits
         ]
         if len(ratios) > 1:
             errors = sorted(abs(1 / ratio - 1) for ratio in ratios)
@@ -143,6 +201,26 @@ def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
                 f"{deciding}: {len(ratios)} steps, error {median(errors):.1%}, worst {errors[-1]:.1%}; "
                 f"measured over predicted, middle 95 %: {cuts[0]:.3f} to {cuts[-1]:.3f}, "
                 f"90 %: {cuts[1]:.3f} to {cuts[-2]:.3f}"
+            )
+    return "\n".join(lines)
+
+
+def ranges(times: Sequence[StepTime], measured_s: Sequence[float], compiled: Sequence[bool]) -> str:
+    """Return the ranges of measured over predicted steps: of all, and with a tenth outside."""
+    lines = []
+    for waits, is_compiled in product((False, True), repeat=2):
+        ratios = sorted(
+            took_s / one.total
+            for one, took_s, kind in zip(times, measured_s, compiled, strict=True)
+            if (_waits(one), kind) == (waits, is_compiled)
+        )
+        if ratios:
+            outside = len(ratios) // 20
+            kind = f"{'compiled' if is_compiled else 'eager'}, {'host' if waits else 'GPU'}"
+            lines.append(
+                f"{kind}: {len(ratios)} steps, "
+                f"{ratios[0]:.3f} to {ratios[-1]:.3f}; without {outside} at each end "
+                f"{ratios[outside]:.3f} to {ratios[-1 - outside]:.3f}"
             )
     return "\n".join(lines)
 
@@ -169,6 +247,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--ledgers", type=Path, metavar="FOLDER")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--bounds", action="store_true")
     parser.add_argument("--small-steps", action="store_true")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -184,8 +264,11 @@ def main() -> None:
     x = fit.start
     say(summary(fit.times(x), took))
     for _ in range(options.iterations):
-        x = fit.improved(x)
+        x = fit.improved(x, fit.linearised(x, options.jobs))
         say(summary(fit.times(x), took))
+    if options.bounds:
+        compiled = [recipe.compile is not False for recipe, _ in learned + planned]
+        say(ranges(fit.left_out(x, fit.linearised(x, options.jobs)), took, compiled))
     for name, value in zip(fit.names, np.exp(x), strict=True):
         say(f"{name} = {value:.3g}")
 

@@ -30,6 +30,8 @@ FP8 = 0.645
 """Share of the fp8 peak where no fp8 product was calibrated (`bench gpu --only sustained=fp8`, one H200)."""
 UNKNOWN = 0.59
 """Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
+NOT_FASTER_BYTES = 2**28
+"""Operations of more bytes leave nothing in the cache, so a step does not run them faster than alone."""
 Part = Literal["products", "attention", "memory"]
 
 
@@ -97,7 +99,9 @@ def _factor(op: Op, rates: Rates) -> float:
         if op.dtype == "float16":
             return rates.products_fp16
         return rates.grouped if "grouped" in op.name else rates.products
-    return rates.attention if part == "attention" else rates.memory
+    if part == "attention":
+        return rates.attention
+    return max(1.0, rates.memory) if op.num_bytes > NOT_FASTER_BYTES else rates.memory
 
 
 def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:

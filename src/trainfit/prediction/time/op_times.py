@@ -2,7 +2,7 @@
 
 A row is found by operation, dtype and layout, and for attention by head size and mask. Among these the
 nearest in size count, each by the rate that it reached beyond a fixed time; the logarithms of the seconds
-are averaged, the nearer the more.
+are averaged, the nearer the more. Compiled kernels are nearer, the more words their names share.
 """
 
 import functools
@@ -47,7 +47,31 @@ TILES = (
 """Rows, columns and relative rate of the tiles of fp32 products. They predict rows from the others better."""
 COPIED = 0.8
 """Share of the bandwidth of a copy."""
+PARTIAL = 64
+"""Lengths that are no multiple of it leave tiles of attention partly empty."""
+ATTENTION_TILES = {"cudnn": (128, 64), "flash": (128, 128), "efficient": (64, 64)}
+"""Tokens of the tiles that an attention kernel computes whole, forward and backward. They predict the rows of
+one length from those of the others best; for our kernels none does."""
+CACHE_BYTES = 50 * 2**20
+"""What stays in the L2 cache of the calibrated GPU."""
+UNLIKE, OTHER_KIND = 3.0, 1.0
+"""Distance of compiled kernels whose names share no word, and of a reduction from another kind of kernel, in
+logarithms of sizes. They predict the kernels of one recipe from those of the others best."""
+COMPILED = "triton_"
+"""What the names of compiled kernels begin with."""
 Key = tuple[object, ...]
+
+
+class Traits(NamedTuple):
+    """What a compiled kernel's name says: its kind (pointwise, or a reduction) and its operations' words."""
+
+    kind: str
+    words: frozenset[str]
+
+    def distance(self, other: "Traits") -> float:
+        """Return how unlike two kernels are."""
+        alike = len(self.words & other.words) / max(1, len(self.words | other.words))
+        return UNLIKE * (1 - alike) + OTHER_KIND * (self.kind != other.kind)
 
 
 class Point(NamedTuple):
@@ -57,13 +81,22 @@ class Point(NamedTuple):
     work: float
     seconds: float
     is_latency: bool
+    is_cached: bool
+    """Its bytes stay in the cache, which moves them faster than the memory."""
+    traits: Traits | None
 
     def scaled(self, work: float, fixed_s: float) -> float:
         """Return the seconds of other work, of which ``fixed_s`` stay."""
         if self.is_latency:
             return self.seconds + max(0.0, work - self.work) / (REACHED * _bytes_per_s())
         fixed_s = min(fixed_s, 0.9 * self.seconds)
-        return fixed_s + (self.seconds - fixed_s) * work / self.work
+        taken_s = fixed_s + (self.seconds - fixed_s) * work / self.work
+        return max(taken_s, work / _bytes_per_s()) if self.is_cached and work > CACHE_BYTES else taken_s
+
+    def distance(self, size: tuple[float, ...], traits: Traits | None) -> float:
+        """Return how far the row is from a call."""
+        far = math.dist(self.size, size)
+        return far if self.traits is None or traits is None else far + self.traits.distance(traits)
 
 
 def size_of(op: Op | OpTime) -> tuple[float, ...]:
@@ -76,7 +109,16 @@ def size_of(op: Op | OpTime) -> tuple[float, ...]:
 
 
 def _flops(op: Op | OpTime) -> float:
-    return op.flops if isinstance(op, OpTime) else op.causal_flops
+    flops = op.flops if isinstance(op, OpTime) else op.causal_flops
+    tile = _tile(op)
+    return flops * (math.ceil(op.seq / tile) * tile / op.seq) ** 2 if tile else flops
+
+
+def _tile(op: Op | OpTime) -> int:
+    """Return the length of an attention kernel's tiles; 0 where its time shows none."""
+    if not op.kernel or not op.seq:
+        return 0
+    return ATTENTION_TILES.get(op.kernel, (0, 0))["backward" in _base(op)]
 
 
 def work_of(op: Op | OpTime) -> float:
@@ -140,20 +182,17 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
         yield kind, dtype
         return
     if op.kernel:
+        is_partial = bool(op.seq % PARTIAL)
+        yield base, op.kernel, dtype, op.head, op.masked, is_partial
         yield base, op.kernel, dtype, op.head, op.masked
         yield base, op.kernel, dtype, op.masked
         return
     name = op.op if isinstance(op, OpTime) else op.name
     yield name, dtype, op.layout
     yield base, dtype, op.layout
-    if name.startswith("triton_"):
-        kind = name.split("_")[1]  # Pointwise, or a reduction in one or several passes.
-        if _is_of_fp8(name):
-            yield "triton, fp8", kind
-            if isinstance(op, OpTime):
-                return
-        yield "triton", kind
-        yield ("triton",)
+    if name.startswith(COMPILED):
+        yield (COMPILED,)
+        return
     yield base, dtype, None
     if base in FAMILIES:
         yield FAMILIES[base], dtype, op.layout
@@ -162,9 +201,12 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
     yield "list" if _is_list(base) else "elementwise", None, None
 
 
-def _is_of_fp8(kernel: str) -> bool:
-    """Return whether a compiled kernel rounds to fp8, also by columns, or finds the scale for it."""
-    return "_scaled_mm" in kernel or {"abs", "max"} <= {*kernel.split("_")}
+def _traits(name: str) -> Traits | None:
+    """Return a compiled kernel's traits; None: another operation."""
+    if not name.startswith(COMPILED):
+        return None
+    kind, *words = name.removeprefix(COMPILED).split("_")
+    return Traits(kind, frozenset(word for word in words if word and not word.isdigit()))
 
 
 def _is_list(base: str) -> bool:
@@ -184,7 +226,7 @@ class OpTimes:
         self._points: dict[Key, list[Point]] = {}
         self._seconds = functools.lru_cache(maxsize=65536)(self._nearest)
         for row in rows:
-            point = Point(size_of(row), work_of(row), row.seconds, _is_latency(row))
+            point = _point(row)
             for key in dict.fromkeys(keys(row)):
                 if key[0] != "elementwise" or _base(row) in ("add", "mul", "sub", "div", "neg"):
                     self._points.setdefault(key, []).append(point)
@@ -199,18 +241,20 @@ class OpTimes:
         for key in known:
             if op.shape or op.kernel or _is_list(_base(op)) or size[0] <= self._largest(key) + FAR:
                 copied_s = _copied_s(op) if _base(op) == ADDED != key[0] else 0.0
-                return self._seconds(key, size, work_of(op), fixed_s) + copied_s
+                return self._seconds(key, size, work_of(op), fixed_s, _traits(op.name)) + copied_s
         if not known:
             return None
-        return self._seconds(max(known, key=self._largest), size, work_of(op), fixed_s)
+        return self._seconds(max(known, key=self._largest), size, work_of(op), fixed_s, _traits(op.name))
 
     def _largest(self, key: Key) -> float:
         return max(point.size[0] for point in self._points[key])
 
-    def _nearest(self, key: Key, size: tuple[float, ...], work: float, fixed_s: float) -> float:
+    def _nearest(
+        self, key: Key, size: tuple[float, ...], work: float, fixed_s: float, traits: Traits | None
+    ) -> float:
         """Return the seconds of some work of a size, from the nearest points of a key."""
         points = self._points[key]
-        near = sorted((math.dist(point.size, size), point) for point in points)[:NEAREST]
+        near = sorted(((point.distance(size, traits), point) for point in points), key=_first)[:NEAREST]
         weights = [1 / (CLOSE + distance) ** 2 for distance, _ in near]
         logs = [math.log(point.scaled(work, fixed_s)) for _, point in near]
         return math.exp(sum(w * value for w, value in zip(weights, logs, strict=True)) / sum(weights))
@@ -221,7 +265,17 @@ def _copied_s(op: Op) -> float:
     return 2 * batch * m * n * (4 if op.dtype == "float32" else 2) / (COPIED * _bytes_per_s())
 
 
-def _is_latency(row: OpTime) -> bool:
-    if row.shape or row.kernel:
-        return False
-    return row.num_bytes < LATENCY * row.seconds * _bytes_per_s()
+def _first(pair: tuple[float, Point]) -> float:
+    return pair[0]
+
+
+def _point(row: OpTime) -> Point:
+    is_of_bytes = not row.shape and not row.kernel
+    return Point(
+        size_of(row),
+        work_of(row),
+        row.seconds,
+        is_of_bytes and row.num_bytes < LATENCY * row.seconds * _bytes_per_s(),
+        is_of_bytes and row.num_bytes < CACHE_BYTES,
+        _traits(row.op),
+    )
