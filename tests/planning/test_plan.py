@@ -85,6 +85,7 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
     class Refusing:
         def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int):
             self.has_compiler = "torch._inductor.compile_fx" in imports
+            self.num_ahead = num_ahead
             assert bool(num_ahead) != self.has_compiler  # Compiled ones take too long for a lower priority.
 
         def ask(self, data: dict[str, Any], *, ahead: bool) -> Future[dict[str, Any]]:
@@ -109,6 +110,33 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
     assert sorted(asked, key=str) == [(False, False, False)] * 3 + [(True, "block", True)]
 
 
+def test_a_request_ahead_that_still_waits_is_given_to_the_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    class Busy:
+        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int):
+            self.num_ahead = num_ahead
+
+        def ask(self, data: dict[str, Any], *, ahead: bool) -> Future[dict[str, Any]]:
+            asked.append(ahead)
+            answer: Future[dict[str, Any]] = Future()
+            if not ahead:
+                answer.set_result({"refused": {"problem": "none", "remedy": "none"}})
+            return answer
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("trainfit.planning.estimates.Workers", Busy)
+    monkeypatch.setattr("trainfit.planning.estimates._save", lambda *_: None)
+    with Estimates(2, use_cache=False) as estimates:
+        estimates.of([Request(recipe())], ahead=[Request(recipe(loss="fused"))])
+        estimates.of([Request(recipe(loss="fused"))])
+    assert asked == [False, True, False]
+
+
 def priority(request: dict[str, Any]) -> dict[str, Any]:
     """Answer as a process of a plan does: with its own priority."""
     return {**request, "niceness": os.nice(0)}
@@ -120,7 +148,7 @@ def test_requests_ahead_have_processes_of_a_lower_priority(monkeypatch: pytest.M
     workers = Workers(1, f"{Path(__file__).stem}:priority", [], num_ahead=1)
     try:
         ahead, now = workers.ask({"number": 1}, ahead=True), workers.ask({"number": 2})
-        assert ahead.result(120) == {"number": 1, "niceness": os.nice(0) + NICENESS}
+        assert ahead.result(120) == {"number": 1, "niceness": min(19, os.nice(0) + NICENESS)}
         assert now.result(120) == {"number": 2, "niceness": os.nice(0)}
     finally:
         workers.close()

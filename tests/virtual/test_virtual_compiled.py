@@ -47,6 +47,18 @@ class Chain(nn.Module):
         return ((x * 2).sin() + 1).exp()
 
 
+class Lookup(nn.Module):
+    """Rows of a table, and a part of each, in one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64 * TOKENS, E, device=CPU).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table(x.long())
+        return rows[:, : E // 2].sin() + rows[:, E // 2 :].cos()
+
+
 class Head(nn.Module):
     """A vocabulary that no tensor core can take, in bf16."""
 
@@ -78,6 +90,14 @@ def test_a_fused_chain_allocates_its_output_alone() -> None:
     assert allocated_in_forward(eager) == 4 * [num_bytes]
     kernels = [op for op in compiled.ops if op.name.startswith("triton_")]
     assert [op.num_bytes for op in kernels] == [2 * num_bytes]
+
+
+def test_a_kernel_that_reads_rows_of_a_table_counts_the_rows() -> None:
+    """Not the whole table, which is 64 times as large; each half of the rows is read with the index."""
+    ledger = step_of(Lookup, (TOKENS,), compiled=True, trains=False)
+    kernels = [op for op in ledger.ops if op.name.startswith("triton_")]
+    index, rows, out = TOKENS * 4, TOKENS * E * 4, TOKENS * E * 4 // 2
+    assert [op.num_bytes for op in kernels] == [index + rows + out]
 
 
 def allocated_in_forward(ledger: Ledger) -> list[int]:

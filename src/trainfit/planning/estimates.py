@@ -168,9 +168,13 @@ class Estimates:
         self.on_progress(len(self._known))
 
     def _submit(self, request: Request, *, ahead: bool = False) -> Future[dict[str, Any]]:
-        """Give a request to the processes of its kind, if they have not got it."""
-        if request.key not in self._futures:
-            workers = self._workers.get(bool(request.recipe.compile)) or self._workers[False]
+        """Give a request to the processes of its kind, if they have not got it.
+
+        One that still waits for a process of a lower priority goes to the others.
+        """
+        workers = self._workers.get(bool(request.recipe.compile)) or self._workers[False]
+        given = self._futures.get(request.key)
+        if given is None or (not ahead and workers.num_ahead and given.cancel()):
             data = {"recipe": request.recipe.content(), "exact": request.exact}
             data |= {"use_cache": self.use_cache, "calibration": chosen_file()}
             self._futures[request.key] = workers.ask(data, ahead=ahead)

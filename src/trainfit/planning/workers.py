@@ -86,10 +86,11 @@ class Workers:
         for number in [count + num_ahead] if CAN_FORK else [1] * count:
             self._start(number, answer, imports, num_ahead)
         self._pool, self._ahead = _Pool(self._each[:count]), _Pool(self._each[count:])
+        self.num_ahead = self._ahead.count
 
     def ask(self, request: dict[str, Any], *, ahead: bool = False) -> Future[dict[str, Any]]:
         """Give a request to the first process that is idle; one ahead to those for such, if there are any."""
-        return (self._ahead if ahead and self._ahead.count else self._pool).ask(request)
+        return (self._ahead if ahead and self.num_ahead else self._pool).ask(request)
 
     def _start(self, count: int, answer: str, imports: Sequence[str], num_ahead: int) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)

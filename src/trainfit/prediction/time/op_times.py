@@ -47,8 +47,9 @@ TILES = (
 """Rows, columns and relative rate of the tiles of fp32 products. They predict rows from the others better."""
 COPIED = 0.8
 """Share of the bandwidth of a copy."""
-PARTIAL = 64
-"""Lengths that are no multiple of it leave tiles of attention partly empty."""
+PARTIAL, LONG = 64, 4096
+"""Lengths that are no multiple of the one leave tiles of attention partly empty; in longer
+ones than the other they matter little."""
 ATTENTION_TILES = {"cudnn": (128, 64), "flash": (128, 128), "efficient": (64, 64)}
 """Tokens of the tiles that an attention kernel computes whole, forward and backward. They predict the rows of
 one length from those of the others best; for our kernels none does."""
@@ -182,7 +183,7 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
         yield kind, dtype
         return
     if op.kernel:
-        is_partial = bool(op.seq % PARTIAL)
+        is_partial = op.seq < LONG and bool(op.seq % PARTIAL)
         yield base, op.kernel, dtype, op.head, op.masked, is_partial
         yield base, op.kernel, dtype, op.head, op.masked
         yield base, op.kernel, dtype, op.masked
