@@ -14,7 +14,7 @@ from trainfit.bench.harness.stopwatch import Stopwatch, stopwatch_of
 from trainfit.calibration.compiled import compiled_recipes, compiled_rows
 from trainfit.calibration.host import costs, host_step, small_steps
 from trainfit.calibration.op_timer import OpTimer
-from trainfit.calibration.workloads import large_workloads, workloads
+from trainfit.calibration.workloads import more_workloads, workloads
 from trainfit.measurement.environment import cpu_name, host_environment
 from trainfit.prediction.time.calibrated import LEAST_STEPS
 from trainfit.spec.calibration import Calibration, CollectiveTime, OpTime
@@ -106,9 +106,9 @@ class Run:
                 yield "collectives", self._collectives
             yield from self._compiled_parts(more=False)
             yield from self._steps(data for data in steps if data.get("compile"))
-            for name, work in large_workloads(self.device):
-                yield name, lambda n=name, w=work: self._ops(timer, n, w)
             if self.limit_s > LIMIT_S:
+                for name, work in more_workloads(self.device):
+                    yield name, lambda n=name, w=work: self._ops(timer, n, w)
                 yield from self._compiled_parts(more=True)
 
     def _compiled_parts(self, *, more: bool) -> Iterator[tuple[str, Callable[[], str]]]:

@@ -44,8 +44,8 @@ ATTENTION = {
     "efficient, masked": ("bf16", (64, 128), (512, 2048)),
 }
 """Kernel: dtype, head sizes, lengths."""
-PARTIAL_LENGTHS = (136, 200, 424, 680, 1032, 1288, 1896, 3000)
-"""Multiples of 8 that leave the last tiles of attention's kernels partly empty."""
+PARTIAL_LENGTHS, MORE_LENGTHS = (200, 680, 1288, 3000), (136, 424, 1032, 1896)
+"""Multiples of 8 that leave the last tiles of attention partly empty; MORE_LENGTHS in long calibrations."""
 PARTIAL_ATTENTION = {
     "cudnn": ("bf16", (64, 128, 256)),
     "flash": ("bf16", (64, 128)),
@@ -72,17 +72,22 @@ def workloads(device: torch.device, *, tiny: bool) -> Iterator[Workload]:
     if torch.cuda.get_device_capability(device) >= CAPABILITY:
         yield "products, fp8", lambda: fp8_products(device, FP8_TOKENS, FP8_LINEARS)
     yield "products, fp16 and fp32", lambda: products(device, (1024, 4096), LINEARS[:14], ("fp16", "fp32"))
+    yield from _partial_attention(device, PARTIAL_LENGTHS)
+    for name, data in recipes(LARGE):
+        yield f"large model, {name}", lambda data=data: one_step(recipe_from(data), device)
+
+
+def more_workloads(device: torch.device) -> Iterator[Workload]:
+    """Yield the parts of a long calibration alone."""
+    yield from _partial_attention(device, MORE_LENGTHS)
+
+
+def _partial_attention(device: torch.device, lengths: Sequence[int]) -> Iterator[Workload]:
     for name, (dtype, heads) in PARTIAL_ATTENTION.items():
         yield (
             f"attention, partial tiles, {name}",
-            lambda a=(name, dtype, heads, PARTIAL_LENGTHS): attention(device, *a),
+            lambda a=(name, dtype, heads, lengths): attention(device, *a),
         )
-
-
-def large_workloads(device: torch.device) -> Iterator[Workload]:
-    """Yield steps of models of one layer with many tokens, the operations of long steps."""
-    for name, data in recipes(LARGE):
-        yield f"large model, {name}", lambda data=data: one_step(recipe_from(data), device)
 
 
 def products(device: torch.device, tokens: Any, linears: Any, dtypes: Any) -> None:
@@ -240,7 +245,7 @@ LARGE: tuple[Row, ...] = (
     ("opt-1.3b", 32, 688, {"precision": "amp-fp16", "attention": "eager"}),
     ("gpt2-xl", 8, 1024, {"precision": "fp32"}),
 )
-"""The commonest first."""
+"""Steps of many tokens; the commonest first."""
 
 
 def recipes(table: Sequence[Row] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
