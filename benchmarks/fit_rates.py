@@ -206,7 +206,10 @@ def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
 
 
 def ranges(times: Sequence[StepTime], measured_s: Sequence[float], compiled: Sequence[bool]) -> str:
-    """Return the ranges of measured over predicted steps: of all, and with a tenth outside."""
+    """Return the ranges of measured over predicted steps: of all, and of which a tenth of new ones are outside.
+
+    Between the k-th lowest and the k-th highest of n lie (n + 1 - 2 k) / (n + 1) of new ones, in the mean.
+    """
     lines = []
     for waits, is_compiled in product((False, True), repeat=2):
         ratios = sorted(
@@ -215,7 +218,7 @@ def ranges(times: Sequence[StepTime], measured_s: Sequence[float], compiled: Seq
             if (_waits(one), kind) == (waits, is_compiled)
         )
         if ratios:
-            outside = len(ratios) // 20
+            outside = max(0, (len(ratios) + 1) // 20 - 1)
             kind = f"{'compiled' if is_compiled else 'eager'}, {'host' if waits else 'GPU'}"
             lines.append(
                 f"{kind}: {len(ratios)} steps, "

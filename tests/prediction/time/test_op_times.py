@@ -1,0 +1,56 @@
+"""The nearest timed operations: compiled kernels by name, attention by tiles, what a cache holds."""
+
+import pytest
+
+from trainfit.catalog.load import gpu
+from trainfit.ledger.ledger import Op
+from trainfit.prediction.time.op_times import CACHE_BYTES, SHEET, OpTimes
+from trainfit.spec.calibration import OpTime
+
+MB = 2**20
+
+
+def row(name: str, num_bytes: int, seconds: float, **changes: object) -> OpTime:
+    return OpTime(name, "bfloat16", "", (), "", 0, 0, False, 0.0, num_bytes, seconds, "")._replace(**changes)
+
+
+def op(name: str, num_bytes: int, flops: float = 0.0, kernel: str = "", head: int = 0, seq: int = 0) -> Op:
+    return Op(
+        name, "m", 0, 0, flops, flops, 0, 0, num_bytes, "bfloat16", kernel=kernel, head=head, seq=seq
+    )  # fmt: skip
+
+
+def test_a_compiled_kernel_takes_the_rate_of_those_with_the_same_words() -> None:
+    """Sizes are equal, so only names tell a slow reduction from fast pointwise kernels."""
+    slow = row("triton_red_fused_log_softmax_3", 512 * MB, 4e-4)
+    fast = [row(f"triton_poi_fused_mul_silu_{n}", 512 * MB, 1.2e-4) for n in range(4)]
+    times = OpTimes([slow, *fast])
+    assert times.seconds(op("triton_red_fused_log_softmax_7", 512 * MB)) == pytest.approx(4e-4, rel=0.1)
+    assert times.seconds(op("triton_poi_fused_add_mul_silu_7", 512 * MB)) == pytest.approx(1.2e-4, rel=0.1)
+
+
+def test_what_was_timed_in_the_cache_is_no_faster_than_the_memory_when_it_leaves_the_cache() -> None:
+    bandwidth = gpu(SHEET).memory_bytes_per_s
+    assert bandwidth is not None
+    cached = row("aten.mul.Tensor", 20 * MB, 20 * MB / (2 * bandwidth))
+    times = OpTimes([cached])
+    small, large = 40 * MB, 2**30
+    assert small < CACHE_BYTES < large
+    within, beyond = (times.seconds(op("aten.mul.Tensor", size)) for size in (small, large))
+    assert within is not None
+    assert within < small / bandwidth
+    assert beyond == pytest.approx(large / bandwidth)
+
+
+@pytest.mark.parametrize(("kernel", "tile"), [("cudnn", 128), ("flash", 128), ("efficient", 64)])
+def test_attention_computes_whole_tiles(kernel: str, tile: int) -> None:
+    """A length just above 1,024 takes as long as its last tile were full."""
+    name, seq = "aten._scaled_dot_product_attention.default", 1032
+    rate = 5e14
+
+    def flops(tokens: int) -> float:
+        return 1e6 * tokens**2
+
+    times = OpTimes([row(name, MB, flops(1024) / rate, kernel=kernel, head=64, seq=1024, flops=flops(1024))])
+    found = times.seconds(op(name, MB, flops(seq), kernel, 64, seq))
+    assert found == pytest.approx(flops(1024 + tile) / rate, rel=0.02)
