@@ -206,7 +206,7 @@ def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
 
 
 def ranges(times: Sequence[StepTime], measured_s: Sequence[float], compiled: Sequence[bool]) -> str:
-    """Return the ranges of measured over predicted steps: of all, and of which a tenth of new ones are outside.
+    """Return ranges of measured over predicted steps: of all, and with a tenth of new ones outside.
 
     Between the k-th lowest and the k-th highest of n lie (n + 1 - 2 k) / (n + 1) of new ones, in the mean.
     """

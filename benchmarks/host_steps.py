@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.step_time import ledger_of, measured
 from benchmarks.tables.step_time import steps

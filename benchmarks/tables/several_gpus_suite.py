@@ -34,15 +34,17 @@ WITHIN = (0.0002, 0.005)
 HALVES = {False: "learned from", True: "held out"}
 
 
-def joined(some: Iterable[Record]) -> list[Comparison]:
+def joined(some: Iterable[Record], *, first: bool = False) -> list[Comparison]:
     """Return a comparison of each measured recipe, in the order of its prediction.
 
-    The newest prediction and the newest measurement count, whatever their versions.
+    The newest prediction and the newest measurement count, or the first of each; whatever their versions.
     """
     predicted: dict[str, Record] = {}
     measured: dict[str, Record] = {}
     for record in some:
-        (predicted if record.estimate is not None else measured)[record.recipe_id] = record
+        of_kind = predicted if record.estimate is not None else measured
+        if not (first and record.recipe_id in of_kind):
+            of_kind[record.recipe_id] = record
     return [
         Comparison(records_of.recipe_of(one), one.estimate, measured[name].measurement)
         for name, one in predicted.items()
@@ -52,13 +54,13 @@ def joined(some: Iterable[Record]) -> list[Comparison]:
 
 @cache
 def suite() -> tuple[Comparison, ...]:
-    """Return the committed recipes that were predicted and measured."""
-    return tuple(joined(record for name in FILES for record in load(FOLDER / name)))
+    """Return the recipes as first predicted and first measured."""
+    return tuple(joined((record for name in FILES for record in load(FOLDER / name)), first=True))
 
 
 @cache
 def anew() -> tuple[Comparison, ...]:
-    """Return the measured recipes with their predictions anew."""
+    """Return the newest predictions and measurements of these recipes."""
     files = (FOLDER / ANEW, FOLDER / FILES[1])
     return tuple(joined(record for file in files if file.is_file() for record in load(file)))
 
@@ -99,14 +101,14 @@ def ratio(one: Comparison) -> float | None:
 
 
 def by_strategy() -> str:
-    """Errors of allocated peaks as first committed, of reserved peaks and step times predicted anew."""
-    pairs = suite()
+    """Errors of the newest predictions of peaks and step times, by strategy."""
+    pairs = anew()
     groups: dict[str, list[Comparison]] = {}
     for one in pairs:
         groups.setdefault(strategy_of(one), []).append(one)
     heads = [
         "strategy", "recipes", "allocated: exact", "worst", "reserved: within 0.5 %", "worst",
-        "step, measured / predicted",
+        "device: worst", "step, measured / predicted",
     ]  # fmt: skip
     lines = [_group(name, some) for name, some in sorted(groups.items())]
     return markdown_grid(heads, [*lines, _group("all", pairs)])
@@ -139,13 +141,10 @@ def step_errors(pairs: Iterable[Comparison], held_out: bool) -> list[float]:
 
 
 def _group(name: str, pairs: Sequence[Comparison]) -> list[str]:
-    allocated = _sizes(pairs, "allocated")
-    ids = {one.recipe.id for one in pairs}
-    again = [one for one in anew() if one.recipe.id in ids]
-    reserved = _sizes(again, "reserved")
+    allocated, reserved = _sizes(pairs, "allocated"), _sizes(pairs, "reserved")
     return [
         name, str(len(pairs)), str(exact(allocated)), _worst(allocated), _close(reserved), _worst(reserved),
-        _ratios(again),
+        _worst(_sizes(pairs, "device")), _ratios(pairs),
     ]  # fmt: skip
 
 

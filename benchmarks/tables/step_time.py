@@ -23,6 +23,8 @@ from trainfit.spec.result import StepTime
 from trainfit.spec.value import parse
 
 FILE = RESULTS / "step-time" / "predicted.jsonl"
+BLIND = FILE.with_name("blind.jsonl")
+"""Steps that were predicted before they were measured, with the catalog's host and the machine's own."""
 
 
 class Step(NamedTuple):
@@ -124,6 +126,30 @@ def _cells(mine: Sequence[Step]) -> list[str]:
         f"{100 * inside:.0f}",
         f"{mine[0].band.low:.2f} to {mine[0].band.high:.2f}",
     ]
+
+
+def blind_groups() -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of BLIND by what decides with the catalog's host."""
+    groups: dict[str, list[dict[str, Any]]] = {"the GPU decides": [], "the host decides": []}
+    for row in rows(BLIND):
+        waits = row["host_s"] > HOST_BOUND * row["predicted_s"]
+        groups["the host decides" if waits else "the GPU decides"].append(row)
+    return groups
+
+
+def blind_table() -> str:
+    """Return the errors of the steps that were predicted before, with either host."""
+    lines = []
+    for name, mine in blind_groups().items():
+        cells = [name, str(len(mine))]
+        for column in ("predicted_s", "calibrated_s"):
+            errors = [row[column] / row["step_s"] - 1 for row in mine]
+            cells += [f"{100 * median(map(abs, errors)):.1f}", f"{100 * worst(errors):+.1f}"]
+        inside = sum(row["low_s"] <= row["step_s"] <= row["high_s"] for row in mine)
+        lines.append([*cells, f"{inside} of {len(mine)}"])
+    heads = ["steps", "recipes", "catalog's host: median, %", "worst, %", "its own host: median, %",
+             "worst, %", "within the bounds"]  # fmt: skip
+    return markdown_grid(heads, lines)
 
 
 def kendall_tau(keep: Callable[[Step], bool] = lambda one: one.is_held_out) -> tuple[float, int]:

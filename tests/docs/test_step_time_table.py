@@ -15,6 +15,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.time.calibrated import calibrated, using
+from trainfit.records import load
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, digest_of
 from trainfit.spec.recipe import is_held_out
@@ -69,6 +70,33 @@ def test_the_pages_order_of_held_out_recipes() -> None:
     check("docs/results/accuracy.md", r"in # of # held-out pairs: Kendall's tau is #", (right, pairs, tau))
 
 
+def test_what_was_predicted_before_it_was_measured() -> None:
+    """The rows are the recipes' whose predictions had been committed, as many as were measured."""
+    folder = step_time.BLIND.parent
+    predicted_s, measured_s = (
+        {one.recipe_id: one for one in load(folder / f"blind-{name}.jsonl")}
+        for name in ("predicted", "measured")
+    )
+    rows = step_time.rows(step_time.BLIND)
+    assert {row["recipe_id"] for row in rows} == set(measured_s) <= set(predicted_s)
+    errors = []
+    for row in rows:
+        before, after = predicted_s[row["recipe_id"]], measured_s[row["recipe_id"]]
+        assert before.created_at < after.created_at
+        assert before.estimate is not None
+        assert after.measurement is not None
+        assert after.measurement.peak_allocated_bytes
+        assert row["predicted_s"] == pytest.approx(before.estimate.step_s, rel=1e-6)
+        assert row["step_s"] == pytest.approx(after.measurement.step_s)
+        errors.append(before.estimate.peak_allocated_bytes / after.measurement.peak_allocated_bytes - 1)
+    check(
+        "docs/results/accuracy.md",
+        r"# recipes drawn by a seed were predicted with .*? # were then measured .*? "
+        r"Of the same #, # allocated peaks are exact and the worst is off by # %",
+        (len(predicted_s), len(rows), len(rows), errors.count(0.0), 100 * max(map(abs, errors))),
+    )
+
+
 def test_a_changed_row_is_refused(written: Path) -> None:
     first, _, rest = written.read_text().partition("\n")
     row = json.loads(first) | {"step_s": 1.0}
@@ -112,7 +140,16 @@ def test_steps_on_another_host() -> None:
         ),
     )
     inside = sum(row["low_s"] <= row["step_s"] <= row["high_s"] for row in found)
-    check("docs/log.md", "# of the # lie within the bounds", (inside, len(found)))
+    check("docs/guide/calibrate.md", "# of them lie within the bounds", (inside,))
+    third = step_time.blind_groups()["the host decides"]
+    check(
+        "docs/guide/calibrate.md", r"On a third, six are # and \[# % off\]",
+        [
+            100 * median(abs(row[name] / row["step_s"] - 1) for row in third)
+            for name in ("predicted_s", "calibrated_s")
+        ],
+    )  # fmt: skip
+    assert len(third) == 6
     assert [row["recipe_id"] for row in found] == recipe_ids()[: len(found)]
     shipped = json.loads((FOLDER / "calibrations" / "h200.json").read_text("utf-8"))["host_steps"]
     own = median(one["step_s"] / one["expected_s"] for one in shipped if one.get("expected_s"))
