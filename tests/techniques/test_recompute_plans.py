@@ -1,6 +1,7 @@
 """Plans by block and budgets in GiB: the same gradients, the predicted bytes, never over the budget."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +169,7 @@ def test_a_plan_is_within_its_budget_and_less_budget_is_never_faster(
         found = plan(budget(recipe, allowed))
         assert found.estimate.peak_allocated_bytes <= allowed
         times.append(found.estimate.time.matmul_s + found.estimate.time.memory_s)
-    assert times == sorted(times)
+    assert all(shorter <= longer * (1 + 1e-12) for shorter, longer in pairwise(times))  # Sums round.
 
 
 def test_measure_and_train_run_the_plan_of_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -284,9 +285,9 @@ def test_the_chosen_plan_of_80_blocks_is_pinned() -> None:
     fields = {"precision": "bf16", "loss": "chunked", "optimizer": Optimizer(in_backward=True)}
     found = plan(budget(recipe_of("llama-3.1-70b", "native", batch=Batch(seq=4096), **fields), 402 * GIB))
     assert found.recipe.recompute == layers(
-        ("full", 1.0, 49), ("elementwise", 0.9, 30), ("elementwise", 0.0, 1)
+        ("full", 1.0, 54), ("elementwise", 0.9, 25), ("none", 0.0, 1)
     )
-    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.911, abs=0.001)
+    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.804, abs=0.001)
 
 
 @pytest.mark.parametrize("level", [0.2, 0.7])
