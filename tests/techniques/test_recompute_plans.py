@@ -284,9 +284,7 @@ def _peak_by_hand(found: Probe, saved: list[Option]) -> int:
 def test_the_chosen_plan_of_80_blocks_is_pinned() -> None:
     fields = {"precision": "bf16", "loss": "chunked", "optimizer": Optimizer(in_backward=True)}
     found = plan(budget(recipe_of("llama-3.1-70b", "native", batch=Batch(seq=4096), **fields), 402 * GIB))
-    assert found.recipe.recompute == layers(
-        ("full", 1.0, 54), ("elementwise", 0.9, 25), ("none", 0.0, 1)
-    )
+    assert found.recipe.recompute == layers(("full", 1.0, 54), ("elementwise", 0.9, 25), ("none", 0.0, 1))
     assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.804, abs=0.001)
 
 
