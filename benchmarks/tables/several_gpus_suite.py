@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from functools import cache
 from statistics import median
 
@@ -182,10 +183,28 @@ def fsdp2(model: str) -> tuple[Comparison, ...]:
 
 
 def scaling_pairs() -> list[tuple[Comparison, Comparison]]:
-    """Return each recipe of Llama-3.1-8B on two GPUs after the one with the same batch on one."""
+    """Return each recipe of Llama-3.1-8B on two GPUs after the one with the same batch on one.
+
+    Of several measurements on one GPU the nearest in time counts: machines differ from day to day.
+    """
+    records = [
+        record for name in SPEED_FILES for record in load(FOLDER / name) if record.measurement is not None
+    ]
+    newest = {record.recipe_id: record for record in records}
     found = fsdp2("llama-3.1-8b")
     alone = {one.recipe.batch: one for one in found if one.recipe.hardware.count == 1}
-    return [(alone[one.recipe.batch], one) for one in found if one.recipe.hardware.count == 2]
+    pairs = list[tuple[Comparison, Comparison]]()
+    for one in found:
+        if one.recipe.hardware.count == 2:
+            when, other = _time(newest[one.recipe.id]), alone[one.recipe.batch]
+            same = (record for record in records if record.recipe_id == other.recipe.id)
+            nearest = min(same, key=lambda record, when=when: abs(_time(record) - when))
+            pairs.append((Comparison(other.recipe, other.predicted, nearest.measurement), one))
+    return pairs
+
+
+def _time(record: Record) -> datetime:
+    return datetime.fromisoformat(record.created_at)
 
 
 def scaled(alone: Comparison, several: Comparison) -> float:
@@ -208,7 +227,7 @@ def scaling() -> str:
         size = f"{batch.micro} x {batch.seq}" + f" x {batch.accumulate}" * (batch.accumulate > 1)
         share_of_one = f"{scaled(alone, several):.1%}".replace("%", " %")
         lines.append([size, name, share_of_one, f"{ratio(several) or 0:.2f}"])
-    heads = ["batch a GPU", "strategy", "speed a GPU, of one alone", "step, measured / predicted"]
+    heads = ["batch a GPU", "strategy", "speed a GPU, of one alone", "step, measured / first predicted"]
     return markdown_grid(heads, lines)
 
 

@@ -21,6 +21,8 @@ from trainfit.spec.provenance import DIGEST, digest_of
 from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import StepTime
 
+SMALL = step_time.BLIND.with_name("small.jsonl")
+
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
@@ -95,6 +97,12 @@ def test_what_was_predicted_before_it_was_measured() -> None:
         r"Of the same #, # allocated peaks are exact and the worst is off by # %",
         (len(predicted_s), len(rows), len(rows), errors.count(0.0), 100 * max(map(abs, errors))),
     )
+
+
+def test_small_compiled_steps() -> None:
+    errors = [100 * (row["calibrated_s"] / row["step_s"] - 1) for row in step_time.rows(SMALL)]
+    assert len(errors) == 4
+    check("docs/results/accuracy.md", "were # to # % off with it", (min(errors), max(errors)))
 
 
 def test_a_changed_row_is_refused(written: Path) -> None:

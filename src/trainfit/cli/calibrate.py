@@ -54,7 +54,7 @@ def run(
 
 
 def _import_little() -> None:
-    """Import transformers without a part that steps leave unused, which takes seconds."""
+    """Import transformers without a part that takes seconds and that no step uses."""
     from trainfit.prediction.start_up import import_little
 
     import_little(compiles=True)  # Dynamo is there, as in the steps that users time.
