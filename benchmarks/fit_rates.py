@@ -5,8 +5,10 @@
 Weighted least squares of the logarithms of predicted over measured steps (Gauss-Newton; the derivatives are
 differences of whole predictions; a step far off weighs little). Each rate is held near its present value, as
 far as the steps say nothing of it. Held-out recipes are not read. The steps' ledgers come from the cache or
-are traced, or are those of a folder (benchmarks/step_time.py). Steps are those of the accuracy suite and of
-the planner's choices (results/plan-choices), which are mostly products.
+are traced, or are those of a folder (benchmarks/step_time.py). Steps are those of the accuracy suite, of the
+planner's choices (results/plan-choices), which are mostly products, and of machines whose host was calibrated
+(results/step-time): the small steps of the calibration and recipes measured beside it. How much longer each
+such host takes is fitted too, so that a user's ratio of small steps is that of other steps.
 
 With ``--bounds`` each step is predicted with rates fitted without its tenth of the recipes, and the ranges of
 measured over predicted steps are printed.
@@ -24,22 +26,23 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product, repeat
+from itertools import chain, product, repeat
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.step_time import ledger_of, measured
-from benchmarks.tables.joined import join, records
+from benchmarks.tables.joined import RESULTS, join, records
 from trainfit.catalog.load import FOLDER, gpu
-from trainfit.catalog.rates import Rates
+from trainfit.catalog.rates import HostRates, Rates
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.roofline import HOST_BOUND, roofline
+from trainfit.records import load
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe, is_held_out
@@ -53,18 +56,48 @@ PRIOR = 0.5
 """Standard deviation of a rate's logarithm around its present value."""
 NOISE = {False: 0.03, True: 0.08}
 """Standard deviation of a step's logarithm, by whether the host decides it: hosts differ from day to day."""
+SMALL_NOISE = 0.15
+"""That of a small step of a calibration: the same forward takes 4 to 6 ms within a minute."""
+STEP_TIME = RESULTS / "step-time"
+HOSTS: dict[str, tuple[tuple[Path, ...], tuple[Path, ...]]] = {
+    "catalog": ((FOLDER / "calibrations" / f"{CARD.name}.json",), ()),
+    "other": ((STEP_TIME / "other-host-calibration.json",), ()),
+    "blind": (
+        (STEP_TIME / "blind-host-calibration.json",),
+        (STEP_TIME / "blind-measured.jsonl", STEP_TIME / "small-measured.jsonl"),
+    ),
+    "host": (
+        (STEP_TIME / "host-calibration-before.json", STEP_TIME / "host-calibration-after.json"),
+        (STEP_TIME / "host-measured.jsonl",),
+    ),
+}
+"""A machine -> calibrations of its host, and records of recipes that were measured beside them."""
 NOT_FITTED = (
     "wrapped", "wrapped_tensor", "collective", "unshard", "unshard_parameter", "reduce", "reduce_parameter",
-    "in_mode",
+    "in_mode", "scaled_product",
 )  # fmt: skip
 """Costs of the host that the steps do not have."""
 HELD = ("kernel_s",)
 """Rates left as they are: the least time of a launch, fitted, makes up for what small kernels lack."""
 FOLDS = 10
+RATIO = 1.5
+"""Of a calibrated host over that of the catalog, before it is fitted."""
 CHOICES = "plan-choices/measured-*.jsonl"
 STEADY = 1.1
 """A recipe's slowest step over its fastest, beyond which something else kept the host busy."""
 Vector = NDArray[np.float64]
+
+
+class Measured(NamedTuple):
+    """A measured step."""
+
+    ledger: Ledger
+    step_s: float
+    is_compiled: bool
+    machine: str = ""
+    """Whose host was calibrated; else empty."""
+    noise: float = 0.0
+    """Standard deviation of its logarithm; else by what decides it."""
 
 
 class Linear(NamedTuple):
@@ -78,8 +111,8 @@ class Linear(NamedTuple):
 class Fit:
     """Steps that are fitted, and the rates as a vector of logarithms."""
 
-    def __init__(self, ledgers: Sequence[Ledger], measured_s: Sequence[float]):
-        self.ledgers, self.measured = ledgers, np.log(measured_s)
+    def __init__(self, steps: Sequence[Measured]):
+        self.steps, self.measured = steps, np.log([one.step_s for one in steps])
         self.base = calibrated(CARD)
         data = self.base.rates.model_dump()
         self.names = [
@@ -87,15 +120,18 @@ class Fit:
             "power.slope",
             *(f"host.{name}" for name in data["host"] if name not in NOT_FITTED),
         ]
-        self.start = np.log([self._get(self.base.rates, name) for name in self.names])
+        machines = sorted({one.machine for one in steps if one.machine})
+        known = [self._get(self.base.rates, name) for name in self.names] + [RATIO] * len(machines)
+        self.names += [f"ratio.{machine}" for machine in machines]
+        self.start = np.log(known)
 
     @staticmethod
     def _get(rates: Rates, name: str) -> float:
         table, _, field = name.rpartition(".")
         return getattr(getattr(rates, table) if table else rates, field)
 
-    def rates(self, x: Vector) -> Rates:
-        """Return the rates of a vector."""
+    def rates(self, x: Vector, machine: str = "") -> Rates:
+        """Return the rates of a vector, with the host of a machine."""
         values = dict(zip(self.names, np.exp(x).tolist(), strict=True))
         own: dict[str, object] = {name: value for name, value in values.items() if "." not in name}
         for table in ("power", "host"):
@@ -106,14 +142,21 @@ class Fit:
                 if of == table
             }
             own[table] = getattr(self.base.rates, table).model_copy(update=of_table)
-        return self.base.rates.model_copy(update=own)
+        found = self.base.rates.model_copy(update=own)
+        if not machine:
+            return found
+        ratio = values[f"ratio.{machine}"]
+        host = HostRates(**{name: seconds * ratio for name, seconds in found.host})
+        return found.model_copy(update={"host": host})
 
     def times(self, x: Vector, which: Sequence[int] | None = None) -> list[StepTime]:
         """Return the expected steps with a vector's rates."""
-        known = replace(self.base, rates=self.rates(x))
+        known = {
+            one: replace(self.base, rates=self.rates(x, one)) for one in {step.machine for step in self.steps}
+        }
         found = [
-            roofline(self.ledgers[at], CARD, known)
-            for at in (range(len(self.ledgers)) if which is None else which)
+            roofline(self.steps[at].ledger, CARD, known[self.steps[at].machine])
+            for at in (range(len(self.steps)) if which is None else which)
         ]
         return [one.expected for one in found if one is not None]
 
@@ -121,8 +164,12 @@ class Fit:
         """Return the derivatives of the logarithms of the steps by a rate's."""
         found, name = np.zeros(len(now)), self.names[at]
         # The host's costs hardly change a step in which the GPU hardly waits.
+        table, _, field = name.rpartition(".")
         which = [
-            i for i, one in enumerate(now) if one.host_s > 0.01 * one.total or not name.startswith("host.")
+            i
+            for i, one in enumerate(now)
+            if (one.host_s > 0.01 * one.total or table not in ("host", "ratio"))
+            and (table != "ratio" or self.steps[i].machine == field)
         ]
         nudged = x.copy()
         nudged[at] += STEP
@@ -141,7 +188,9 @@ class Fit:
         else:
             found = [self.derivative(x, at, now) for at in columns]
         residual = np.log([one.total for one in now]) - self.measured
-        noise = np.array([NOISE[_waits(one)] for one in now])
+        noise = np.array(
+            [step.noise or NOISE[_waits(one)] for step, one in zip(self.steps, now, strict=True)]
+        )
         return Linear(residual, np.stack(found, axis=1), 1 / (noise**2 + residual**2))
 
     def improved(self, x: Vector, near: Linear, without: Sequence[int] = ()) -> Vector:
@@ -157,10 +206,10 @@ class Fit:
         """Return each step predicted with rates fitted without its fold."""
         found: dict[int, StepTime] = {}
         for fold in range(FOLDS):
-            which = range(fold, len(self.ledgers), FOLDS)
+            which = range(fold, len(self.steps), FOLDS)
             own = self.improved(x, near, which)
             found |= dict(zip(which, self.times(own, which), strict=True))
-        return [found[at] for at in range(len(self.ledgers))]
+        return [found[at] for at in range(len(self.steps))]
 
 
 _shared: list[Fit] = []
@@ -185,6 +234,26 @@ def chosen() -> Iterator[tuple[Recipe, float]]:
         times = one.measured.step_times if one.measured else None
         if times and max(times.samples) <= STEADY * min(times.samples):
             yield one.recipe, times.median
+
+
+def beside_calibrations(folder: Path | None) -> Iterator[Measured]:
+    """Yield small steps of calibrated hosts, and steps measured beside them that may be learned from."""
+    for machine, (calibrations, files) in HOSTS.items():
+        for file in calibrations:
+            for step in json.loads(file.read_text(encoding="utf-8"))["host_steps"]:
+                recipe = small_recipe(step["recipe"])
+                ledger = ledger_of(recipe, folder)
+                yield Measured(ledger, step["step_s"], recipe.compile is not False, machine, SMALL_NOISE)
+        for one in join(chain.from_iterable(map(load, files))):
+            times = one.measured.step_times if one.measured else None
+            if times and not is_held_out(one.recipe.id):
+                is_compiled = one.recipe.compile is not False
+                yield Measured(ledger_of(one.recipe, folder), times.median, is_compiled, machine)
+
+
+def small_recipe(data: dict[str, Any]) -> Recipe:
+    """Return the recipe of a calibration's small step."""
+    return recipe_from(data | {"hardware": {"gpu": CARD.name}})
 
 
 def summary(times: Sequence[StepTime], measured_s: Sequence[float]) -> str:
@@ -236,7 +305,7 @@ def write_small_steps() -> None:
     data = json.loads(CALIBRATION.read_text(encoding="utf-8"))
     for step in data["host_steps"]:
         if not step["recipe"].get("compile"):
-            recipe = recipe_from(step["recipe"] | {"hardware": {"gpu": CARD.name}})
+            recipe = small_recipe(step["recipe"])
             found = roofline(ledger_of(recipe, None), CARD)
             assert found is not None
             step["expected_s"] = float(f"{found.expected.total:.4g}")
@@ -258,20 +327,22 @@ def main() -> None:
     if options.small_steps:
         write_small_steps()
         return
-    learned = [(recipe, took_s) for recipe, took_s in measured() if not is_held_out(recipe.id)]
-    ledgers = [ledger_of(recipe, options.ledgers) for recipe, _ in learned]
-    planned = [(recipe, took_s) for recipe, took_s in chosen() if not is_held_out(recipe.id)]
-    ledgers += [ledger_of(recipe, options.ledgers) for recipe, _ in planned]
-    took = [took_s for _, took_s in learned + planned]
-    fit = Fit(ledgers, took)
+    pairs = [*measured(), *chosen()]
+    steps = [
+        Measured(ledger_of(recipe, options.ledgers), took_s, recipe.compile is not False)
+        for recipe, took_s in pairs
+        if not is_held_out(recipe.id)
+    ]
+    known = len(steps)  # The bounds are those of steps on hosts that nothing is known of.
+    took, compiled = [one.step_s for one in steps], [one.is_compiled for one in steps]
+    fit = Fit([*steps, *beside_calibrations(options.ledgers)])
     x = fit.start
-    say(summary(fit.times(x), took))
+    say(summary(fit.times(x)[:known], took))
     for _ in range(options.iterations):
         x = fit.improved(x, fit.linearised(x, options.jobs))
-        say(summary(fit.times(x), took))
+        say(summary(fit.times(x)[:known], took))
     if options.bounds:
-        compiled = [recipe.compile is not False for recipe, _ in learned + planned]
-        say(ranges(fit.left_out(x, fit.linearised(x, options.jobs)), took, compiled))
+        say(ranges(fit.left_out(x, fit.linearised(x, options.jobs))[:known], took, compiled))
     for name, value in zip(fit.names, np.exp(x), strict=True):
         say(f"{name} = {value:.3g}")
 

@@ -18,7 +18,9 @@ class HostRates(Value):
     optimizer: Seconds
     update_in_backward: Seconds
     foreach: Seconds
+    step: Seconds  # A call of the optimizer's step, on top of its operations
     in_graph: Seconds
+    allocation: Seconds  # A buffer of a compiled graph
     view: Seconds
     view_in_backward: Seconds
     view_in_graph: Seconds
@@ -33,6 +35,7 @@ class HostRates(Value):
     wrapped_tensor: Seconds  # Each of its tensors
     python_op: Seconds  # An operator implemented in Python, which launches a Triton kernel
     python_op_backward: Seconds  # One of a backward, with the Python around it
+    scaled_product: Seconds  # torchao's Python around an fp8 product in eager code: casts and wrappers
     in_mode: Seconds  # A call that passes through a dispatch mode in Python
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release

@@ -1,5 +1,6 @@
 """Seconds that the host needs to issue one operation: Python, dispatch, autograd, launch. No torch here."""
 
+import itertools
 import re
 
 from trainfit.catalog.rates import HostRates
@@ -21,10 +22,15 @@ class Issue:
         first: dict[tuple[int, int, str], Op] = {}
         for op in ledger.steady_ops:
             backward = self._phases[op.segment] == "backward" and not op.is_update
-            if backward and (op.host[1] or ledger.recomputes(op)):
+            # A compiled model recomputes within its graph; what calls a compiled block enters a module.
+            if backward and (op.host[1] or (ledger.recomputes(op) and not _is_in_graph(op))):
                 number = BLOCK.search(op.module)
                 first.setdefault((op.segment, op.group, op.module[: number.end() if number else 0]), op)
         self._first = {id(op) for op in first.values()}
+        # The optimizer in the backward runs from Python; autograd adds up gradients by itself.
+        self._accumulates = {op.name for op in ledger.steady_ops if op.is_update} == {"aten.add_.Tensor"}
+        in_optimizer = (op for op in ledger.steady_ops if self._phases[op.segment] == "optimizer")
+        self._of_optimizer = {id(op) for op in itertools.islice(in_optimizer, 1)}
 
     def seconds(self, op: Op) -> float:
         """Return the seconds from the entry before to the launch of this one.
@@ -36,27 +42,33 @@ class Issue:
         rates, phase = self._rates, self._phases[op.segment]
         views, modules, graphs, _ = op.host
         backward = phase == "backward" and not op.is_update
-        in_graph = op.name.startswith("triton_") or op.name.endswith(".out") or "empty_strided" in op.name
+        in_graph = _is_in_graph(op)
         if op.name.startswith("trainfit."):
             launch_s = rates.python_op_backward if "_backward" in op.name else rates.python_op
         elif in_graph:
-            launch_s = rates.in_graph
+            launch_s = rates.allocation if "empty_strided" in op.name else rates.in_graph
         elif "_foreach_" in op.name:
             launch_s = rates.foreach
         elif phase == "optimizer":
             launch_s = rates.optimizer
-        elif op.is_update:
+        elif op.is_update and not self._accumulates:
             launch_s = rates.update_in_backward
         else:
-            launch_s = rates.backward if backward else rates.forward
+            launch_s = rates.backward if phase == "backward" else rates.forward
         view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
-        block_s = rates.checkpoint if id(op) in self._first else 0.0
+        block_s = rates.checkpoint * (id(op) in self._first) + rates.step * (id(op) in self._of_optimizer)
         calls, tensors = op.wrapped
         wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor + op.in_mode * rates.in_mode
         if "baddbmm" in op.name and op.module.endswith("base_layer"):
             wrapped_s += rates.parametrized
+        if op.name == "aten._scaled_mm.default":
+            wrapped_s += rates.scaled_product
         called_s = views * view_s + modules * rates.module + graphs * rates.graph
         return launch_s * bool(op.calls) + called_s + block_s + wrapped_s
+
+
+def _is_in_graph(op: Op) -> bool:
+    return op.name.startswith("triton_") or op.name.endswith(".out") or "empty_strided" in op.name
 
 
 def collective_issue_s(one: Collective, rates: HostRates) -> float:
