@@ -19,7 +19,7 @@ from trainfit.spec.parsing.recipe_file import recipe_from
 
 CALLS, REPEATS = 200, 15
 """Calls in a sample, few enough for a GPU's queue; the median of the samples counts."""
-STEPS, WARMUP = 15, 4
+STEPS, WARMUP = 8, 3
 
 
 def costs(device: torch.device, *, compiled: bool = True) -> Iterator[tuple[str, Callable[[], float]]]:
@@ -138,8 +138,8 @@ def _optimizer(name: str, **options: Any) -> float:
 def small_steps() -> Iterator[dict[str, Any]]:
     """Yield recipes of few tokens and narrow layers, each with another kind of host work.
 
-    ``calibrate --host`` measures the first ones only, whose median ratio to the catalog's rates is about that
-    of all eager ones (docs/log.md).
+    ``calibrate --host`` measures the eager ones. Many short ones: a step varies more from one ten seconds to
+    the next than within them (docs/log.md).
     """
     small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
     small |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

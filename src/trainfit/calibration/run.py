@@ -24,8 +24,6 @@ from trainfit.spec.provenance import installed_version, now
 from trainfit.spec.units import MB
 
 LIMIT_S, HOST_LIMIT_S, COLLECTIVES_S = 280.0, 20.0, 40.0
-FEW_STEPS = 6
-"""Number of small steps that are measured where only the host is calibrated."""
 COPY_BYTES = 2**28
 NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
 """The bench's names of collectives -> the ledger's."""
@@ -89,7 +87,7 @@ class Run:
         steps = list(small_steps()) if on_gpu else []
         eager = [data for data in steps if not data.get("compile")]
         if self.host_only:
-            yield from self._steps(eager[:FEW_STEPS])
+            yield from self._steps(eager)
             if len(self.found.host_steps) >= LEAST_STEPS:
                 return  # A prediction needs nothing else.
         for name, measure in costs(self.device, compiled=not self.host_only):
