@@ -35,6 +35,7 @@ class HostRates(Value):
     wrapped_tensor: Seconds  # Each of its tensors
     python_op: Seconds  # An operator implemented in Python, which launches a Triton kernel
     python_op_backward: Seconds  # One of a backward, with the Python around it
+    python_update: Seconds  # One of an optimizer
     scaled_product: Seconds  # torchao's Python around an fp8 product in eager code: casts and wrappers
     in_mode: Seconds  # A call that passes through a dispatch mode in Python
     collective: Seconds

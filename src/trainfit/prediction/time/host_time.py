@@ -44,7 +44,12 @@ class Issue:
         backward = phase == "backward" and not op.is_update
         in_graph = _is_in_graph(op)
         if op.name.startswith("trainfit."):
-            launch_s = rates.python_op_backward if "_backward" in op.name else rates.python_op
+            of_update = op.is_update or phase == "optimizer"
+            launch_s = (
+                rates.python_update if of_update
+                else rates.python_op_backward if "_backward" in op.name
+                else rates.python_op
+            )  # fmt: skip
         elif in_graph:
             launch_s = rates.allocation if "empty_strided" in op.name else rates.in_graph
         elif "_foreach_" in op.name:
