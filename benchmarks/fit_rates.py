@@ -66,10 +66,13 @@ HOSTS: dict[str, tuple[tuple[Path, ...], tuple[Path, ...]]] = {
         (STEP_TIME / "blind-host-calibration.json",),
         (STEP_TIME / "blind-measured.jsonl", STEP_TIME / "small-measured.jsonl"),
     ),
-    "host": (
-        (STEP_TIME / "host-calibration-before.json", STEP_TIME / "host-calibration-after.json"),
-        (STEP_TIME / "host-measured.jsonl",),
-    ),
+    **{
+        name: (
+            (STEP_TIME / f"{name}-calibration-before.json", STEP_TIME / f"{name}-calibration-after.json"),
+            (STEP_TIME / f"{name}-measured.jsonl",),
+        )
+        for name in ("host1", "host2")
+    },
 }
 """A machine -> calibrations of its host, and records of recipes that were measured beside them."""
 NOT_FITTED = (

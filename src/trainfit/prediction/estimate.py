@@ -17,7 +17,7 @@ from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
-from trainfit.prediction.time.roofline import Roofline, roofline
+from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
@@ -324,8 +324,8 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
     elif gpu.step_time_range is not None and (
         recipe.hardware.count == 1 or (not recipe.compile and recipe.hardware.count <= gpu.gpus_per_host)
     ):
-        several = recipe.hardware.count > 1
-        band = calibrated(gpu).rates.several_gpus if several else time.band(compiled=bool(recipe.compile))
+        several, own_host = recipe.hardware.count > 1, calibrated(gpu).has_own_host
+        band = time.band(compiled=bool(recipe.compile), several_gpus=several, own_host=own_host)
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         of = (
             "98 % of the measured steps of two H200s"
@@ -333,9 +333,11 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
             else "at least 90 % of the measured H200 steps"
         )
         basis = (
-            f"{band.low:g} to {band.high:g} times the expected time, as {of} that the rates were learned "
-            "from; a slower host or other clocks can exceed it"
+            f"{band.low:g} to {band.high:g} times the expected time, as {of} that the rates were learned from"
         )
+        if time.waits and not own_host:
+            basis += f"; on hosts that were not calibrated up to {SLOWEST_HOST:g} times"
+        basis += "; a slower host or other clocks can exceed it"
     else:
         low, high = max(measured.low * expected, time.lowest_s), measured.high * expected
         basis = (

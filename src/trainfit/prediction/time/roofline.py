@@ -27,6 +27,8 @@ HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP = 19e-6, 68e-6
 recomputation counts them."""
 HOST_BOUND = 0.1
 """Share of a step that the GPU waits for the host, from which the host decides the step."""
+SLOWEST_HOST = 1.7
+"""Times that the slowest of five calibrated hosts takes for a step, over the catalog's."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,27 @@ class Roofline:
     """The longest of operations, copies and collectives at the data sheets' rates, the host infinitely fast:
     no run is faster."""
 
-    def band(self, *, compiled: bool) -> Band:
-        """Return the measured over the expected time of most steps of this kind."""
-        known, waits = rates(), self.expected.host_s > HOST_BOUND * self.expected.total
-        if compiled:
-            return known.compiled_host_bound if waits else known.compiled_device_bound
-        return known.host_bound if waits else known.device_bound
+    @property
+    def waits(self) -> bool:
+        """Whether the host decides the step."""
+        return self.expected.host_s > HOST_BOUND * self.expected.total
+
+    def band(self, *, compiled: bool, several_gpus: bool = False, own_host: bool = False) -> Band:
+        """Return the measured over the expected time of most steps of this kind.
+
+        Args:
+            own_host: the host was calibrated; else it may take ``SLOWEST_HOST`` times as long.
+        """
+        known = rates()
+        if several_gpus:
+            band = known.several_gpus
+        elif compiled:
+            band = known.compiled_host_bound if self.waits else known.compiled_device_bound
+        else:
+            band = known.host_bound if self.waits else known.device_bound
+        if self.waits and not own_host:
+            return Band(low=band.low, high=max(band.high, SLOWEST_HOST))
+        return band
 
 
 def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofline | None:
