@@ -28,6 +28,12 @@ HOSTS = {
     "blind": "third, drawn recipes",
     "host1": "fourth",
     "host2": "fifth",
+    "blind-again": "sixth, drawn recipes",
+}
+TWO_GPUS = {
+    "../several-gpus/own-host-1": "fourth",
+    "../several-gpus/own-host-2": "fifth",
+    "../several-gpus/own-host-3": "seventh",
 }
 """Files of steps predicted with the catalog's host and that of their machine -> the machine."""
 
@@ -133,21 +139,33 @@ def _cells(mine: Sequence[Step]) -> list[str]:
     ]
 
 
-def on_host(name: str) -> list[dict[str, Any]]:
-    """Return the held-out rows of a machine of HOSTS that the host is expected to decide."""
+def on_host(name: str, *, waits: bool | None = True) -> list[dict[str, Any]]:
+    """Return the held-out rows of a machine.
+
+    Args:
+        waits: only those that the catalog's host is, or is not, expected to decide; None: all.
+    """
     return [
         row
         for row in rows(FILE.with_name(f"{name}.jsonl"))
-        if is_held_out(row["recipe_id"]) and row["host_s"] > HOST_BOUND * row["predicted_s"]
+        if is_held_out(row["recipe_id"]) and waits in (None, row["host_s"] > HOST_BOUND * row["predicted_s"])
     ]
 
 
 def hosts_table() -> str:
-    """Return the errors of held-out steps on machines whose host was calibrated."""
-    found = {title: on_host(name) for name, title in HOSTS.items()}
-    found["all"] = list(itertools.chain.from_iterable(found.values()))
+    """Return the errors of held-out steps that the host decides, on machines whose host was calibrated."""
+    return _by_machine({title: on_host(name) for name, title in HOSTS.items()})
+
+
+def two_gpus_table() -> str:
+    """Return the errors of held-out steps of two GPUs, on machines whose host was calibrated."""
+    return _by_machine({title: on_host(name, waits=None) for name, title in TWO_GPUS.items()})
+
+
+def _by_machine(found: dict[str, list[dict[str, Any]]]) -> str:
+    every = list(itertools.chain.from_iterable(found.values()))
     lines = []
-    for title, mine in found.items():
+    for title, mine in {**found, "all": every}.items():
         cells = [title, str(len(mine))]
         for column in ("predicted_s", "calibrated_s"):
             errors = [row[column] / row["step_s"] - 1 for row in mine]
