@@ -147,7 +147,7 @@ def on_host(name: str, *, waits: bool | None = True) -> list[dict[str, Any]]:
     """
     return [
         row
-        for row in rows(FILE.with_name(f"{name}.jsonl"))
+        for row in rows(FILE.parent / f"{name}.jsonl")
         if is_held_out(row["recipe_id"]) and waits in (None, row["host_s"] > HOST_BOUND * row["predicted_s"])
     ]
 
