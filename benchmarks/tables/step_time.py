@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.step_time import measured
 from benchmarks.tables.errors import percentile_95, worst
-from benchmarks.tables.joined import RESULTS
+from benchmarks.tables.joined import RESULTS, join
 from trainfit.catalog.rates import Band
 from trainfit.prediction.time.roofline import HOST_BOUND, Roofline
+from trainfit.records import load
+from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, REPAIR, digest_of
@@ -72,7 +74,7 @@ class Step(NamedTuple):
     @property
     def host_decides(self) -> bool:
         """Whether the GPU is expected to wait for the host for a good part of the step."""
-        return self.parts.host_s > HOST_BOUND * self.parts.total
+        return _waits(self.parts)
 
 
 def rows(file: Path = FILE) -> list[dict[str, Any]]:
@@ -150,6 +152,42 @@ def on_host(name: str, *, waits: bool | None = True) -> list[dict[str, Any]]:
         for row in rows(FILE.parent / f"{name}.jsonl")
         if is_held_out(row["recipe_id"]) and waits in (None, row["host_s"] > HOST_BOUND * row["predicted_s"])
     ]
+
+
+@cache
+def drawn() -> dict[str, list[Comparison]]:
+    """Return the drawn recipes by machine, each with the prediction that was committed before."""
+    before = load(FILE.with_name("blind-predicted.jsonl"))
+    machines = {"third": "blind-measured.jsonl", "sixth": "blind-again-measured.jsonl"}
+    return {machine: join([*before, *load(FILE.with_name(name))]) for machine, name in machines.items()}
+
+
+def drawn_groups() -> dict[str, list[Comparison]]:
+    """Return the drawn recipes by machine and by what decides, as predicted."""
+    deciding = {"the GPU decides": False, "the host decides": True}
+    return {
+        f"{machine}, {name}": [
+            one
+            for one in mine
+            if one.predicted and one.predicted.time and _waits(one.predicted.time) == waits
+        ]
+        for machine, mine in drawn().items()
+        for name, waits in deciding.items()
+    }
+
+
+def drawn_table() -> str:
+    """Return the errors of the drawn recipes' steps, as first committed."""
+    lines = []
+    for name, mine in drawn_groups().items():
+        errors = [error for one in mine if (error := one.error("step_s")) is not None]
+        middle, most = 100 * median(map(abs, errors)), 100 * worst(errors)
+        lines.append([name, str(len(errors)), f"{middle:.1f}", f"{most:+.1f}"])
+    return markdown_grid(["machine, steps", "recipes", "median, %", "worst, %"], lines)
+
+
+def _waits(parts: StepTime) -> bool:
+    return parts.host_s > HOST_BOUND * parts.total
 
 
 def hosts_table() -> str:
