@@ -77,7 +77,7 @@ HOSTS: dict[str, tuple[tuple[Path, ...], tuple[Path, ...]]] = {
 """A machine -> calibrations of its host, and records of recipes that were measured beside them."""
 NOT_FITTED = (
     "wrapped", "wrapped_tensor", "collective", "unshard", "unshard_parameter", "reduce", "reduce_parameter",
-    "in_mode", "scaled_product",
+    "in_mode", "scaled_product", "python_update",
 )  # fmt: skip
 """Costs of the host that the steps do not have."""
 HELD = ("kernel_s",)

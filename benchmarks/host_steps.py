@@ -3,8 +3,8 @@
     python -m benchmarks.host_steps records MEASURED.jsonl CALIBRATION.json OUT.jsonl [--ledgers FOLDER]
     python -m benchmarks.host_steps predict OUT.jsonl CALIBRATION.json [--ledgers FOLDER]
 
-``records`` writes a line for each measured step of records of one GPU (``python -m benchmarks.several_gpus
-measure``); ``predict`` writes the lines of such a file anew, with today's rates. The ledgers are by the
+``records`` writes a line for each measured step of records (``python -m benchmarks.several_gpus measure``);
+``predict`` writes the lines of results/step-time/other-host.jsonl anew, which were measured otherwise. The ledgers are by the
 versions that were measured (benchmarks/step_time.py).
 """
 

@@ -26,18 +26,19 @@ from trainfit.spec.value import parse
 
 FILE = RESULTS / "step-time" / "predicted.jsonl"
 HOSTS = {
-    "other-host": "second, each step waited for",
-    "blind": "third, drawn recipes",
+    "other-host": "second",
+    "blind": "third (drawn recipes)",
     "host1": "fourth",
     "host2": "fifth",
-    "blind-again": "sixth, drawn recipes",
+    "blind-again": "sixth (drawn recipes)",
 }
+"""Files of one GPU's steps, predicted with the catalog's host and that of their machine -> the machine."""
 TWO_GPUS = {
     "../several-gpus/own-host-1": "fourth",
     "../several-gpus/own-host-2": "fifth",
     "../several-gpus/own-host-3": "seventh",
 }
-"""Files of steps predicted with the catalog's host and that of their machine -> the machine."""
+"""The same of two GPUs' steps."""
 
 
 class Step(NamedTuple):
@@ -55,13 +56,13 @@ class Step(NamedTuple):
 
     @property
     def is_inside(self) -> bool:
-        """Whether the measured step is within the bounds that are printed today, not those of the record."""
+        """Whether the measured step is within today's bounds, not those of the record."""
         return self.band.low <= self.measured_s / self.predicted_s <= self.band.high
 
     @property
     def band(self) -> Band:
-        """The bounds, over the expected step."""
-        return Roofline(self.parts, 0.0).band(compiled=self.is_compiled)
+        """The bounds of a known host, over the expected step: the rates were fitted to these machines' hosts."""
+        return Roofline(self.parts, 0.0).band(compiled=self.is_compiled, own_host=True)
 
     @property
     def is_held_out(self) -> bool:

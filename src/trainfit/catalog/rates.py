@@ -18,7 +18,7 @@ class HostRates(Value):
     optimizer: Seconds
     update_in_backward: Seconds
     foreach: Seconds
-    step: Seconds  # A call of the optimizer's step, on top of its operations
+    step: Seconds  # A step, on top of its operations: of calls of the model, autograd and the optimizer
     in_graph: Seconds
     allocation: Seconds  # A buffer of a compiled graph
     view: Seconds
@@ -85,6 +85,7 @@ class Rates(Value):
     overlap: OverlapRates
     device_bound: Band
     host_bound: Band
+    own_host: Band  # The host decides, and was calibrated
     compiled_device_bound: Band
     compiled_host_bound: Band
     several_gpus: Band

@@ -327,16 +327,13 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
         several, own_host = recipe.hardware.count > 1, calibrated(gpu).has_own_host
         band = time.band(compiled=bool(recipe.compile), several_gpus=several, own_host=own_host)
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
-        of = (
-            "98 % of the measured steps of two H200s"
-            if several
-            else "at least 90 % of the measured H200 steps"
-        )
+        of = "most of the measured steps of two H200s" if several else "90 % of the measured H200 steps"
         basis = (
-            f"{band.low:g} to {band.high:g} times the expected time, as {of} that the rates were learned from"
+            f"{band.low:.3g} to {band.high:.3g} times the expected time, as {of} that the rates were learned "
+            "from"
         )
-        if time.waits and not own_host:
-            basis += f"; on hosts that were not calibrated up to {SLOWEST_HOST:g} times"
+        if time.on_slowest_host > 1 and not own_host:
+            basis += f", on a host whose work takes up to {SLOWEST_HOST:g} times as long"
         basis += "; a slower host or other clocks can exceed it"
     else:
         low, high = max(measured.low * expected, time.lowest_s), measured.high * expected

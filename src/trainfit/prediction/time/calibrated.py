@@ -43,7 +43,7 @@ class Calibrated:
     origin: str
     """Where it is from, as a prediction states it."""
     has_own_host: bool = False
-    """Whether the host's costs are those of a host that was calibrated."""
+    """Whether the host was calibrated by small steps."""
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def _of_user(path: str, gpu: str) -> Calibrated:
         origins.append(f"a host that takes {ratio:.2f} times as long as the catalog's rates expect, {by}")
     return Calibrated(
         gpu if own_gpu else shipped.gpu, OpTimes(found.ops) if own_gpu else shipped.times, known,
-        "; ".join(origins), has_own_host=ratio is not None,
+        "; ".join(origins), has_own_host=len(found.host_steps) >= LEAST_STEPS,
     )  # fmt: skip
 
 

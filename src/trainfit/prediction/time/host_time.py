@@ -23,14 +23,17 @@ class Issue:
         for op in ledger.steady_ops:
             backward = self._phases[op.segment] == "backward" and not op.is_update
             # A compiled model recomputes within its graph; what calls a compiled block enters a module.
-            if backward and (op.host[1] or (ledger.recomputes(op) and not _is_in_graph(op))):
+            # (Its attention has no module.)
+            if backward and (op.host[1] or (op.module and ledger.recomputes(op) and not _is_in_graph(op))):
                 number = BLOCK.search(op.module)
                 first.setdefault((op.segment, op.group, op.module[: number.end() if number else 0]), op)
         self._first = {id(op) for op in first.values()}
-        # The optimizer in the backward runs from Python; autograd adds up gradients by itself.
-        self._accumulates = {op.name for op in ledger.steady_ops if op.is_update} == {"aten.add_.Tensor"}
-        in_optimizer = (op for op in ledger.steady_ops if self._phases[op.segment] == "optimizer")
-        self._of_optimizer = {id(op) for op in itertools.islice(in_optimizer, 1)}
+        # Autograd adds up gradients of micro-batches by itself; the optimizer in the backward, which has one
+        # micro-batch, runs from Python.
+        steady = [segment.phase for segment in ledger.segments if segment.step == "steady"]
+        self._accumulates = steady.count("backward") > 1
+        computed = (op for op in ledger.steady_ops if self._phases[op.segment] != "data")
+        self._first_of_step = {id(op) for op in itertools.islice(computed, 1)}
 
     def seconds(self, op: Op) -> float:
         """Return the seconds from the entry before to the launch of this one.
@@ -61,7 +64,7 @@ class Issue:
         else:
             launch_s = rates.backward if phase == "backward" else rates.forward
         view_s = rates.view_in_graph if in_graph else rates.view_in_backward if backward else rates.view
-        block_s = rates.checkpoint * (id(op) in self._first) + rates.step * (id(op) in self._of_optimizer)
+        block_s = rates.checkpoint * (id(op) in self._first) + rates.step * (id(op) in self._first_of_step)
         calls, tensors = op.wrapped
         wrapped_s = calls * rates.wrapped + tensors * rates.wrapped_tensor + op.in_mode * rates.in_mode
         if "baddbmm" in op.name and op.module.endswith("base_layer"):

@@ -49,18 +49,24 @@ class Roofline:
         """Return the measured over the expected time of most steps of this kind.
 
         Args:
-            own_host: the host was calibrated; else it may take ``SLOWEST_HOST`` times as long.
+            own_host: the host was calibrated; else its work may take ``SLOWEST_HOST`` times as long.
         """
         known = rates()
+        if self.waits and own_host:
+            return known.own_host
         if several_gpus:
             band = known.several_gpus
         elif compiled:
             band = known.compiled_host_bound if self.waits else known.compiled_device_bound
         else:
             band = known.host_bound if self.waits else known.device_bound
-        if self.waits and not own_host:
-            return Band(low=band.low, high=max(band.high, SLOWEST_HOST))
-        return band
+        return band if own_host else Band(low=band.low, high=band.high * self.on_slowest_host)
+
+    @property
+    def on_slowest_host(self) -> float:
+        """How much longer the step is on a host whose work takes ``SLOWEST_HOST`` times as long, at least."""
+        total, more = self.expected.total, SLOWEST_HOST - 1
+        return max(total + more * self.expected.host_s, SLOWEST_HOST * self.expected.issue_s) / total
 
 
 def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofline | None:
