@@ -4,8 +4,8 @@
     python -m benchmarks.host_steps predict OUT.jsonl CALIBRATION.json [--ledgers FOLDER]
 
 ``records`` writes a line for each measured step of records (``python -m benchmarks.several_gpus measure``);
-``predict`` writes the lines of results/step-time/other-host.jsonl anew, which were measured otherwise. The ledgers are by the
-versions that were measured (benchmarks/step_time.py).
+``predict`` writes the lines of results/step-time/other-host.jsonl anew, which were measured otherwise. The
+ledgers are by the versions that were measured (benchmarks/step_time.py).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
     @property
     def band(self) -> Band:
-        """The bounds of a known host, over the expected step: the rates were fitted to these machines' hosts."""
+        """The bounds of a known host, over the expected step: the rates are of these machines' hosts."""
         return Roofline(self.parts, 0.0).band(compiled=self.is_compiled, own_host=True)
 
     @property
