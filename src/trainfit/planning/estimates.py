@@ -24,7 +24,7 @@ from trainfit.planning.workers import CAN_FORK, Workers
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.communication import on_hosts
 from trainfit.prediction.estimate import estimate, ledger_of
-from trainfit.prediction.time.calibrated import chosen_file, using
+from trainfit.prediction.time.calibrated import calibrated, chosen_file, using
 from trainfit.prediction.time.device_time import op_s
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -242,8 +242,15 @@ def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:
     accumulate = recipe.batch.accumulate
     found, update_s = _traced(recipe, min(2, accumulate), use_cache, shorten=True)
     if accumulate > 2 and found.step_s:
-        share = 1 + max(0.0, found.step_s - update_s) / 2 / found.step_s
-        found = continued(recipe, found, scaled(found, share))
+        # The update, and what the host does once a step, is not done again for each micro-batch.
+        step_s = calibrated(find_gpu(recipe.hardware.gpu)).rates.host.step
+        once_s = update_s + (min(step_s, found.time.host_s) if found.time else 0.0)
+        share = 1 + max(0.0, found.step_s - once_s) / 2 / found.step_s
+        more = {name: 1.5 * getattr(found, name) for name in ("model_flops", "hardware_flops")}
+        more |= {
+            name: rate and rate * 1.5 / share for name in ("mfu", "hfu") for rate in [getattr(found, name)]
+        }
+        found = continued(recipe, found, scaled(found, share).model_copy(update=more))
     return Result(recipe, found.model_copy(update={"recipe_id": recipe.id}), update_s)
 
 

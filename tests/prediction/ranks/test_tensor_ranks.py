@@ -115,7 +115,9 @@ def test_the_computation_waits_for_the_tensor_group_and_not_for_the_shards() -> 
     for at, exposed_s in step_times(found, gpu("h200")).exposed_s.items():
         here = [one for one in found.collectives if one.segment == at]
         total_s = sum(communication.collective_s(one, gpu("h200")) for one in here)
-        assert sum(one.is_synchronous for one in here) * latency_s <= exposed_s <= total_s
+        least_s = sum(one.is_synchronous for one in here) * latency_s
+        assert least_s <= exposed_s * (1 + 1e-9)
+        assert exposed_s <= total_s * (1 + 1e-9)
 
 
 def test_shards_of_a_tensor_parallel_rank_are_gathered_over_their_own_group(

@@ -9,7 +9,7 @@ from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import FIRST, LAST, MIDDLE, NO_LAYER, Ledger, Op, Segment
 from trainfit.prediction import estimate
-from trainfit.prediction.time.roofline import roofline
+from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline
 from trainfit.spec.result import StepTime
 
 H200 = gpu("h200")
@@ -85,10 +85,49 @@ def test_an_operator_in_python_costs_the_host_more_and_its_backward_most() -> No
     host = rates().host
 
     def issued(name: str) -> float:
-        op = Op(name, "", FORWARD, NO_LAYER, 0, 0, 0, 0, 1000, "bfloat16")
-        return expected(*[op] * 5).issue_s - expected(*[op] * 4).issue_s
+        ops = [Op(name, "", FORWARD, NO_LAYER, 0, 0, 0, 0, 1000, "bfloat16") for _ in range(5)]
+        return expected(*ops).issue_s - expected(*ops[:4]).issue_s
 
     assert issued("aten.add.Tensor") == pytest.approx(host.forward)
+    assert issued("aten.mm.out") == pytest.approx(host.in_graph)
+    assert issued("aten.empty_strided.default") == pytest.approx(host.allocation)
+    assert issued("aten._scaled_mm.default") == pytest.approx(host.forward + host.scaled_product)
+    assert issued("aten._scaled_mm.out") == pytest.approx(host.in_graph)
+    assert host.allocation < host.in_graph
     assert issued("trainfit.own_rms_norm.default") == pytest.approx(host.python_op)
     assert issued("trainfit.own_rms_norm_backward.default") == pytest.approx(host.python_op_backward)
     assert host.forward < host.python_op < host.python_op_backward
+
+
+def test_a_step_has_a_fixed_cost_once() -> None:
+    host = rates().host
+    one, two = expected(addition(1000)), expected(addition(1000), addition(1000))
+    assert one.issue_s == pytest.approx(host.step + host.forward)
+    assert two.issue_s - one.issue_s == pytest.approx(host.forward)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_autograd_adds_up_gradients_without_python(batches: int) -> None:
+    """With one micro-batch it is the optimizer that adds in the backward."""
+    host = rates().host
+    segments = [Segment("steady", "backward")] * batches
+    add = Op("aten.add_.Tensor", "", 0, NO_LAYER, 0, 0, 0, 0, 1000, "bfloat16", is_update=True)
+    found = roofline(Ledger(segments, [add]), H200)
+    assert found is not None
+    each = host.backward if batches > 1 else host.update_in_backward
+    assert found.expected.issue_s == pytest.approx(host.step + each)
+
+
+def test_bounds_without_a_calibrated_host_have_room_for_a_slow_one() -> None:
+    waits = Roofline(StepTime(matmul_s=0.2, host_s=0.8, issue_s=1.0), 0.0)
+    fits = Roofline(StepTime(matmul_s=1.0, issue_s=0.9), 0.0)
+    free = Roofline(StepTime(matmul_s=1.0, issue_s=0.5), 0.0)
+    known = rates()
+    assert waits.band(compiled=False).high == pytest.approx(known.host_bound.high * SLOWEST_HOST)
+    assert waits.band(compiled=False, own_host=True) == known.own_host
+    assert fits.band(compiled=True).high == pytest.approx(
+        known.compiled_device_bound.high * 0.9 * SLOWEST_HOST
+    )
+    assert fits.band(compiled=True, own_host=True) == known.compiled_device_bound
+    assert free.band(compiled=False) == known.device_bound
+    assert free.band(compiled=False, several_gpus=True) == known.several_gpus
