@@ -66,7 +66,8 @@ class Roofline:
     def on_slowest_host(self) -> float:
         """How much longer the step is on a host whose work takes ``SLOWEST_HOST`` times as long, at least."""
         total, more = self.expected.total, SLOWEST_HOST - 1
-        return max(total + more * self.expected.host_s, SLOWEST_HOST * self.expected.issue_s) / total
+        slow_s = max(total + more * self.expected.host_s, SLOWEST_HOST * self.expected.issue_s)
+        return slow_s / total if total else 1.0
 
 
 def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofline | None:
