@@ -161,3 +161,27 @@ def test_small_compiled_steps_and_short_steps_of_two_gpus() -> None:
     short = [row for name in step_time.TWO_GPUS for row in step_time.rows(folder / f"{name}.jsonl")]
     sizes = [abs(row["calibrated_s"] / row["step_s"] - 1) for row in short if row["recipe_id"] not in tensor]
     check("README.md", "FSDP2 and DDP at most # % beside", (100 * max(sizes),))
+
+
+def test_hosts_that_change_and_the_optimizer_in_the_backward() -> None:
+    page, folder = "docs/results/accuracy.md", step_time.FILE.parent
+
+    def ratio(file: Path) -> float:
+        with using(file):
+            found = re.search(r"takes (.*) times as long", calibrated(gpu("h200")).origin)
+        assert found is not None
+        return float(found[1])
+
+    changed = [ratio(folder / f"host1-calibration-{when}.json") for when in ("before", "after")]
+    check(page, "became faster meanwhile: # times the catalog's before, # after", changed)
+    seventh = ratio(several_gpus_suite.FOLDER / "own-host-3-calibration.json")
+    check(page, "the seventh machine, whose host takes # times as long", (seventh,))
+    before = {recipe.id: took_s for recipe, took_s in measured()}
+    rows = [row for name in ("host1", "host2") for row in step_time.rows(folder / f"{name}.jsonl")]
+    longer = [
+        row["step_s"] / before[row["recipe_id"]]
+        for row in rows
+        if row["recipe_id"][:8] in ("41eca684", "e402409d", "c5fea33c")
+    ]
+    assert len(longer) == 3
+    check(page, "Gemma-3-4B took # to # times as long", (min(longer), max(longer)))

@@ -131,3 +131,31 @@ def test_bounds_without_a_calibrated_host_have_room_for_a_slow_one() -> None:
     assert fits.band(compiled=True, own_host=True) == known.compiled_device_bound
     assert free.band(compiled=False) == known.device_bound
     assert free.band(compiled=False, several_gpus=True) == known.several_gpus
+
+
+def test_an_optimizers_operator_costs_less_than_one_of_the_loss() -> None:
+    host = rates().host
+    update = addition(1000, "trainfit.adamw_.default")._replace(segment=UPDATE)
+    one, two = expected(addition(1000)), expected(addition(1000), update)
+    assert two.issue_s - one.issue_s == pytest.approx(host.python_update)
+    assert host.python_update < host.python_op
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "is_checkpointed"),
+    [
+        ("aten.mm.default", "layers.0.mlp", True),
+        ("aten.mm.out", "", False),
+        ("aten._scaled_dot_product_cudnn_attention.default", "", False),
+    ],
+)
+def test_a_compiled_model_recomputes_without_checkpointing(
+    name: str, module: str, is_checkpointed: bool
+) -> None:
+    segments = [Segment("steady", "forward"), Segment("steady", "backward")]
+    recomputed = product()._replace(name=name, module=module, segment=1, model_flops=0.0)
+    ledger = Ledger(segments, [recomputed])
+    assert ledger.recomputes(recomputed)
+    found = roofline(ledger, H200)
+    assert found is not None
+    assert (found.expected.issue_s > rates().host.step + rates().host.checkpoint) == is_checkpointed
