@@ -12,6 +12,10 @@ from typing import NamedTuple
 from trainfit.spec.result import Estimate
 
 
+GROWN = 1.02
+"""Least ratio of the forward's and backward's peak to the update's of which it counts as a batch's own."""
+
+
 class Sizes(NamedTuple):
     """Parts of one recipe's memory (bytes) and time (seconds); those of different options add up."""
 
@@ -31,6 +35,11 @@ class Sizes(NamedTuple):
     def device_bytes(self) -> float:
         """Peak of the device's memory."""
         return max(self.fixed_bytes + self.batch_bytes, self.update_bytes) + self.other_bytes
+
+    @property
+    def grows_with_batch(self) -> bool:
+        """Whether the forward's and backward's peak is more than what the update needs of every batch."""
+        return self.fixed_bytes + self.batch_bytes > GROWN * self.update_bytes
 
     def step_s(self, accumulate: int) -> float:
         """Return the seconds of a step."""
@@ -90,8 +99,10 @@ class Batches(NamedTuple):
 
     @classmethod
     def of(cls, traced: Mapping[int, Sizes]) -> "Batches":
+        # Where the peak is that of whole gradients, as of small batches, it says nothing about activations.
+        growing = {b: one for b, one in traced.items() if one.grows_with_batch} or traced
         return cls(
-            {b: one.batch_bytes for b, one in traced.items()}, {b: one.micro_s for b, one in traced.items()}
+            {b: one.batch_bytes for b, one in growing.items()}, {b: one.micro_s for b, one in traced.items()}
         )
 
     def moved(self, sizes: Sizes, before: int, after: int) -> Sizes:

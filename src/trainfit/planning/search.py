@@ -34,6 +34,8 @@ WORTH_TRACING = 0.003
 """A recipe is traced if it ranks at least this much above the fastest traced one."""
 SLOW_GAIN = 0.1
 """Least share of a step outside matrix products and the update for which slow options are traced."""
+FULL_TOKENS = 8192
+"""Tokens of a micro-batch from which its activations, not whole gradients, are mostly the peak."""
 MAX_ROUNDS = 4
 NUM_TRACED = 2
 """Recipes traced in a round."""
@@ -117,15 +119,26 @@ class Search:
             batches = self.combinations.batches(self.ranking.start)
             if not batches:
                 raise self._no_batch()
-            found = self._trace([(self.ranking.start, self.ranking.level, *each) for each in batches[:2]])
+            first = _grown(batches, FULL_TOKENS / self.recipe.batch.seq)
+            found = self._trace([(self.ranking.start, self.ranking.level, *each) for each in first])
             refused = next((one for one in found if isinstance(one, InputError)), None)
             if refused is None:
-                return
+                return self._grow(batches)
             if not chosen:
                 raise refused
             option = _named_in(refused, chosen) or chosen[-1]
             self.rejected[option] = refused.problem
             chosen.remove(option)
+
+    def _grow(self, batches: Sequence[tuple[int, int]]) -> None:
+        """Trace larger batches until two say how memory grows."""
+        for _ in range(MAX_ROUNDS):
+            known = self.ranking.start_sizes(self.ranking.level)
+            largest = max(known)
+            if sum(one.grows_with_batch for one in known.values()) > 1 or largest == batches[-1][0]:
+                break
+            wanted = _grown([each for each in batches if each[0] > largest], 2 * largest)[-2:]
+            self._trace([(self.ranking.start, self.ranking.level, *each) for each in wanted])
 
     def _no_batch(self) -> InputError:
         ranks, seq = self.combinations.data_ranks(self.ranking.start), self.recipe.batch.seq
@@ -215,7 +228,7 @@ class Search:
         if best is not None and self.combinations.fits(reference):  # The start is likely to stay the best.
             at = self._simpler(best.candidate.key)
             needless = set(self.ranking.start) - set(at[0])
-            ahead = [(self.ranking.ordered(set(one) - needless), *at[1:]) for one in slow]
+            ahead = [self._larger((self.ranking.ordered(set(one) - needless), *at[1:])) for one in slow]
         for option, one in zip(extras, self._trace(added, ahead), strict=True):
             if isinstance(one, InputError):
                 self.rejected[option] = one.problem
@@ -242,7 +255,7 @@ class Search:
         best = self._best() or min(self.traced, key=lambda one: one.device_bytes)
         at = self._simpler(best.candidate.key) if self.combinations.fits(best) else best.candidate.key
         structures = [(one, self._with(one, at[0])) for one in slow]
-        wanted = [(one, (some, *at[1:])) for one, some in structures if some]
+        wanted = [(one, self._larger((some, *at[1:]))) for one, some in structures if some]
         if wanted:
             self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
         # The next traces, of blocks that differ, rarely depend on these, and fill the other processes.
@@ -259,6 +272,22 @@ class Search:
                 without = self.ranking.grown.moved(before, micro, self.ranking.at[0])
                 self.ranking.added[option] = start.plus(self.ranking.moved(found), without)
         return bool(wanted)
+
+    def _larger(self, key: Key) -> Key:
+        """Return a combination with up to twice its micro-batch, as far as the start would fit.
+
+        A faster structure gains more where samples share what is done once: the update, casts of weights.
+        """
+        options, level, at, _ = key
+        sizes = self.ranking.levels[self.ranking.level]
+        grown = Batches.of(self.ranking.start_sizes(self.ranking.level))
+        larger = [
+            (options, level, *each)
+            for each in self.combinations.batches(options)
+            if at < each[0] <= 2 * at
+            and grown.moved(sizes, self.ranking.at[0], each[0]).device_bytes <= self.usable_bytes
+        ]
+        return larger[-1] if larger else key
 
     def _batch_for(self, structure: Options) -> tuple[int, int]:
         """Return the batch nearest to the reference that a structure may have."""
@@ -411,6 +440,14 @@ class Search:
         inside = ((one for one in pure if one.device_bytes <= target) for target in targets)
         keys = dict.fromkeys(best.key for some in inside if (best := next(some, None)) is not None)
         return [key for key in keys if key not in self.combinations.traced]
+
+
+def _grown(batches: Sequence[tuple[int, int]], least: float) -> list[tuple[int, int]]:
+    """Return the first batch, the first of at least so many samples, and the first of twice as many."""
+    found = [batches[0]]
+    for wanted in (least, 2 * max(least, batches[0][0])):
+        found.append(next((each for each in batches if each[0] >= wanted), batches[-1]))
+    return list(dict.fromkeys(found))
 
 
 def _bytes(one: Candidate) -> float:
