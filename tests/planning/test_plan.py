@@ -16,7 +16,7 @@ from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
 from trainfit.planning.combinations import Goal
-from trainfit.planning.composed import Sizes, within
+from trainfit.planning.composed import Batches, Sizes, within
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
@@ -296,6 +296,27 @@ def test_a_mix_of_two_levels_meets_the_limit() -> None:
     assert mix is not None
     assert (mix.device_bytes, mix.micro_s) == pytest.approx((60, 1.2))
     assert within((none, full), 19) is None
+
+
+def test_batches_whose_peak_is_the_updates_say_nothing_of_larger_ones() -> None:
+    small = Sizes(10, 30, 40, 0, 0, micro_s=1.0)  # Whole gradients are the peak.
+    large, larger = (Sizes(10, 5 * micro, 40, 0, 0, micro_s=micro) for micro in (8, 16))
+    grown = Batches.of({1: small, 8: large, 16: larger})
+    assert grown.moved(larger, 16, 32).device_bytes == pytest.approx(170)
+    assert grown.moved(large, 8, 1).device_bytes == pytest.approx(40)
+    assert Batches.of({1: small}).batch_bytes == {1: 30}
+
+
+def test_more_work_of_the_gpu_takes_no_longer_while_the_host_decides() -> None:
+    eager = Sizes(0, 0, 0, 0, update_s=0.1, micro_s=0.2, host_s=1.0)
+    grown = Batches({1: 1.0, 2: 2.0}, {1: 0.2, 2: 0.4})
+    assert [grown.moved(eager, 1, micro).step_s(1) for micro in (1, 4, 8)] == pytest.approx([1.0, 1.0, 1.7])
+
+
+def test_short_sequences_get_batches_that_fill_the_gpu() -> None:
+    best = plan_recipe(recipe(batch={"seq": 64}), (), vary=VARIED, processes=0, memory_gib=4).found[0]
+    assert 2 * GIB < best.estimate.peak_device_bytes < 4 * GIB
+    assert best.as_recipe().batch.tokens >= 2**14
 
 
 def test_the_frontier_holds_what_nothing_beats() -> None:

@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 from trainfit.spec.result import Estimate
 
-
 GROWN = 1.02
 """Least ratio of the forward's and backward's peak to the update's of which it counts as a batch's own."""
+
+
+WAITS = 0.01
+"""Share of a step that the GPU waits for the host, above which the host decides the step's time."""
 
 
 class Sizes(NamedTuple):
@@ -29,7 +32,9 @@ class Sizes(NamedTuple):
     """Device memory beyond the allocated."""
     update_s: float
     micro_s: float
-    """Forward and backward of one micro-batch."""
+    """The GPU's forward and backward of one micro-batch."""
+    host_s: float = 0.0
+    """What the host takes for one micro-batch and its share of the update, of any size."""
 
     @property
     def device_bytes(self) -> float:
@@ -43,7 +48,7 @@ class Sizes(NamedTuple):
 
     def step_s(self, accumulate: int) -> float:
         """Return the seconds of a step."""
-        return self.update_s + accumulate * self.micro_s
+        return max(self.update_s + accumulate * self.micro_s, accumulate * self.host_s)
 
     def plus(self, other: "Sizes", minus: "Sizes") -> "Sizes":
         """Return these sizes with the difference of two others added; none becomes negative."""
@@ -68,15 +73,20 @@ def sizes_of(estimate: Estimate, update_s: float, accumulate: int) -> Sizes:
     at_peak = estimate.breakdown
     fixed = at_peak.weights + at_peak.optimizer + (at_peak.gradients if accumulate > 1 else 0)
     peak = max(first.forward, first.backward, steady.forward, steady.backward)
-    step_s = estimate.step_s or 0.0
-    update_s = min(update_s, step_s)
+    step_s, time = estimate.step_s or 0.0, estimate.time
+    idle_s = time.host_s if time else 0.0
+    gpu_s = max(step_s - idle_s, 0.0)
+    update_s = min(update_s, gpu_s)
+    # Where the GPU waits for the host, more work of the GPU takes no longer at first.
+    host_s = step_s if idle_s > WAITS * step_s else time.issue_s if time else 0.0
     return Sizes(
         fixed_bytes=min(fixed, peak),
         batch_bytes=max(0, peak - fixed),
         update_bytes=max(first.optimizer, steady.optimizer, estimate.phases.after_init),
         other_bytes=estimate.peak_device_bytes - estimate.peak_allocated_bytes,
         update_s=update_s,
-        micro_s=(step_s - update_s) / accumulate,
+        micro_s=(gpu_s - update_s) / accumulate,
+        host_s=host_s / accumulate,
     )
 
 
@@ -119,12 +129,12 @@ def within(levels: Sequence[Sizes], limit_bytes: float) -> Sizes | None:
     fitting = [one for one in levels if one.device_bytes <= limit_bytes]
     if not fitting:
         return None
-    best = min(fitting, key=lambda one: one.micro_s)
+    best = min(fitting, key=lambda one: one.step_s(1))
     for over in levels:
-        if over.device_bytes <= limit_bytes or over.micro_s >= best.micro_s:
+        if over.device_bytes <= limit_bytes or over.step_s(1) >= best.step_s(1):
             continue
         for small in fitting:
             share = (over.device_bytes - limit_bytes) / max(over.device_bytes - small.device_bytes, 1.0)
             mix = over.mixed(small, share)
-            best = mix if mix.micro_s < best.micro_s else best
+            best = mix if mix.step_s(1) < best.step_s(1) else best
     return best

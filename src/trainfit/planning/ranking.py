@@ -82,6 +82,7 @@ class Ranking:
         return found._replace(
             batch_bytes=found.batch_bytes * ratio,
             micro_s=max(1e-9, found.micro_s + base.micro_s - start.micro_s),
+            host_s=max(0.0, found.host_s + base.host_s - start.host_s),
         )
 
     def structures(self) -> Iterator[Options]:
@@ -89,8 +90,9 @@ class Ranking:
         extras = [option for option in self.added if self._is_useful(option)]
         for count in range(min(MAX_EXTRAS, len(extras)) + 1):
             for some in itertools.combinations(extras, count):
-                if len({one.family for one in some}) < count:
-                    continue
+                fields = [field for one in some for field, _ in one.values]
+                if len({one.family for one in some}) < count or len(set(fields)) < len(fields):
+                    continue  # Two that set a field alike have that effect once.
                 without = frozenset[Option]().union(*(self.dropped[one] for one in some))
                 structure = self.ordered([*(one for one in self.start if one not in without), *some])
                 if agree(structure) is not None:

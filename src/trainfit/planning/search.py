@@ -30,6 +30,8 @@ TIE = 0.01
 """Recipes whose speeds differ by less are equally fast: the simpler one is chosen."""
 NUMERICS_GAIN = 0.02
 """A change of the numerics that gains less is not chosen."""
+LARGE_GAIN = 0.05
+"""Recipes that are slow to trace are traced a second time where they rank so much higher."""
 WORTH_TRACING = 0.003
 """A recipe is traced if it ranks at least this much above the fastest traced one."""
 SLOW_GAIN = 0.1
@@ -41,6 +43,10 @@ NUM_TRACED = 2
 """Recipes traced in a round."""
 ALMOST = 1.5
 """Multiple of the limit by the composed estimate above which nothing is traced when nothing fits."""
+NEARLY = 1.1
+"""Multiple of the limit by the composed estimate that compiled blocks may still bring below it."""
+COMPARABLE = 0.9
+"""Least share of the best's speed of what is traced in its place with an option that is slow to trace."""
 NUM_FILLED = 2
 """Recipes traced to fill the frontier."""
 
@@ -91,6 +97,7 @@ class Search:
         self._trace_highest(WORTH_TRACING)
         if self._add_slow():
             self._trace_highest(NUMERICS_GAIN, rounds=1)
+            self._trace_highest(LARGE_GAIN, rounds=1)
         if self._trace_highest(WORTH_TRACING, mixed=True):
             best = self._best()
             self._trace([self._simpler(best.candidate.key)] if best else [])
@@ -254,6 +261,7 @@ class Search:
         slow = [one for one in self.space.options if one.is_slow and one not in self.rejected]
         best = self._best() or min(self.traced, key=lambda one: one.device_bytes)
         at = self._simpler(best.candidate.key) if self.combinations.fits(best) else best.candidate.key
+        at = self._not_recomputed(best) or at
         structures = [(one, self._with(one, at[0])) for one in slow]
         wanted = [(one, self._larger((some, *at[1:]))) for one, some in structures if some]
         if wanted:
@@ -273,13 +281,24 @@ class Search:
                 self.ranking.added[option] = start.plus(self.ranking.moved(found), without)
         return bool(wanted)
 
+    def _not_recomputed(self, best: Traced) -> Key | None:
+        """Return what ranks highest without the recomputation of the best, if it nearly fits; None: nothing.
+
+        Compiled blocks keep less than others, and lose more by recomputation.
+        """
+        if best.candidate.level in (self.ranking.level, MIX):
+            return None
+        ranked = self.ranking.ranked(limit=NEARLY)
+        highest = next((one for one in ranked if one.level == self.ranking.level), None)
+        return highest.key if highest and highest.rate > best.rate * COMPARABLE else None
+
     def _larger(self, key: Key) -> Key:
-        """Return a combination with up to twice its micro-batch, as far as the start would fit.
+        """Return a combination with up to twice its micro-batch, as far as it would fit if it were not slow.
 
         A faster structure gains more where samples share what is done once: the update, casts of weights.
         """
         options, level, at, _ = key
-        sizes = self.ranking.levels[self.ranking.level]
+        sizes = self.ranking.sizes(options, level)
         grown = Batches.of(self.ranking.start_sizes(self.ranking.level))
         larger = [
             (options, level, *each)
