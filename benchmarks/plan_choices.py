@@ -4,7 +4,7 @@
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
-drawn by a seed from the same space. Rows that such a file has stay; choices of today's planner are added, and
+drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics. Rows that such a file has stay; choices of today's planner are added, and
 recipes near the first choice of each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python
 -m benchmarks.several_gpus measure`` measures a file in its order: first choices, then the rest.
 """
@@ -45,14 +45,30 @@ class Goal(NamedTuple):
 
     model: str
     seq: int
-    tokens_per_step: int
+    tokens_per_step: int | None
+    """None: batches of any size, and options that change the numerics, as ``plan`` does by itself."""
     tune: Tune
     caps_gib: tuple[int, ...] = (24, 48, 139)
 
     @property
     def name(self) -> str:
         """Model and kind of training."""
-        return f"{self.model}-{self.tune}"
+        return f"{self.model}-{self.tune if self.tokens_per_step else 'free'}"
+
+    @property
+    def keep_quality(self) -> bool:
+        """Whether the numerics stay."""
+        return self.tokens_per_step is not None
+
+    @property
+    def num_within(self) -> int:
+        """Recipes measured within each limit."""
+        return NUM_WITHIN if self.keep_quality else FREE_WITHIN
+
+    def is_of(self, line: dict[str, Any]) -> bool:
+        """Return whether a line of ``choices.jsonl`` is of this goal."""
+        names = ("model", "tokens_per_step", "tune")
+        return all(line[name] == getattr(self, name) for name in names)
 
 
 GOALS = (
@@ -65,15 +81,26 @@ GOALS = (
     Goal("qwen3-14b", 4096, 8192, "qlora", (24,)),
 )
 """Six families, 0.5B to 14B. The large ones train an adapter, so that some recipe fits."""
+FREE = (
+    Goal("qwen2.5-0.5b", 1024, None, "full"),
+    Goal("llama-3.2-1b", 1024, None, "full"),
+    Goal("gemma-2-2b", 1024, None, "full"),
+    Goal("qwen3-4b", 2048, None, "full", (48, 139)),
+    Goal("llama-3.1-8b", 2048, None, "full", (80, 139)),
+)
 NUM_DRAWN = 64
 """Recipes drawn for a model."""
 NUM_WITHIN, DRAWS_EACH = 30, 12
 """Recipes of a file within each limit, and recipes drawn for each that is missing."""
+FREE_WITHIN, FREE_DRAWS_EACH = 8, 2
+"""The same for goals of ``FREE``."""
 MOST_CHANGED = 3
 """Families of options in which a recipe differs from the first choice that it is near to."""
 FASTEST, OTHERS = 9, 4
 """Of the drawn recipes within a limit: those predicted fastest, and others, that are measured."""
 MICROS = (1, 2, 4, 8, 16)
+FACTORS = (0.5, 0.75, 1.25, 1.5, 2)
+"""Micro-batches of free ones, as multiples of the first choice's."""
 RECOMPUTE = ("none", "full", "selective", {"every": 2}, {"every": 3})
 FOUND = 3
 """Recipes of a plan that are measured."""
@@ -95,7 +122,7 @@ def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, An
     """Return the line of a plan, and the contents of the recipes found."""
     plan = trainfit.plan(
         goal.model, gpu=GPU, seq=goal.seq, tokens_per_step=goal.tokens_per_step, tune=goal.tune,
-        memory_gib=cap_gib, keep_quality=True, processes=0,
+        memory_gib=cap_gib, keep_quality=goal.keep_quality, processes=0,
     )  # fmt: skip
     recipes = [one.as_recipe() for one in plan.found]
     line = {
@@ -109,7 +136,7 @@ def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, An
 def drawn(goal: Goal) -> Iterator[Recipe]:
     """Yield different recipes of the planner's space, by the seed; none changes the mathematics."""
     recipe, chance = start(goal), random.Random(f"{SEED} {goal.name}")
-    families = _families(recipe)
+    families = _families(recipe, goal)
 
     def values() -> Iterator[dict[str, Any]]:
         for _ in range(50 * NUM_DRAWN):
@@ -118,7 +145,7 @@ def drawn(goal: Goal) -> Iterator[Recipe]:
                 option = chance.choice(options)
                 if chance.random() < (0.25 if option.is_slow else 0.4):
                     found |= dict(option.values)
-            yield found | _batch(goal, chance) | {"recompute": chance.choice(RECOMPUTE)}
+            yield found | _batch(goal, chance, 1) | {"recompute": chance.choice(RECOMPUTE)}
 
     yield from itertools.islice(_different(recipe, values()), NUM_DRAWN)
 
@@ -126,7 +153,7 @@ def drawn(goal: Goal) -> Iterator[Recipe]:
 def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
     """Yield different recipes that differ from a first choice in a few families, batch or recomputation."""
     recipe, chance = start(goal), random.Random(f"{SEED} {goal.name} near {cap_gib}")
-    families = _families(recipe)
+    families = _families(recipe, goal)
 
     def values() -> Iterator[dict[str, Any]]:
         for _ in range(50 * NUM_DRAWN):
@@ -138,7 +165,7 @@ def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
                 found |= {key: value_in(recipe, key) for one in options for key, _ in one.values}
                 found |= dict(option.values) if option else {}
             if chance.random() < 0.5:
-                found |= _batch(goal, chance)
+                found |= _batch(goal, chance, choice.batch.micro)
             if chance.random() < 0.5:
                 found["recompute"] = chance.choice(RECOMPUTE)
             yield found
@@ -146,14 +173,16 @@ def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
     yield from (one for one in _different(choice, values()) if one.id != choice.id)
 
 
-def _families(recipe: Recipe) -> dict[str, list[Option]]:
+def _families(recipe: Recipe, goal: Goal) -> dict[str, list[Option]]:
     families: dict[str, list[Option]] = {}
-    for option in space(recipe, keep_quality=True).options:
+    for option in space(recipe, keep_quality=goal.keep_quality).options:
         families.setdefault(option.family, []).append(option)
     return families
 
 
-def _batch(goal: Goal, chance: random.Random) -> dict[str, Any]:
+def _batch(goal: Goal, chance: random.Random, near_micro: int) -> dict[str, Any]:
+    if goal.tokens_per_step is None:
+        return {"batch.micro": max(1, round(near_micro * chance.choice(FACTORS)))}
     most = goal.tokens_per_step // goal.seq
     micro = chance.choice([size for size in MICROS if size <= most])
     return {"batch.micro": micro, "batch.accumulate": most // micro}
@@ -241,9 +270,8 @@ def _write_choices(path: Path, goal: Goal, found: list[dict[str, Any]]) -> None:
     """Write the lines of a goal's plans, in place of those that the file has of it."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     others = [json.loads(line) for line in text.splitlines()]
-    lines = [one for one in others if (one["model"], one["tune"]) != (goal.model, goal.tune)] + found
-    order = [(each.model, each.tune) for each in GOALS]
-    lines.sort(key=lambda one: order.index((one["model"], one["tune"])))
+    lines = [one for one in others if not goal.is_of(one)] + found
+    lines.sort(key=lambda line: [each.is_of(line) for each in (*GOALS, *FREE)].index(True))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -251,15 +279,16 @@ def _draws(
     goal: Goal, lines: list[dict[str, Any]], recipes: dict[str, Recipe], kept: dict[str, Record]
 ) -> list[Recipe]:
     """Return the recipes to draw: of the whole space at first, later near first choices."""
-    if not kept:
+    if not kept and goal.keep_quality:
         return list(drawn(goal))
     draws: dict[str, Recipe] = {}
+    each = DRAWS_EACH if goal.keep_quality else FREE_DRAWS_EACH
     for line in lines:
-        missing = NUM_WITHIN - len(_within(line["memory_gib"], kept.values()))
+        missing = goal.num_within - len(_within(line["memory_gib"], kept.values()))
         if missing > 0 and line["found"]:
             some = near(goal, recipes[line["found"][0]], line["memory_gib"])
             new = (one for one in some if one.id not in kept)
-            draws |= {one.id: one for one in itertools.islice(new, DRAWS_EACH * missing)}
+            draws |= {one.id: one for one in itertools.islice(new, each * missing)}
     return list(draws.values())
 
 
@@ -267,14 +296,14 @@ def _wanted(
     goal: Goal, lines: list[dict[str, Any]], records: dict[str, Record], ids: list[str], again: bool
 ) -> list[str]:
     """Return ids of a file's rows, in order."""
-    if not again:
+    if not again and goal.keep_quality:
         return chosen(goal, lines, records, ids)
     first = [one for line in lines for one in line["found"][:1]]
     rest = [one for line in lines for one in line["found"][1:FOUND]]
     before = [one for one in records if one not in {*ids, *first, *rest}]
     wanted = [*first, *rest, *before]
     for cap in goal.caps_gib:
-        missing = NUM_WITHIN - len(
+        missing = goal.num_within - len(
             _within(cap, (records[one] for one in dict.fromkeys(wanted) if one in records))
         )
         new = _within(cap, (records[one] for one in ids if one in records and one not in wanted))
@@ -292,9 +321,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--only", help="one model")
+    parser.add_argument("--only", help="one model, or one goal such as llama-3.2-1b-free")
     chosen_ = parser.parse_args()
-    write(chosen_.folder, [goal for goal in GOALS if chosen_.only in (None, goal.model)], chosen_.jobs)
+    goals = [goal for goal in (*GOALS, *FREE) if chosen_.only in (None, goal.model, goal.name)]
+    write(chosen_.folder, goals, chosen_.jobs)
 
 
 if __name__ == "__main__":

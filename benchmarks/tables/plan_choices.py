@@ -56,13 +56,13 @@ def choices() -> list[Choice]:
         # A model's recipes of other kinds of training are no rivals: an adapter is part of the goal.
         results = measured(goal)
         for line in lines:
-            if (line["model"], line["tune"]) == (goal.model, goal.tune):
+            if goal.is_of(line):
                 cap = line["memory_gib"]
                 within = [
                     one for one in results.values() if one.status == "done" and _bytes(one) <= cap * GIB
                 ]
                 first = results.get(line["found"][0]) if line["found"] else None
-                names = {one for each in lines if each["model"] == goal.model for one in each["found"]}
+                names = {one for each in lines if goal.is_of(each) for one in each["found"]}
                 own = tuple(one for name, one in results.items() if name in names)
                 found.append(Choice(goal, cap, first, own, bool(line["found"]), tuple(within)))
     return found
