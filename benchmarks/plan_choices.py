@@ -4,9 +4,10 @@
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
-drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics. Rows that such a file has stay; choices of today's planner are added, and
-recipes near the first choice of each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python
--m benchmarks.several_gpus measure`` measures a file in its order: first choices, then the rest.
+drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics.
+Rows that such a file has stay; choices of today's planner are added, and recipes near the first choice of
+each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python -m benchmarks.several_gpus
+measure`` measures a file in its order: first choices, then the rest.
 """
 
 from __future__ import annotations
