@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.plan_choices import GOALS, Goal
+from benchmarks.plan_choices import FREE, GOALS, Goal
 from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.table import NOTHING, markdown_grid
@@ -46,13 +47,13 @@ def measured(goal: Goal) -> dict[str, Measurement]:
     return {one.recipe_id: one.measurement for one in records if one.measurement is not None}
 
 
-def choices() -> list[Choice]:
+def choices(goals: Sequence[Goal] = GOALS) -> list[Choice]:
     """Return each goal's and limit's choice."""
     lines: list[dict[str, Any]] = [
         json.loads(line) for line in (FOLDER / "choices.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     found: list[Choice] = []
-    for goal in GOALS:
+    for goal in goals:
         # A model's recipes of other kinds of training are no rivals: an adapter is part of the goal.
         results = measured(goal)
         for line in lines:
@@ -74,14 +75,25 @@ def _bytes(one: Measurement) -> int:
 
 def first_choices() -> str:
     """Return a row a model and kind of training: under each limit the speed, memory and share of the best."""
-    limits = sorted({one.cap_gib for one in choices()})
+    return _first_choices(GOALS)
+
+
+def free_choices() -> str:
+    """Return the same of plans with batches of any size and options that change the numerics."""
+    return _first_choices(FREE)
+
+
+def _first_choices(goals: Sequence[Goal]) -> str:
+    every = choices(goals)
+    limits = sorted({one.cap_gib for one in every})
     rows: dict[str, dict[int, str]] = {}
-    for one in choices():
+    for one in every:
         cell = NOTHING if one.fits else "nothing fits"
         if one.first and one.first.tokens_per_s and one.share is not None:
             memory = _bytes(one.first) / GIB
             cell = f"{one.first.tokens_per_s:,.0f}; {memory:.1f}; {one.share:.1%} of {len(one.within)}"
-        rows.setdefault(f"{one.goal.model}, {one.goal.tune}", {})[one.cap_gib] = cell
+        kind = one.goal.tune if one.goal.keep_quality else f"{one.goal.seq} tokens"
+        rows.setdefault(f"{one.goal.model}, {kind}", {})[one.cap_gib] = cell
     cells = [[name, *(found.get(limit, NOTHING) for limit in limits)] for name, found in rows.items()]
     return markdown_grid(["model, training", *(f"{limit} GiB" for limit in limits)], cells)
 

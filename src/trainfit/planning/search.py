@@ -30,8 +30,8 @@ TIE = 0.01
 """Recipes whose speeds differ by less are equally fast: the simpler one is chosen."""
 NUMERICS_GAIN = 0.02
 """A change of the numerics that gains less is not chosen."""
-LARGE_GAIN = 0.05
-"""Recipes that are slow to trace are traced a second time where they rank so much higher."""
+SLOW_ROUNDS = 3
+"""Times that recipes with slow options are traced where they rank higher."""
 WORTH_TRACING = 0.003
 """A recipe is traced if it ranks at least this much above the fastest traced one."""
 SLOW_GAIN = 0.1
@@ -96,8 +96,8 @@ class Search:
         self.say("tracing the recipes that rank highest")
         self._trace_highest(WORTH_TRACING)
         if self._add_slow():
-            self._trace_highest(NUMERICS_GAIN, rounds=1)
-            self._trace_highest(LARGE_GAIN, rounds=1)
+            self._trace([one.key for one in self._largest_like_best()])
+            self._trace_highest(TIE, rounds=SLOW_ROUNDS)
         if self._trace_highest(WORTH_TRACING, mixed=True):
             best = self._best()
             self._trace([self._simpler(best.candidate.key)] if best else [])
@@ -308,6 +308,18 @@ class Search:
         ]
         return larger[-1] if larger else key
 
+    def _largest_like_best(self) -> list[Candidate]:
+        """Return the best at the largest micro-batch that fits, if it is slow and that is twice as large.
+
+        What the start does not do for each sample is not known of its growth: a cast of weights to fp8.
+        """
+        best = self._best()
+        if best is None or not any(option.is_slow for option in best.candidate.options):
+            return []
+        options, level, micro, _ = best.candidate.key
+        alike = [one for one in self.ranking.ranked() if (one.options, one.level) == (options, level)]
+        return sorted((one for one in alike if one.micro >= 2 * micro), key=lambda one: -one.micro)[:1]
+
     def _batch_for(self, structure: Options) -> tuple[int, int]:
         """Return the batch nearest to the reference that a structure may have."""
         allowed = self.combinations.batches(structure)
@@ -376,11 +388,12 @@ class Search:
         self, worth: float, tried: Collection[Key], *, mixed: bool
     ) -> tuple[list[Candidate], list[tuple[Candidate, InputError]]]:
         """Return what ranks highest and is not traced, as many as a round traces, and what is refused."""
-        best = max((one.rate for one in self.traced if self.combinations.fits(one)), default=0.0)
+        fitting = [one for one in self.traced if self.combinations.fits(one)]
+        best = max((_value(one.rate, one.candidate.options) for one in fitting), default=0.0)
         chosen: list[Candidate] = []
         refused: list[tuple[Candidate, InputError]] = []
-        for one in self.ranking.ranked():
-            if one.rate < best * (1 + worth) or len(chosen) >= NUM_TRACED:
+        for one in sorted(self.ranking.ranked(), key=lambda one: -_value(one.rate, one.options)):
+            if _value(one.rate, one.options) < best * (1 + worth) or len(chosen) >= NUM_TRACED:
                 break
             if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
                 continue  # Blocks that differ are compiled in each way that they may recompute: 20 s.
@@ -416,19 +429,20 @@ class Search:
         fitting = [one for one in self.traced if self.combinations.fits(one)]
         if not fitting:
             return None
-        most = max(one.rate for one in fitting)
+        fastest = max(fitting, key=lambda one: one.rate)
+        changes = {one.candidate.key: _num_changes(one.candidate.options) for one in fitting}
 
         def is_tied(one: Traced) -> bool:
-            share = TIE if self._numerics(one) else NUMERICS_GAIN
-            return one.rate >= (1 - share) * most
+            fewer = changes[one.candidate.key] < changes[fastest.candidate.key]
+            return one.rate >= (1 - (NUMERICS_GAIN if fewer else TIE)) * fastest.rate
 
         tied = [one for one in fitting if is_tied(one)]
-        most = max(one.rate for one in tied if self._numerics(one) == min(map(self._numerics, tied)))
+        least = min(changes[one.candidate.key] for one in tied)
+        most = max(one.rate for one in tied if changes[one.candidate.key] == least)
         tied = [one for one in tied if one.rate >= (1 - TIE) * most]
-        return min(tied, key=lambda one: (self._numerics(one), self._complexity(one), one.device_bytes))
-
-    def _numerics(self, one: Traced) -> int:
-        return sum(bool(option.numerics) for option in one.candidate.options)
+        return min(
+            tied, key=lambda one: (changes[one.candidate.key], self._complexity(one), one.device_bytes)
+        )
 
     def _complexity(self, one: Traced) -> int:
         """Return how many fields differ from the given recipe's, without batches and the implementation."""
@@ -467,6 +481,16 @@ def _grown(batches: Sequence[tuple[int, int]], least: float) -> list[tuple[int, 
     for wanted in (least, 2 * max(least, batches[0][0])):
         found.append(next((each for each in batches if each[0] >= wanted), batches[-1]))
     return list(dict.fromkeys(found))
+
+
+def _num_changes(options: Options) -> int:
+    """Return how many options change the numerics."""
+    return sum(bool(option.numerics) for option in options)
+
+
+def _value(rate: float, options: Options) -> float:
+    """Return a speed less what each change of the numerics must gain."""
+    return rate * (1 - NUMERICS_GAIN) ** _num_changes(options)
 
 
 def _bytes(one: Candidate) -> float:
