@@ -111,9 +111,12 @@ class Batches(NamedTuple):
     def of(cls, traced: Mapping[int, Sizes]) -> "Batches":
         # Where the peak is that of whole gradients, as of small batches, it says nothing about activations.
         growing = {b: one for b, one in traced.items() if one.grows_with_batch} or traced
-        return cls(
-            {b: one.batch_bytes for b, one in growing.items()}, {b: one.micro_s for b, one in traced.items()}
-        )
+        # Nor does a larger batch take longer for a sample, whatever clocks its products were timed at.
+        least_s, micro_s = 0.0, dict[int, float]()
+        for b in sorted(traced, reverse=True):
+            least_s = max(least_s, traced[b].micro_s / b)
+            micro_s[b] = b * least_s
+        return cls({b: one.batch_bytes for b, one in growing.items()}, micro_s)
 
     def moved(self, sizes: Sizes, before: int, after: int) -> Sizes:
         """Return the sizes of a recipe traced at one micro-batch, at another."""

@@ -32,6 +32,8 @@ class Ranking:
         """Of the start with each option, at the reference batch."""
         self.without: dict[Option, Sizes] = {}
         """Of the start without each of its options, at the reference batch."""
+        self.compiled_at: dict[Option, str] = {}
+        """Levels of recomputation at which slow options were traced: what another saves then is not known."""
         self.dropped: dict[Option, frozenset[Option]] = {}
         """Options of the start that each one excludes."""
         self.corrections: dict[tuple[Options, bool], tuple[float, float]] = {}
@@ -120,7 +122,10 @@ class Ranking:
         self.num_ranked = 0
         for options in self.structures():
             forced = [level for level in map(self.level_of, options) if level != self.level]
-            levels = forced[:1] or [level for level in self.combinations.space.levels if level in self.levels]
+            compiled = [self.compiled_at[one] for one in options if one in self.compiled_at]
+            levels = (forced or compiled)[:1] or [
+                one for one in self.combinations.space.levels if one in self.levels
+            ]
             sizes = {level: self.sizes(options, level) for level in levels}
             tokens = self.combinations.recipe.batch.seq * self.combinations.data_ranks(options)
             for micro, count in self.combinations.batches(options):

@@ -43,7 +43,7 @@ NUM_TRACED = 2
 """Recipes traced in a round."""
 ALMOST = 1.5
 """Multiple of the limit by the composed estimate above which nothing is traced when nothing fits."""
-NEARLY = 1.1
+NEARLY = 1.25
 """Multiple of the limit by the composed estimate that compiled blocks may still bring below it."""
 COMPARABLE = 0.9
 """Least share of the best's speed of what is traced in its place with an option that is slow to trace."""
@@ -277,6 +277,7 @@ class Search:
             if isinstance(found, InputError):
                 self.rejected[option] = found.problem
             else:
+                self.ranking.compiled_at[option] = at[1]
                 without = self.ranking.grown.moved(before, micro, self.ranking.at[0])
                 self.ranking.added[option] = start.plus(self.ranking.moved(found), without)
         return bool(wanted)
