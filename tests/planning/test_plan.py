@@ -304,6 +304,7 @@ def test_batches_whose_peak_is_the_updates_say_nothing_of_larger_ones() -> None:
     grown = Batches.of({1: small, 8: large, 16: larger})
     assert grown.moved(larger, 16, 32).device_bytes == pytest.approx(170)
     assert grown.moved(large, 8, 1).device_bytes == pytest.approx(40)
+    assert grown.moved(small, 1, 8).device_bytes == pytest.approx(50)
     assert Batches.of({1: small}).batch_bytes == {1: 30}
 
 

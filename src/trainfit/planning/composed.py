@@ -12,11 +12,9 @@ from typing import NamedTuple
 from trainfit.spec.result import Estimate
 
 GROWN = 1.02
-"""Least ratio of the forward's and backward's peak to the update's of which it counts as a batch's own."""
-
-
-WAITS = 0.01
-"""Share of a step that the GPU waits for the host, above which the host decides the step's time."""
+"""Least ratio of the forward's and backward's peak to the update's at which the peak depends on the batch."""
+HOST_DECIDES = 0.9
+"""Least share of a step that the host works of which it decides the step's time."""
 
 
 class Sizes(NamedTuple):
@@ -34,7 +32,7 @@ class Sizes(NamedTuple):
     micro_s: float
     """The GPU's forward and backward of one micro-batch."""
     host_s: float = 0.0
-    """What the host takes for one micro-batch and its share of the update, of any size."""
+    """The host's time of one micro-batch and its share of the update, whatever the micro-batch's size."""
 
     @property
     def device_bytes(self) -> float:
@@ -58,10 +56,6 @@ class Sizes(NamedTuple):
         """Return these sizes with the ratio of two others, of one micro-batch and of the update."""
         return Sizes(*(a * b / max(c, 1e-12) for a, b, c in zip(self, other, before, strict=True)))
 
-    def scaled(self, bytes_ratio: float, s_ratio: float) -> "Sizes":
-        """Return the sizes with the parts of a micro-batch multiplied."""
-        return self._replace(batch_bytes=self.batch_bytes * bytes_ratio, micro_s=self.micro_s * s_ratio)
-
     def mixed(self, other: "Sizes", share: float) -> "Sizes":
         """Return the sizes of a model of which ``share`` of the blocks are as in ``other``."""
         return Sizes(*(a + share * (b - a) for a, b in zip(self, other, strict=True)))
@@ -74,11 +68,12 @@ def sizes_of(estimate: Estimate, update_s: float, accumulate: int) -> Sizes:
     fixed = at_peak.weights + at_peak.optimizer + (at_peak.gradients if accumulate > 1 else 0)
     peak = max(first.forward, first.backward, steady.forward, steady.backward)
     step_s, time = estimate.step_s or 0.0, estimate.time
-    idle_s = time.host_s if time else 0.0
-    gpu_s = max(step_s - idle_s, 0.0)
+    host_s = time.issue_s if time else 0.0
+    gpu_s = step_s
+    if time and host_s > HOST_DECIDES * step_s:
+        # The GPU waits for the host, so that more work of the GPU takes no longer at first.
+        gpu_s, host_s = step_s - time.host_s, step_s
     update_s = min(update_s, gpu_s)
-    # Where the GPU waits for the host, more work of the GPU takes no longer at first.
-    host_s = step_s if idle_s > WAITS * step_s else time.issue_s if time else 0.0
     return Sizes(
         fixed_bytes=min(fixed, peak),
         batch_bytes=max(0, peak - fixed),
@@ -109,9 +104,10 @@ class Batches(NamedTuple):
 
     @classmethod
     def of(cls, traced: Mapping[int, Sizes]) -> "Batches":
+        """Return the growth that traces of one structure, by micro-batch, show."""
         # Where the peak is that of whole gradients, as of small batches, it says nothing about activations.
         growing = {b: one for b, one in traced.items() if one.grows_with_batch} or traced
-        # Nor does a larger batch take longer for a sample, whatever clocks its products were timed at.
+        # A larger batch takes no longer for a sample: its products may have been timed at lower clocks.
         least_s, micro_s = 0.0, dict[int, float]()
         for b in sorted(traced, reverse=True):
             least_s = max(least_s, traced[b].micro_s / b)
@@ -120,11 +116,14 @@ class Batches(NamedTuple):
 
     def moved(self, sizes: Sizes, before: int, after: int) -> Sizes:
         """Return the sizes of a recipe traced at one micro-batch, at another."""
-        ratios = [
-            at_batch(points, after) / max(at_batch(points, before), 1e-12)
-            for points in (self.batch_bytes, self.micro_s)
-        ]
-        return sizes.scaled(*ratios)
+        known_bytes, now_bytes = (at_batch(self.batch_bytes, batch) for batch in (before, after))
+        known_s, now_s = (at_batch(self.micro_s, batch) for batch in (before, after))
+        share = sizes.batch_bytes / max(known_bytes, 1e-12)
+        if after > before and not sizes.grows_with_batch:
+            share = min(share, 1.0)  # More than that are whole gradients, which do not grow.
+        return sizes._replace(
+            batch_bytes=share * now_bytes, micro_s=sizes.micro_s * now_s / max(known_s, 1e-12)
+        )
 
 
 def within(levels: Sequence[Sizes], limit_bytes: float) -> Sizes | None:

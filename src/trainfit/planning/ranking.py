@@ -32,8 +32,8 @@ class Ranking:
         """Of the start with each option, at the reference batch."""
         self.without: dict[Option, Sizes] = {}
         """Of the start without each of its options, at the reference batch."""
-        self.compiled_at: dict[Option, str] = {}
-        """Levels of recomputation at which slow options were traced: what another saves then is not known."""
+        self.slow_levels: dict[Option, str] = {}
+        """Level of recomputation at which each slow option was traced: others are not ranked with it."""
         self.dropped: dict[Option, frozenset[Option]] = {}
         """Options of the start that each one excludes."""
         self.corrections: dict[tuple[Options, bool], tuple[float, float]] = {}
@@ -94,7 +94,7 @@ class Ranking:
             for some in itertools.combinations(extras, count):
                 fields = [field for one in some for field, _ in one.values]
                 if len({one.family for one in some}) < count or len(set(fields)) < len(fields):
-                    continue  # Two that set a field alike have that effect once.
+                    continue  # Two that set the same field: its effect would be counted twice.
                 without = frozenset[Option]().union(*(self.dropped[one] for one in some))
                 structure = self.ordered([*(one for one in self.start if one not in without), *some])
                 if agree(structure) is not None:
@@ -122,7 +122,7 @@ class Ranking:
         self.num_ranked = 0
         for options in self.structures():
             forced = [level for level in map(self.level_of, options) if level != self.level]
-            compiled = [self.compiled_at[one] for one in options if one in self.compiled_at]
+            compiled = [self.slow_levels[one] for one in options if one in self.slow_levels]
             levels = (forced or compiled)[:1] or [
                 one for one in self.combinations.space.levels if one in self.levels
             ]

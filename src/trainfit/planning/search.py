@@ -6,49 +6,44 @@ exact traces of those that rank highest.
 3. All combinations are ranked by the composed estimate (composed.py).
 4. The highest are traced. Each trace corrects the estimate of its structure, until none left ranks higher.
 5. Options without which the best recipe is as fast are left out of it.
-6. Options that are slow to trace (compilation) are added to the best recipe, and ranked with the others.
+6. Options that are slow to trace (compilation) are added to the best recipe, or to what it would be without
+   recomputation, and ranked with the others; the best is traced with the largest batch that fits, too.
 7. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
    long as ten other traces.
 """
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from trainfit.planning.assembly import assembled
+from trainfit.planning.choice import TIE, best_of, discounted, frontier, simpler
 from trainfit.planning.combinations import MIX, Candidate, Combinations, Goal, Key, Traced
 from trainfit.planning.composed import Batches
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.ranking import Ranking, sizes_of_traced
-from trainfit.planning.space import OWN_FAMILY, Option, Options, agree, changed, value_in
+from trainfit.planning.space import OWN_FAMILY, Option, Options, agree, changed
 from trainfit.spec.errors import InputError
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
 
-TIE = 0.01
-"""Recipes whose speeds differ by less are equally fast: the simpler one is chosen."""
-NUMERICS_GAIN = 0.02
-"""A change of the numerics that gains less is not chosen."""
 SLOW_ROUNDS = 3
-"""Times that recipes with slow options are traced where they rank higher."""
+"""Rounds of traces after the slow options were added."""
 WORTH_TRACING = 0.003
 """A recipe is traced if it ranks at least this much above the fastest traced one."""
 SLOW_GAIN = 0.1
 """Least share of a step outside matrix products and the update for which slow options are traced."""
-FULL_TOKENS = 8192
-"""Tokens of a micro-batch from which its activations, not whole gradients, are mostly the peak."""
+ACTIVATIONS_TOKENS = 8192
+"""Tokens of a micro-batch from which activations, rather than whole gradients, usually set the peak."""
 MAX_ROUNDS = 4
 NUM_TRACED = 2
 """Recipes traced in a round."""
 ALMOST = 1.5
 """Multiple of the limit by the composed estimate above which nothing is traced when nothing fits."""
 NEARLY = 1.25
-"""Multiple of the limit by the composed estimate that compiled blocks may still bring below it."""
+"""Multiple of the limit by the composed estimate below which a recipe may fit once compiled."""
 COMPARABLE = 0.9
-"""Least share of the best's speed of what is traced in its place with an option that is slow to trace."""
-NUM_FILLED = 2
-"""Recipes traced to fill the frontier."""
+"""Least speed, as a share of the best's, of a recipe that is compiled in its place."""
 
 
 def plan(
@@ -89,22 +84,22 @@ class Search:
         if not self.space.options and len(self.space.levels) == 1 and not self.space.solves_recompute:
             self.say("tracing batches")
             self._find_largest()
-            return assembled(self.ranking, self._best(), self.rejected, self.largest)
+            return assembled(self.ranking, best_of(self.combinations), self.rejected, self.largest)
         self._find_batch()
         self.say("tracing its options")
         self._add_options()
         self.say("tracing the recipes that rank highest")
         self._trace_highest(WORTH_TRACING)
         if self._add_slow():
-            self._trace([one.key for one in self._largest_like_best()])
+            self._trace_largest_like_best()
             self._trace_highest(TIE, rounds=SLOW_ROUNDS)
         if self._trace_highest(WORTH_TRACING, mixed=True):
-            best = self._best()
-            self._trace([self._simpler(best.candidate.key)] if best else [])
-        if self._best() is None and self._find_smallest():
+            best = best_of(self.combinations)
+            self._trace([simpler(self.ranking, best.candidate.key)] if best else [])
+        if best_of(self.combinations) is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
-            self._trace(self._frontier())
-        return assembled(self.ranking, self._best(), self.rejected, self.largest)
+            self._trace(frontier(self.ranking))
+        return assembled(self.ranking, best_of(self.combinations), self.rejected, self.largest)
 
     def _trace(self, wanted: Sequence[Key], ahead: Sequence[Key] = ()) -> list[Traced | InputError]:
         return self.combinations.trace(wanted, self.ranking.budget_gib, ahead)
@@ -126,25 +121,25 @@ class Search:
             batches = self.combinations.batches(self.ranking.start)
             if not batches:
                 raise self._no_batch()
-            first = _grown(batches, FULL_TOKENS / self.recipe.batch.seq)
+            first = _spread(batches, ACTIVATIONS_TOKENS / self.recipe.batch.seq)
             found = self._trace([(self.ranking.start, self.ranking.level, *each) for each in first])
             refused = next((one for one in found if isinstance(one, InputError)), None)
             if refused is None:
-                return self._grow(batches)
+                return self._trace_larger_starts(batches)
             if not chosen:
                 raise refused
             option = _named_in(refused, chosen) or chosen[-1]
             self.rejected[option] = refused.problem
             chosen.remove(option)
 
-    def _grow(self, batches: Sequence[tuple[int, int]]) -> None:
+    def _trace_larger_starts(self, batches: Sequence[tuple[int, int]]) -> None:
         """Trace larger batches until two say how memory grows."""
         for _ in range(MAX_ROUNDS):
             known = self.ranking.start_sizes(self.ranking.level)
             largest = max(known)
             if sum(one.grows_with_batch for one in known.values()) > 1 or largest == batches[-1][0]:
                 break
-            wanted = _grown([each for each in batches if each[0] > largest], 2 * largest)[-2:]
+            wanted = _spread([each for each in batches if each[0] > largest], 2 * largest)[-2:]
             self._trace([(self.ranking.start, self.ranking.level, *each) for each in wanted])
 
     def _no_batch(self) -> InputError:
@@ -164,7 +159,11 @@ class Search:
             if sizes.device_bytes <= self.usable_bytes or not rates:
                 rates[micro, count] = micro * count / sizes.step_s(count)
         most = max(rates.values())
-        self.ranking.at = next(each for each, rate in rates.items() if rate >= (1 - TIE) * most)
+        found = next(each for each, rate in rates.items() if rate >= (1 - TIE) * most)
+        # Of batches whose peak is that of whole gradients levels of recomputation cannot be compared.
+        least = min(grown.batch_bytes)
+        larger = (each for each in self.combinations.batches(self.ranking.start) if each[0] >= least)
+        self.ranking.at = found if found[0] >= least else next(larger, found)
 
     def _find_largest(self) -> None:
         """Trace micro-batches until the largest that fits and the next one, which does not, are known."""
@@ -230,10 +229,15 @@ class Search:
         for option, one in zip(removable, found, strict=False):
             if isinstance(one, Traced):
                 self.ranking.without[option] = sizes_of_traced(one)
-        best = self._best()
+        best = best_of(self.combinations)
         ahead: list[Key] = []
-        if best is not None and self.combinations.fits(reference):  # The start is likely to stay the best.
-            at = self._simpler(best.candidate.key)
+        if (
+            best is not None
+            and best.candidate.level == self.ranking.level
+            and self.combinations.fits(reference)
+        ):
+            # The start is likely to stay the best.
+            at = simpler(self.ranking, best.candidate.key)
             needless = set(self.ranking.start) - set(at[0])
             ahead = [self._larger((self.ranking.ordered(set(one) - needless), *at[1:])) for one in slow]
         for option, one in zip(extras, self._trace(added, ahead), strict=True):
@@ -256,42 +260,60 @@ class Search:
     def _add_slow(self) -> bool:
         """Trace the best recipe, or the smallest, with each slow option; return whether there are any.
 
-        Its simpler form, mostly the best, and the frontier are traced meanwhile: they take less time.
+        If the best recomputes, what nearly fits without is compiled in its place: compiled blocks keep less,
+        and lose more by recomputation. If then nothing compiled fits, the best itself is compiled.
         """
         slow = [one for one in self.space.options if one.is_slow and one not in self.rejected]
-        best = self._best() or min(self.traced, key=lambda one: one.device_bytes)
-        at = self._simpler(best.candidate.key) if self.combinations.fits(best) else best.candidate.key
-        at = self._not_recomputed(best) or at
+        best = best_of(self.combinations)
+        if best is None:
+            at = min(self.traced, key=lambda one: one.device_bytes).candidate.key
+            return self._compile(slow, at)
+        other = self._not_recomputed(best)
+        compiled = other is not None and self._compile(slow, other)
+        ranked = {option for one in self.ranking.ranked() for option in one.options} if compiled else set()
+        rest = [one for one in slow if one not in ranked and one not in self.rejected]
+        return self._compile(rest, simpler(self.ranking, best.candidate.key)) or compiled
+
+    def _compile(self, slow: Sequence[Option], at: Key) -> bool:
+        """Trace a combination with each slow option; return whether there are any.
+
+        The combination itself and the frontier are traced meanwhile: they take less time.
+        """
         structures = [(one, self._with(one, at[0])) for one in slow]
         wanted = [(one, self._larger((some, *at[1:]))) for one, some in structures if some]
         if wanted:
             self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
         # The next traces, of blocks that differ, rarely depend on these, and fill the other processes.
         mixed = [one.key for one in self._highest(WORTH_TRACING, set(), mixed=True)[0]] if wanted else []
-        keys = [*(key for _, key in wanted), at, *self._frontier()]
+        keys = [*(key for _, key in wanted), at, *frontier(self.ranking)]
         has_idle = len(wanted) < self.combinations.estimates.processes
-        traced = self._trace(keys, [*mixed, *(map(self._simpler, mixed) if has_idle else ())])
-        before = sizes_of_traced(self.combinations.traced.get(at, best))
-        start, micro = self.ranking.levels[self.ranking.level], at[2]
+        ahead = [*mixed, *(simpler(self.ranking, one) for one in mixed)] if has_idle else mixed
+        traced = self._trace(keys, ahead)
+        start, base = self.ranking.levels[self.ranking.level], self.combinations.traced.get(at)
+        without = self.ranking.moved(base) if base else self.ranking.sizes(*at[:2])
         for (option, _), found in zip(wanted, traced, strict=False):
             if isinstance(found, InputError):
                 self.rejected[option] = found.problem
             else:
-                self.ranking.compiled_at[option] = at[1]
-                without = self.ranking.grown.moved(before, micro, self.ranking.at[0])
+                self.ranking.slow_levels[option] = at[1]
                 self.ranking.added[option] = start.plus(self.ranking.moved(found), without)
         return bool(wanted)
 
     def _not_recomputed(self, best: Traced) -> Key | None:
-        """Return what ranks highest without the recomputation of the best, if it nearly fits; None: nothing.
+        """Return what ranks highest without recomputation.
 
-        Compiled blocks keep less than others, and lose more by recomputation.
+        None: the best recomputes nothing, or what does not is much slower or much too large.
         """
         if best.candidate.level in (self.ranking.level, MIX):
             return None
-        ranked = self.ranking.ranked(limit=NEARLY)
-        highest = next((one for one in ranked if one.level == self.ranking.level), None)
-        return highest.key if highest and highest.rate > best.rate * COMPARABLE else None
+        alike = [one for one in self.ranking.ranked(limit=NEARLY) if one.level == self.ranking.level]
+        highest = max(alike, key=lambda one: discounted(one.rate, one.options), default=None)
+        if highest is None or highest.rate < best.rate * COMPARABLE:
+            return None
+        with suppress(InputError):
+            self.combinations.recipe_of(*highest.key)
+            return simpler(self.ranking, highest.key)
+        return None
 
     def _larger(self, key: Key) -> Key:
         """Return a combination with up to twice its micro-batch, as far as it would fit if it were not slow.
@@ -309,17 +331,20 @@ class Search:
         ]
         return larger[-1] if larger else key
 
-    def _largest_like_best(self) -> list[Candidate]:
-        """Return the best at the largest micro-batch that fits, if it is slow and that is twice as large.
+    def _trace_largest_like_best(self) -> None:
+        """Trace the best with the largest micro-batch that fits, if it is slow and that is twice as large.
 
-        What the start does not do for each sample is not known of its growth: a cast of weights to fp8.
+        The start tells nothing of what only a slow option does once for all samples, such as casts to fp8.
         """
-        best = self._best()
+        best = best_of(self.combinations)
         if best is None or not any(option.is_slow for option in best.candidate.options):
-            return []
+            return
         options, level, micro, _ = best.candidate.key
         alike = [one for one in self.ranking.ranked() if (one.options, one.level) == (options, level)]
-        return sorted((one for one in alike if one.micro >= 2 * micro), key=lambda one: -one.micro)[:1]
+        larger = [one for one in alike if one.micro >= 2 * micro and one.rate > best.rate]
+        if larger:
+            largest = max(larger, key=lambda one: one.micro)
+            self.ranking.correct(largest, self._trace([largest.key])[0])
 
     def _batch_for(self, structure: Options) -> tuple[int, int]:
         """Return the batch nearest to the reference that a structure may have."""
@@ -390,11 +415,11 @@ class Search:
     ) -> tuple[list[Candidate], list[tuple[Candidate, InputError]]]:
         """Return what ranks highest and is not traced, as many as a round traces, and what is refused."""
         fitting = [one for one in self.traced if self.combinations.fits(one)]
-        best = max((_value(one.rate, one.candidate.options) for one in fitting), default=0.0)
+        best = max((discounted(one.rate, one.candidate.options) for one in fitting), default=0.0)
         chosen: list[Candidate] = []
         refused: list[tuple[Candidate, InputError]] = []
-        for one in sorted(self.ranking.ranked(), key=lambda one: -_value(one.rate, one.options)):
-            if _value(one.rate, one.options) < best * (1 + worth) or len(chosen) >= NUM_TRACED:
+        for one in sorted(self.ranking.ranked(), key=lambda one: -discounted(one.rate, one.options)):
+            if discounted(one.rate, one.options) < best * (1 + worth) or len(chosen) >= NUM_TRACED:
                 break
             if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
                 continue  # Blocks that differ are compiled in each way that they may recompute: 20 s.
@@ -419,79 +444,17 @@ class Search:
             new = sorted((one for one in ranked if one.key not in known), key=_bytes)[:NUM_TRACED]
             for candidate, one in zip(new, self._trace([one.key for one in new]), strict=True):
                 self.ranking.correct(candidate, one)
-            if not new or self._best() is not None:
+            if not new or best_of(self.combinations) is not None:
                 break
-        return self._best() is not None
-
-    # The choice
-
-    def _best(self) -> Traced | None:
-        """Return the fastest that fits; of ties the simplest, then the smallest."""
-        fitting = [one for one in self.traced if self.combinations.fits(one)]
-        if not fitting:
-            return None
-        fastest = max(fitting, key=lambda one: one.rate)
-        changes = {one.candidate.key: _num_changes(one.candidate.options) for one in fitting}
-
-        def is_tied(one: Traced) -> bool:
-            fewer = changes[one.candidate.key] < changes[fastest.candidate.key]
-            return one.rate >= (1 - (NUMERICS_GAIN if fewer else TIE)) * fastest.rate
-
-        tied = [one for one in fitting if is_tied(one)]
-        least = min(changes[one.candidate.key] for one in tied)
-        most = max(one.rate for one in tied if changes[one.candidate.key] == least)
-        tied = [one for one in tied if one.rate >= (1 - TIE) * most]
-        return min(
-            tied, key=lambda one: (changes[one.candidate.key], self._complexity(one), one.device_bytes)
-        )
-
-    def _complexity(self, one: Traced) -> int:
-        """Return how many fields differ from the given recipe's, without batches and the implementation."""
-        options = [option for option in one.candidate.options if option.family != OWN_FAMILY]
-        level = {json.dumps(value_in(self.recipe, "recompute")): 0, MIX: 2}.get(one.candidate.level, 1)
-        return sum(len(option.values) for option in options) + level
-
-    def _simpler(self, at: Key) -> Key:
-        """Return a combination without the options that gain nothing together."""
-        start = self.ranking.levels[self.ranking.level]
-        losses = {one: sizes.step_s(1) / start.step_s(1) - 1 for one, sizes in self.ranking.without.items()}
-        needless: set[Option] = set()
-        for option in sorted(set(losses) & set(at[0]), key=lambda one: (losses[one], one.label)):
-            smaller = self.ranking.without[option].device_bytes > start.device_bytes * (1 + TIE)
-            if not smaller and sum(map(losses.__getitem__, needless), losses[option]) < TIE / 2:
-                needless.add(option)
-        return (self.ranking.ordered(set(at[0]) - needless), *at[1:])
-
-    def _frontier(self) -> list[Key]:
-        """Return recipes between the smallest and the largest known ones, where the frontier has gaps."""
-        ranking = self.ranking.ranked()
-        if not ranking:
-            return []
-        least = min(one.device_bytes for one in ranking)
-        targets = [least + (self.usable_bytes - least) * step / NUM_FILLED for step in range(NUM_FILLED)]
-        # A recipe that is slow to trace takes as long as all others together.
-        pure = [one for one in ranking if one.level != MIX and not any(each.is_slow for each in one.options)]
-        inside = ((one for one in pure if one.device_bytes <= target) for target in targets)
-        keys = dict.fromkeys(best.key for some in inside if (best := next(some, None)) is not None)
-        return [key for key in keys if key not in self.combinations.traced]
+        return best_of(self.combinations) is not None
 
 
-def _grown(batches: Sequence[tuple[int, int]], least: float) -> list[tuple[int, int]]:
+def _spread(batches: Sequence[tuple[int, int]], least: float) -> list[tuple[int, int]]:
     """Return the first batch, the first of at least so many samples, and the first of twice as many."""
     found = [batches[0]]
     for wanted in (least, 2 * max(least, batches[0][0])):
         found.append(next((each for each in batches if each[0] >= wanted), batches[-1]))
     return list(dict.fromkeys(found))
-
-
-def _num_changes(options: Options) -> int:
-    """Return how many options change the numerics."""
-    return sum(bool(option.numerics) for option in options)
-
-
-def _value(rate: float, options: Options) -> float:
-    """Return a speed less what each change of the numerics must gain."""
-    return rate * (1 - NUMERICS_GAIN) ** _num_changes(options)
 
 
 def _bytes(one: Candidate) -> float:
