@@ -67,8 +67,7 @@ def frontier(ranking: Ranking) -> list[Key]:
         return []
     least = min(one.device_bytes for one in ranked)
     targets = [least + (usable_bytes - least) * step / NUM_FILLED for step in range(NUM_FILLED)]
-    # A recipe that is slow to trace takes as long as all others together.
-    pure = [one for one in ranked if one.level != MIX and not any(each.is_slow for each in one.options)]
+    pure = [one for one in ranked if one.level != MIX and not any(each.is_long for each in one.options)]
     inside = ((one for one in pure if one.device_bytes <= target) for target in targets)
     keys = dict.fromkeys(best.key for some in inside if (best := next(some, None)) is not None)
     return [key for key in keys if key not in ranking.combinations.traced]

@@ -362,6 +362,10 @@ class Search:
             if rest < SLOW_GAIN * estimate.step_s:
                 share = max(0.0, rest / estimate.step_s)
                 return f"could gain {share:.0%} at most, without matrix products and the update"
+        if option.is_long and not option.is_slow and self.combinations.fits(reference):
+            more = (set(one.values) for one in self.space.options if one.family == option.family)
+            if any(set(option.values) < values for values in more):
+                return "saves memory, which is not short"
         mesh = self.recipe.mesh
         values = dict(option.values)
         if values.get("parallel.strategy", mesh.strategy) not in ("auto", "fsdp"):

@@ -34,6 +34,11 @@ class Option(NamedTuple):
     speeds_up: str
 
     @property
+    def is_long(self) -> bool:
+        """Whether its traces take several times as long as others: compiled, or with offloaded weights."""
+        return self.is_slow or ("offload.weights", True) in self.values
+
+    @property
     def label(self) -> str:
         """The fields as a recipe writes them: ``loss: fused``."""
         return ", ".join(written(field, value) for field, value in self.values)
