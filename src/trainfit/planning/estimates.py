@@ -177,8 +177,6 @@ class Estimates:
         if given is None or (not ahead and workers.num_ahead and given.cancel()):
             data = {"recipe": request.recipe.content(), "exact": request.exact}
             data |= {"use_cache": self.use_cache, "calibration": chosen_file()}
-            if request.recipe.compile and len(self._workers) > 1:
-                self._workers[False].lower_priority()  # What is compiled takes longest: all wait for it.
             self._futures[request.key] = workers.ask(data, ahead=ahead)
         return self._futures[request.key]
 

@@ -18,7 +18,7 @@ CAN_FORK = sys.platform == "linux"
 """Elsewhere a process that has loaded the system's mathematics libraries cannot be forked safely."""
 PROGRAM = "import sys; from trainfit.planning.workers import serve; serve(*sys.argv[1:])"
 NICENESS = 5
-"""Of processes that take what others leave of the cores, such as those that answer requests ahead."""
+"""Of processes that answer requests ahead: they take what the others leave of the cores."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -91,12 +91,6 @@ class Workers:
     def ask(self, request: dict[str, Any], *, ahead: bool = False) -> Future[dict[str, Any]]:
         """Give a request to the first process that is idle; one ahead to those for such, if there are any."""
         return (self._ahead if ahead and self.num_ahead else self._pool).ask(request)
-
-    def lower_priority(self) -> None:
-        """Let these processes take what others leave of the cores, for good."""
-        for server in self._servers if CAN_FORK else ():
-            with suppress(OSError):  # They are one process group, of which the server is the leader.
-                os.setpriority(os.PRIO_PGRP, server.pid, NICENESS)
 
     def _start(self, count: int, answer: str, imports: Sequence[str], num_ahead: int) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
