@@ -55,7 +55,7 @@ def simpler(ranking: Ranking, at: Key) -> Key:
     needless: set[Option] = set()
     for option in sorted(set(losses) & set(at[0]), key=lambda one: (losses[one], one.label)):
         smaller = ranking.without[option].device_bytes > start.device_bytes * (1 + TIE)
-        if not smaller and sum(map(losses.__getitem__, needless), losses[option]) < TIE / 2:
+        if not smaller and sum(map(losses.__getitem__, needless), losses[option]) < TIE:
             needless.add(option)
     return (ranking.ordered(set(at[0]) - needless), *at[1:])
 
