@@ -54,7 +54,7 @@ class Goal(NamedTuple):
     @property
     def name(self) -> str:
         """Model and kind of training."""
-        return f"{self.model}-{self.tune if self.tokens_per_step else 'free'}"
+        return f"{self.model}-{self.tune if self.keep_quality else 'free'}"
 
     @property
     def keep_quality(self) -> bool:
@@ -68,7 +68,7 @@ class Goal(NamedTuple):
 
     def is_of(self, line: dict[str, Any]) -> bool:
         """Return whether a line of ``choices.jsonl`` is of this goal."""
-        names = ("model", "tokens_per_step", "tune")
+        names = ("model", "seq", "tokens_per_step", "tune")
         return all(line[name] == getattr(self, name) for name in names)
 
 
@@ -135,7 +135,7 @@ def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, An
 
 
 def drawn(goal: Goal) -> Iterator[Recipe]:
-    """Yield different recipes of the planner's space, by the seed; none changes the mathematics."""
+    """Yield different recipes of the planner's space, by the seed."""
     recipe, chance = start(goal), random.Random(f"{SEED} {goal.name}")
     families = _families(recipe, goal)
 
@@ -260,7 +260,7 @@ def write(folder: Path, goals: list[Goal], jobs: int) -> None:
             results = pool.map(prediction, [one.content() for one in asked.values()])
             records = kept | {one: record for one, record in zip(asked, results, strict=True) if record}
             ids = [one.id for one in draws]
-            rows = [records[one] for one in _wanted(goal, found, records, ids, bool(kept))]
+            rows = [records[one] for one in _wanted(goal, found, records, ids, set(kept))]
             text = "".join(to_line(row) + "\n" for row in rows)
             path.write_text(text, encoding="utf-8")
             _write_choices(folder / "choices.jsonl", goal, found)
@@ -294,14 +294,14 @@ def _draws(
 
 
 def _wanted(
-    goal: Goal, lines: list[dict[str, Any]], records: dict[str, Record], ids: list[str], again: bool
+    goal: Goal, lines: list[dict[str, Any]], records: dict[str, Record], ids: list[str], kept: set[str]
 ) -> list[str]:
-    """Return ids of a file's rows, in order."""
-    if not again and goal.keep_quality:
+    """Return ids of a file's rows, in order; ``kept``: those that it had before."""
+    if not kept and goal.keep_quality:
         return chosen(goal, lines, records, ids)
     first = [one for line in lines for one in line["found"][:1]]
     rest = [one for line in lines for one in line["found"][1:FOUND]]
-    before = [one for one in records if one not in {*ids, *first, *rest}]
+    before = [one for one in records if one in kept and one not in {*ids, *first, *rest}]
     wanted = [*first, *rest, *before]
     for cap in goal.caps_gib:
         missing = goal.num_within - len(

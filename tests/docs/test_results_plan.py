@@ -1,11 +1,17 @@
 """The figures in the sentences of docs/results/plan.md are those of the records."""
 
+from statistics import median
+
 import pytest
 
+from benchmarks.plan_choices import FREE
 from benchmarks.tables import plan, plan_choices
 from page_claims import check
 from trainfit.records import load
+from trainfit.report.compare import Comparison
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement
+from trainfit.spec.value import parse
 
 pytest.importorskip("peft")
 pytest.importorskip("torchao")
@@ -80,6 +86,35 @@ def test_the_choices_that_were_measured() -> None:
             faster[one.goal.model, one.cap_gib] = 100 * (one.best / own - 1)
     assert list(faster) == [("gemma-2b", 24), ("pythia-2.8b", 24)]
     check(PAGE, "planner's own, by at most # %", (max(faster.values()),))
+
+
+def test_the_choices_with_free_batches() -> None:
+    every = plan_choices.choices(FREE)
+    assert len(every) == 13
+    assert all(one.first in one.within for one in every)
+    check(PAGE, "Each first choice reaches at least # %", (100 * min(one.share or 0.0 for one in every),))
+    found = [
+        Comparison(parse(Recipe, row.recipe), row.estimate, plan_choices.measured(goal)[row.recipe_id])
+        for goal in FREE
+        for row in load(plan_choices.FOLDER / f"predicted-{goal.name}.jsonl")
+        if row.recipe_id in plan_choices.measured(goal)
+    ]
+    allocated, reserved = (
+        [100 * abs(one.error(f"peak_{kind}_bytes") or 0.0) for one in found]
+        for kind in ("allocated", "reserved")
+    )
+    exact, near = sum(error == 0 for error in allocated), sum(error <= 0.5 for error in reserved)
+    check(
+        PAGE, r"Of # recipes # allocated .* than # %; # reserved", (len(found), exact, max(allocated), near)
+    )
+    check(PAGE, r"within 0.5 %, the worst # %", (max(reserved),))
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for one in found:
+        speeds[one.recipe.precision == "fp8"].append(100 * (1 / (1 + (one.error("step_s") or 0.0)) - 1))
+    check(
+        PAGE, r"in fp8 \(# recipes\) are predicted # % too high in the median, others #",
+        (len(speeds[True]), median(speeds[True]), median(speeds[False])),
+    )  # fmt: skip
 
 
 def test_planned_recipes_are_faster_than_the_trainer() -> None:
