@@ -79,6 +79,7 @@ class Rates(Value):
     grouped: PositiveFloat  # Products of experts' tokens, whose numbers differ
     attention: PositiveFloat
     memory: PositiveFloat
+    fp8_casts: PositiveFloat  # Compiled casts to fp8, on top of ``memory``
     kernel_s: Seconds  # At least this for every launch
     power: PowerRates
     host: HostRates

@@ -101,7 +101,13 @@ def _factor(op: Op, rates: Rates) -> float:
         return rates.grouped if "grouped" in op.name else rates.products
     if part == "attention":
         return rates.attention
-    return max(1.0, rates.memory) if op.num_bytes > NOT_FASTER_BYTES else rates.memory
+    memory = max(1.0, rates.memory) if op.num_bytes > NOT_FASTER_BYTES else rates.memory
+    return memory * rates.fp8_casts if _casts_to_fp8(op) else memory
+
+
+def _casts_to_fp8(op: Op) -> bool:
+    """Return whether an operation is a compiled kernel that casts a product's input to fp8."""
+    return op.name.startswith("triton_") and "_scaled_mm" in op.name
 
 
 def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:
