@@ -112,7 +112,7 @@ def test_the_choices_with_free_batches() -> None:
     for one in found:
         speeds[one.recipe.precision == "fp8"].append(100 * (1 / (1 + (one.error("step_s") or 0.0)) - 1))
     check(
-        PAGE, r"in fp8 \(# recipes\) are predicted # % too high in the median, others #",
+        PAGE, r"in fp8 \(# recipes\) were predicted # % too high in the median, others #",
         (len(speeds[True]), median(speeds[True]), median(speeds[False])),
     )  # fmt: skip
 
