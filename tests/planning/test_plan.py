@@ -15,11 +15,13 @@ from tiny_recipe import TINY_LLAMA
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
+from trainfit.planning.choice import discounted
 from trainfit.planning.combinations import Goal
 from trainfit.planning.composed import Batches, Sizes, within
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
+from trainfit.planning.space import Option
 from trainfit.planning.workers import CAN_FORK, NICENESS, Workers
 from trainfit.prediction.estimate import predict
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
@@ -318,6 +320,15 @@ def test_short_sequences_get_batches_that_fill_the_gpu() -> None:
     best = plan_recipe(recipe(batch={"seq": 64}), (), vary=VARIED, processes=0, memory_gib=4).found[0]
     assert 2 * GIB < best.estimate.peak_device_bytes < 4 * GIB
     assert best.as_recipe().batch.tokens >= 2**14
+
+
+def test_each_change_of_the_numerics_must_gain_its_share() -> None:
+    """With 0, 1 and 2 changes: the second gains less than 2 % over the first, and is not chosen."""
+    change = Option("optimizer", (("optimizer.name", "adafactor"),), "factored", False, False, "")
+    other = Option("precision", (("precision", "fp8"),), "fp8", False, False, "")
+    names = {(): 0.95, (change,): 0.985, (change, other): 1.0}
+    assert max(names, key=lambda options: discounted(names[options], options)) == (change,)
+    assert discounted(1.0, (change, other)) == pytest.approx(0.98**2)
 
 
 def test_the_frontier_holds_what_nothing_beats() -> None:

@@ -121,11 +121,11 @@ class Ranking:
         found: list[Candidate] = []
         self.num_ranked = 0
         for options in self.structures():
-            forced = [level for level in map(self.level_of, options) if level != self.level]
-            compiled = [self.slow_levels[one] for one in options if one in self.slow_levels]
-            levels = (forced or compiled)[:1] or [
-                one for one in self.combinations.space.levels if one in self.levels
-            ]
+            forced = {level for level in map(self.level_of, options) if level != self.level}
+            forced |= {self.slow_levels[one] for one in options if one in self.slow_levels}
+            if len(forced) > 1:
+                continue
+            levels = forced or [one for one in self.combinations.space.levels if one in self.levels]
             sizes = {level: self.sizes(options, level) for level in levels}
             tokens = self.combinations.recipe.batch.seq * self.combinations.data_ranks(options)
             for micro, count in self.combinations.batches(options):

@@ -86,6 +86,7 @@ class Search:
             self._find_largest()
             return assembled(self.ranking, best_of(self.combinations), self.rejected, self.largest)
         self._find_batch()
+        self._enlarge_batch()
         self.say("tracing its options")
         self._add_options()
         self.say("tracing the recipes that rank highest")
@@ -159,11 +160,13 @@ class Search:
             if sizes.device_bytes <= self.usable_bytes or not rates:
                 rates[micro, count] = micro * count / sizes.step_s(count)
         most = max(rates.values())
-        found = next(each for each, rate in rates.items() if rate >= (1 - TIE) * most)
-        # Of batches whose peak is that of whole gradients levels of recomputation cannot be compared.
-        least = min(grown.batch_bytes)
-        larger = (each for each in self.combinations.batches(self.ranking.start) if each[0] >= least)
-        self.ranking.at = found if found[0] >= least else next(larger, found)
+        self.ranking.at = next(each for each, rate in rates.items() if rate >= (1 - TIE) * most)
+
+    def _enlarge_batch(self) -> None:
+        """Compare options at a batch whose peak is activations: only there levels of recomputation differ."""
+        least = min(Batches.of(self.ranking.start_sizes(self.ranking.level)).batch_bytes)
+        at, allowed = self.ranking.at, self.combinations.batches(self.ranking.start)
+        self.ranking.at = next((each for each in allowed if each[0] >= max(least, at[0])), at)
 
     def _find_largest(self) -> None:
         """Trace micro-batches until the largest that fits and the next one, which does not, are known."""
