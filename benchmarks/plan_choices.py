@@ -1,10 +1,11 @@
-"""Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted, for one H200.
+"""Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted, for H200s.
 
     python -m benchmarks.plan_choices results/plan-choices [--jobs N] [--only MODEL]
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
-drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics.
+drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics,
+those of ``SEVERAL`` two GPUs.
 Rows that such a file has stay; choices of today's planner are added, and recipes near the first choice of
 each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python -m benchmarks.several_gpus
 measure`` measures a file in its order: first choices, then the rest.
@@ -50,11 +51,14 @@ class Goal(NamedTuple):
     """None: batches of any size, and options that change the numerics, as ``plan`` does by itself."""
     tune: Tune
     caps_gib: tuple[int, ...] = (24, 48, 139)
+    count: int = 1
+    """GPUs."""
 
     @property
     def name(self) -> str:
-        """Model and kind of training."""
-        return f"{self.model}-{self.tune if self.keep_quality else 'free'}"
+        """Model, kind of training, and how many GPUs if several."""
+        several = f"-{self.count}-gpus" if self.count > 1 else ""
+        return f"{self.model}-{self.tune if self.keep_quality else 'free'}{several}"
 
     @property
     def keep_quality(self) -> bool:
@@ -66,10 +70,15 @@ class Goal(NamedTuple):
         """Recipes measured within each limit."""
         return NUM_WITHIN if self.keep_quality else FREE_WITHIN
 
+    @property
+    def is_drawn_from_all(self) -> bool:
+        """Whether recipes are drawn of the whole space at first, not only near first choices."""
+        return self.keep_quality and self.count == 1
+
     def is_of(self, line: dict[str, Any]) -> bool:
         """Return whether a line of ``choices.jsonl`` is of this goal."""
         names = ("model", "seq", "tokens_per_step", "tune")
-        return all(line[name] == getattr(self, name) for name in names)
+        return all(line[name] == getattr(self, name) for name in names) and line.get("count", 1) == self.count
 
 
 GOALS = (
@@ -89,12 +98,18 @@ FREE = (
     Goal("qwen3-4b", 2048, None, "full", (48, 139)),
     Goal("llama-3.1-8b", 2048, None, "full", (80, 139)),
 )
+SEVERAL = (
+    Goal("llama-3.2-1b", 2048, 32768, "full", (24, 139), count=2),
+    Goal("qwen3-4b", 2048, 32768, "full", (48, 139), count=2),
+    Goal("llama-3.1-8b", 2048, 32768, "full", (80, 139), count=2),
+)
+EVERY = (*GOALS, *FREE, *SEVERAL)
 NUM_DRAWN = 64
 """Recipes drawn for a model."""
 NUM_WITHIN, DRAWS_EACH = 30, 12
 """Recipes of a file within each limit, and recipes drawn for each that is missing."""
-FREE_WITHIN, FREE_DRAWS_EACH = 8, 2
-"""The same for goals of ``FREE``."""
+FREE_WITHIN, FEW_DRAWS_EACH = 8, 2
+"""Recipes within each limit of goals of ``FREE``, and recipes drawn for each where all are near a choice."""
 MOST_CHANGED = 3
 """Families of options in which a recipe differs from the first choice that it is near to."""
 FASTEST, OTHERS = 9, 4
@@ -110,7 +125,8 @@ FOUND = 3
 def start(goal: Goal) -> Recipe:
     """Return the recipe that is planned from."""
     data: dict[str, Any] = {
-        "model": {"config": goal.model}, "batch": {"micro": 1, "seq": goal.seq}, "hardware": {"gpu": GPU},
+        "model": {"config": goal.model}, "batch": {"micro": 1, "seq": goal.seq},
+        "hardware": {"gpu": GPU, "count": goal.count},
     }  # fmt: skip
     if goal.tune != "full":
         data["adapter"] = {"kind": "lora"}
@@ -122,13 +138,14 @@ def start(goal: Goal) -> Recipe:
 def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the line of a plan, and the contents of the recipes found."""
     plan = trainfit.plan(
-        goal.model, gpu=GPU, seq=goal.seq, tokens_per_step=goal.tokens_per_step, tune=goal.tune,
-        memory_gib=cap_gib, keep_quality=goal.keep_quality, processes=0,
+        goal.model, gpu=GPU, count=goal.count, seq=goal.seq, tokens_per_step=goal.tokens_per_step,
+        tune=goal.tune, memory_gib=cap_gib, keep_quality=goal.keep_quality, processes=0,
     )  # fmt: skip
     recipes = [one.as_recipe() for one in plan.found]
     line = {
         "model": goal.model, "seq": goal.seq, "tokens_per_step": goal.tokens_per_step, "tune": goal.tune,
-        "memory_gib": cap_gib, "commit": commit(), "found": [recipe.id for recipe in recipes],
+        "count": goal.count, "memory_gib": cap_gib, "commit": commit(),
+        "found": [recipe.id for recipe in recipes],
         "least_bytes": plan.least.estimate.peak_device_bytes if plan.least else None,
     }  # fmt: skip
     return line, [recipe.content() for recipe in recipes]
@@ -184,7 +201,7 @@ def _families(recipe: Recipe, goal: Goal) -> dict[str, list[Option]]:
 def _batch(goal: Goal, chance: random.Random, near_micro: int) -> dict[str, Any]:
     if goal.tokens_per_step is None:
         return {"batch.micro": max(1, round(near_micro * chance.choice(FACTORS)))}
-    most = goal.tokens_per_step // goal.seq
+    most = goal.tokens_per_step // goal.seq // goal.count
     micro = chance.choice([size for size in MICROS if size <= most])
     return {"batch.micro": micro, "batch.accumulate": most // micro}
 
@@ -272,7 +289,7 @@ def _write_choices(path: Path, goal: Goal, found: list[dict[str, Any]]) -> None:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     others = [json.loads(line) for line in text.splitlines()]
     lines = [one for one in others if not goal.is_of(one)] + found
-    lines.sort(key=lambda line: [each.is_of(line) for each in (*GOALS, *FREE)].index(True))
+    lines.sort(key=lambda line: [each.is_of(line) for each in EVERY].index(True))
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
@@ -280,10 +297,10 @@ def _draws(
     goal: Goal, lines: list[dict[str, Any]], recipes: dict[str, Recipe], kept: dict[str, Record]
 ) -> list[Recipe]:
     """Return the recipes to draw: of the whole space at first, later near first choices."""
-    if not kept and goal.keep_quality:
+    if not kept and goal.is_drawn_from_all:
         return list(drawn(goal))
     draws: dict[str, Recipe] = {}
-    each = DRAWS_EACH if goal.keep_quality else FREE_DRAWS_EACH
+    each = DRAWS_EACH if goal.is_drawn_from_all else FEW_DRAWS_EACH
     for line in lines:
         missing = goal.num_within - len(_within(line["memory_gib"], kept.values()))
         if missing > 0 and line["found"]:
@@ -297,7 +314,7 @@ def _wanted(
     goal: Goal, lines: list[dict[str, Any]], records: dict[str, Record], ids: list[str], kept: set[str]
 ) -> list[str]:
     """Return ids of a file's rows, in order; ``kept``: those that it had before."""
-    if not kept and goal.keep_quality:
+    if not kept and goal.is_drawn_from_all:
         return chosen(goal, lines, records, ids)
     first = [one for line in lines for one in line["found"][:1]]
     rest = [one for line in lines for one in line["found"][1:FOUND]]
@@ -324,7 +341,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", help="one model, or one goal such as llama-3.2-1b-free")
     chosen_ = parser.parse_args()
-    goals = [goal for goal in (*GOALS, *FREE) if chosen_.only in (None, goal.model, goal.name)]
+    goals = [goal for goal in EVERY if chosen_.only in (None, goal.model, goal.name)]
     write(chosen_.folder, goals, chosen_.jobs)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 from trainfit.planning.combinations import Combinations, Traced
 from trainfit.planning.composed import Sizes
-from trainfit.planning.estimates import Request
 from trainfit.planning.frontier import pareto
 from trainfit.planning.ranking import Ranking
 from trainfit.planning.space import Option
@@ -30,10 +29,8 @@ def assembled(
     combinations = ranking.combinations
     recipe, goal = combinations.recipe, combinations.goal
     every = [one for one in combinations.traced.values() if one.result.estimate is not None]
-    fitting = sorted((one for one in every if combinations.fits(one)), key=lambda one: -one.rate)
-    if best is not None:
-        fitting = [best, *(one for one in fitting if one is not best)][:NUM_FOUND]
-    exact = [one for one in _exact(combinations, fitting) if combinations.fits(one)]
+    exact = [one for one in fastest(combinations, best) if one.candidate.key in combinations.exact]
+    best = exact[0] if exact else None
     least = min(every, key=lambda one: one.device_bytes)
     return Plan(
         given=recipe.content(),
@@ -52,13 +49,14 @@ def assembled(
     )
 
 
-def _exact(combinations: Combinations, several: list[Traced]) -> list[Traced]:
-    """Return traced recipes with their exact estimates."""
-    results = combinations.estimates.of([Request(one.result.recipe, exact=True) for one in several])
-    return [
-        one._replace(result=result) if result.estimate is not None else one
-        for one, result in zip(several, results, strict=True)
-    ]
+def fastest(combinations: Combinations, best: Traced | None) -> list[Traced]:
+    """Return the chosen recipe and the fastest others that fit, as many as are reported."""
+    fitting = sorted((one for one in combinations.traced.values() if combinations.fits(one)), key=_slowness)
+    return [*([best] if best else []), *(one for one in fitting if one is not best)][:NUM_FOUND]
+
+
+def _slowness(one: Traced) -> float:
+    return -one.rate
 
 
 def found(given: Recipe, one: Traced) -> Found:

@@ -102,6 +102,8 @@ class Combinations:
         self.host_bytes = gpu.memory_bytes if goal.host_bytes is None else goal.host_bytes
         self.space: Space = space(recipe, vary=goal.vary, fixed=goal.fixed, keep_quality=goal.keep_quality)
         self.traced: dict[Key, Traced] = {}
+        self.exact: set[Key] = set()
+        """Of the traced ones, those whose estimate is the prediction."""
         self._whole_batches: dict[Option, bool] = {}
 
     def recipe_of(
@@ -202,6 +204,15 @@ class Combinations:
             one = found[index] = Traced(candidate, result)
             self.traced[candidate.key] = one
         return found
+
+    def trace_exactly(self, several: Sequence[Traced]) -> None:
+        """Put exact estimates in place of those for ranking."""
+        new = [one for one in several if one.candidate.key not in self.exact]
+        results = self.estimates.of([Request(one.result.recipe, exact=True) for one in new])
+        for one, result in zip(new, results, strict=True):
+            self.exact.add(one.candidate.key)
+            if result.estimate is not None:
+                self.traced[one.candidate.key] = one._replace(result=result)
 
     def fits(self, one: Traced) -> bool:
         """Return whether a traced recipe is within the limits, the margin kept."""

@@ -37,6 +37,7 @@ PARTS = (
     "prediction",
     *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations/h200.json")),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
+    *(f"planning/{name}.py" for name in ("estimates", "continued")),
 )
 """Parts of our code, in addition to those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
@@ -71,7 +72,8 @@ class Result(NamedTuple):
     """With a budget for recomputation solved."""
     estimate: Estimate | None
     update_s: float = 0.0
-    """Seconds of the optimizer's phase on the GPU, part of the step; 0 where a budget was solved."""
+    """Seconds of the optimizer's phase on the GPU, and of waiting for gradients that are reduced once a step,
+    part of the step; 0 where a budget was solved."""
     refused: InputError | None = None
 
 
@@ -261,7 +263,16 @@ def _traced(
     batch = recipe.batch.model_copy(update={"accumulate": accumulate})
     traced = recipe.model_copy(update={"batch": batch})
     ledger = ledger_of(traced, use_cache=use_cache, shorten=shorten)
-    return estimate(traced, gpu, ledger), _update_s(ledger, recipe)
+    found = estimate(traced, gpu, ledger)
+    waits_s = found.time.communication_s if found.time and _reduces_once(recipe) else 0.0
+    return found, _update_s(ledger, recipe) + waits_s
+
+
+def _reduces_once(recipe: Recipe) -> bool:
+    """Return whether all communication is that of gradients, or updated weights, once a step."""
+    mesh = recipe.mesh
+    others = (mesh.tensor, mesh.context, mesh.pipeline)
+    return mesh.data_ranks > 1 == max(others) and not mesh.syncs_each_batch and not recipe.offload.activations
 
 
 def _update_s(ledger: Ledger, recipe: Recipe) -> float:

@@ -15,7 +15,7 @@ exact traces of those that rank highest.
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
-from trainfit.planning.assembly import assembled
+from trainfit.planning.assembly import assembled, fastest
 from trainfit.planning.choice import TIE, best_of, discounted, frontier, simpler
 from trainfit.planning.combinations import MIX, Candidate, Combinations, Goal, Key, Traced
 from trainfit.planning.composed import Batches
@@ -84,7 +84,7 @@ class Search:
         if not self.space.options and len(self.space.levels) == 1 and not self.space.solves_recompute:
             self.say("tracing batches")
             self._find_largest()
-            return assembled(self.ranking, best_of(self.combinations), self.rejected, self.largest)
+            return self._assembled()
         self._find_batch()
         self._enlarge_batch()
         self.say("tracing its options")
@@ -100,6 +100,23 @@ class Search:
         if best_of(self.combinations) is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
             self._trace(frontier(self.ranking))
+        return self._assembled()
+
+    def _assembled(self) -> Plan:
+        """Return the plan, its recipes traced exactly.
+
+        An exact trace may take more memory: if the best does not fit, others are traced in its place.
+        """
+        known = self.combinations.traced
+        for _ in range(MAX_ROUNDS):
+            best = best_of(self.combinations)
+            if best is None or best.candidate.key in self.combinations.exact:
+                break
+            self.combinations.trace_exactly(fastest(self.combinations, best))
+            if not self.combinations.fits(exact := known[best.candidate.key]):
+                ranked = best.candidate._replace(rate=best.rate, device_bytes=best.device_bytes)
+                self.ranking.correct(ranked, exact)
+                self._trace_highest(WORTH_TRACING)
         return assembled(self.ranking, best_of(self.combinations), self.rejected, self.largest)
 
     def _trace(self, wanted: Sequence[Key], ahead: Sequence[Key] = ()) -> list[Traced | InputError]:

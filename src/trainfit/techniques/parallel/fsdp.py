@@ -199,11 +199,13 @@ def _trace_whole(recipe: Recipe) -> bool:
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
-    """Offer parameters that stay gathered between forward and backward, and shards within each host."""
+    """Offer parameters that stay gathered between forward and backward, also with gradients that stay whole
+    until a step's last micro-batch, and shards within each host."""
     count, in_host = recipe.hardware.count, gpu(recipe.hardware.gpu).gpus_per_host
     if count == 1:
         return ()
-    meshes: list[Data] = [{"reshard_after_forward": False}]
+    gathered: Data = {"reshard_after_forward": False}
+    meshes: list[Data] = [gathered, {**gathered, "sync_each_batch": False}]
     if count > in_host and count % in_host == 0:
         meshes.append({"replicate": count // in_host, "shard": in_host})
     return tuple(Offer({"parallel": mesh}) for mesh in meshes)
