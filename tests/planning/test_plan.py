@@ -171,6 +171,49 @@ def test_many_micro_batches_are_continued_from_a_few(exact: bool) -> None:
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=near), name
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_reduced_once_a_step_count_once(strategy: str) -> None:
+    mesh = {"parallel": {"strategy": strategy}, "hardware": {"gpu": "h200", "count": 2}}
+    wide = {**MODEL, "config": {**CONFIG, "hidden_size": 4096, "num_hidden_layers": 2}}
+    many = recipe(model=wide, batch={"micro": 2, "seq": 512, "accumulate": 8}, **mesh)
+    with Estimates(0) as estimates:
+        ranked, exact = estimates.of([Request(many, exact=False), Request(many)])
+    assert ranked.estimate is not None
+    assert exact.estimate is not None
+    assert ranked.estimate.step_s == pytest.approx(exact.estimate.step_s, rel=0.02)
+
+
+class LargerExactly(Estimates):
+    """Estimates whose exact ones of given recipes take twice the memory."""
+
+    larger: tuple[str, ...] = ()
+
+    def of(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> list[Result]:
+        """Return the results, some larger."""
+        return [
+            self._doubled(result) if each.exact and each.recipe.id in self.larger else result
+            for each, result in zip(requests, super().of(requests, ahead), strict=True)
+        ]
+
+    @staticmethod
+    def _doubled(result: Result) -> Result:
+        assert result.estimate is not None
+        doubled = {"peak_device_bytes": 2 * result.estimate.peak_device_bytes}
+        return result._replace(estimate=result.estimate.model_copy(update=doubled))
+
+
+def test_a_best_recipe_that_exactly_does_not_fit_is_replaced() -> None:
+    limit_bytes = GIB
+    goal = Goal(tokens_per_step=2**14, vary=VARIED, memory_bytes=limit_bytes)
+    with LargerExactly(0) as estimates:
+        first = search(recipe(), goal, estimates)
+        estimates.larger = tuple(recipe_from(one.recipe).id for one in first.found)
+        second = search(recipe(), goal, estimates)
+    assert second.found
+    assert not {*estimates.larger} & {recipe_from(one.recipe).id for one in second.found}
+    assert all(one.estimate.peak_device_bytes <= limit_bytes for one in second.found)
+
+
 def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:
     least = free.frontier[0].estimate.peak_device_bytes
     most = free.found[0].estimate.peak_device_bytes
