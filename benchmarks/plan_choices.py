@@ -108,7 +108,7 @@ NUM_DRAWN = 64
 """Recipes drawn for a model."""
 NUM_WITHIN, DRAWS_EACH = 30, 12
 """Recipes of a file within each limit, and recipes drawn for each that is missing."""
-FREE_WITHIN, FEW_DRAWS_EACH = 8, 2
+FREE_WITHIN, FEW_DRAWS_EACH = 8, 1.4
 """Recipes within each limit of goals of ``FREE``, and recipes drawn for each where all are near a choice."""
 MOST_CHANGED = 3
 """Families of options in which a recipe differs from the first choice that it is near to."""
@@ -306,7 +306,7 @@ def _draws(
         if missing > 0 and line["found"]:
             some = near(goal, recipes[line["found"][0]], line["memory_gib"])
             new = (one for one in some if one.id not in kept)
-            draws |= {one.id: one for one in itertools.islice(new, each * missing)}
+            draws |= {one.id: one for one in itertools.islice(new, round(each * missing))}
     return list(draws.values())
 
 

@@ -6,8 +6,8 @@ bf16 weights and autocast, SDPA, fused AdamW, gradient checkpointing for large m
 torch_compile and with Liger's kernels. With ``--several``, on two GPUs by torchrun: FSDP2, whose weights
 accelerate turns into fp32 unless nothing is cast (``pure``), and DDP. The micro-batch is the largest power
 of two within the tokens of a step that runs; the rest of the step is accumulated. Random weights and tokens.
-Every run is a process of its own. A row is not a Record: fields of the run, status, seconds of each step after
-the first two, peaks.
+Every run is a process of its own. A row is not a Record: fields of the run, status, seconds of each step
+after the first two, peaks.
 """
 
 from __future__ import annotations

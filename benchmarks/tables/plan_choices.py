@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.plan_choices import FREE, GOALS, Goal
+from benchmarks.plan_choices import FREE, GOALS, SEVERAL, Goal
 from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.table import NOTHING, markdown_grid
@@ -83,6 +83,11 @@ def free_choices() -> str:
     return _first_choices(FREE)
 
 
+def choices_of_several_gpus() -> str:
+    """Return the same of plans for two GPUs."""
+    return _first_choices(SEVERAL)
+
+
 def _first_choices(goals: Sequence[Goal]) -> str:
     every = choices(goals)
     limits = sorted({one.cap_gib for one in every})
@@ -98,33 +103,50 @@ def _first_choices(goals: Sequence[Goal]) -> str:
     return markdown_grid(["model, training", *(f"{limit} GiB" for limit in limits)], cells)
 
 
-def trainer_rows() -> list[dict[str, Any]]:
+def trainer_rows(name: str = "trainer.jsonl") -> list[dict[str, Any]]:
     """Return the runs of transformers' Trainer."""
-    path = FOLDER / "trainer.jsonl"
+    path = FOLDER / name
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return [json.loads(line) for line in text.splitlines()]
 
 
 def against_trainer() -> str:
     """Return a row a model: the planned recipe's speed over the Trainer's, by its settings."""
-    runs = trainer_rows()
-    rows = []
-    for one in choices():
+    names = ["compile", "liger"]
+    settings = {
+        "Trainer": (False, False), "compiled": (True, False), "Liger": (False, True),
+        "compiled, Liger": (True, True),
+    }  # fmt: skip
+    return _against_trainer(GOALS, "trainer.jsonl", names, settings)
+
+
+def against_trainer_on_several_gpus() -> str:
+    """Return the same on two GPUs."""
+    names = ["strategy", "pure", "compile", "liger"]
+    settings = {
+        "FSDP2": ("fsdp2", False, False, False), "FSDP2, Liger": ("fsdp2", False, False, True),
+        "FSDP2, compiled": ("fsdp2", False, True, False), "FSDP2, all in bf16": ("fsdp2", True, False, False),
+        "the same, Liger": ("fsdp2", True, False, True), "DDP": ("ddp", False, False, False),
+        "DDP, Liger": ("ddp", False, False, True),
+    }  # fmt: skip
+    return _against_trainer(SEVERAL, "trainer-several-gpus.jsonl", names, settings)
+
+
+def _against_trainer(
+    goals: Sequence[Goal], file: str, names: Sequence[str], settings: Mapping[str, tuple[Any, ...]]
+) -> str:
+    runs, rows = trainer_rows(file), list[list[str]]()
+    for one in choices(goals):
         if one.cap_gib != max(one.goal.caps_gib) or one.goal.tune == "qlora" or one.first is None:
             continue
         ours = one.first.tokens_per_s or 0.0
-
-        def factor(compiled: bool, liger: bool, goal: Goal = one.goal, ours: float = ours) -> str:
-            some = [
-                run for run in runs
-                if run["model"] == goal.model and (run["compile"], run["liger"]) == (compiled, liger)
-            ]  # fmt: skip
+        cells: list[str] = []
+        for setting in settings.values():
+            wanted = {"model": one.goal.model, **dict(zip(names, setting, strict=True))}
+            some = [run for run in runs if wanted.items() <= run.items()]
             best = max((run.get("tokens_per_s", 0.0) for run in some), default=0.0)
-            if best:
-                return f"{best:,.0f} ({ours / best:.2f})"
-            return ", ".join(dict.fromkeys(run["status"] for run in some)) or NOTHING
-
-        settings = [factor(*each) for each in ((False, False), (True, False), (False, True), (True, True))]
-        rows.append([f"{one.goal.model}, {one.goal.tune}", f"{ours:,.0f}", *settings])
-    titles = ["model, training", "planned, tokens/s", "Trainer", "compiled", "Liger", "compiled, Liger"]
-    return markdown_grid(titles, rows, is_number=[False, *[True] * 5])
+            ended = ", ".join(dict.fromkeys(run["status"] for run in some)) or NOTHING
+            cells.append(f"{best:,.0f} ({ours / best:.2f})" if best else ended)
+        rows.append([f"{one.goal.model}, {one.goal.tune}", f"{ours:,.0f}", *cells])
+    titles = ["model, training", "planned, tokens/s", *settings]
+    return markdown_grid(titles, rows, is_number=[False, *[True] * (len(titles) - 1)])
