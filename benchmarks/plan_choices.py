@@ -325,6 +325,9 @@ def _wanted(
             _within(cap, (records[one] for one in dict.fromkeys(wanted) if one in records))
         )
         new = _within(cap, (records[one] for one in ids if one in records and one not in wanted))
+        if goal.count > 1:  # Those within a small limit may be enough: the fastest of each are rivals.
+            new.sort(key=lambda one: -_speed(records[one]))
+            missing = max(missing, FASTEST)
         wanted[len(first) + len(rest) : len(first) + len(rest)] = new[: max(0, missing)]
     return [one for one in dict.fromkeys(wanted) if one in records]
 
