@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -194,12 +195,17 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_gather(x_te: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Dynamo of torch 2.11 takes the gradient of the collective that fills a tensor for zero.
+        return functional.all_gather_tensor(x_te, 0, group)
     out = x_te.new_empty((group.size() * x_te.shape[0], *x_te.shape[1:]))
     all_gather(out, x_te.contiguous(), group)
     return out
 
 
 def _reduce_scatter(x_te: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return functional.reduce_scatter_tensor(x_te, "sum", 0, group)
     out = x_te.new_empty((x_te.shape[0] // group.size(), *x_te.shape[1:]))
     reduce_scatter(out, x_te.contiguous(), group)
     return out
