@@ -191,6 +191,23 @@ def near(goal: Goal, choice: Recipe, cap_gib: int) -> Iterator[Recipe]:
     yield from (one for one in _different(choice, values()) if one.id != choice.id)
 
 
+def other_strategies(choice: Recipe) -> Iterator[Recipe]:
+    """Yield a first choice of several GPUs with whole weights on each, at several micro-batches."""
+    whole = {"parallel.reshard_after_forward": True, "parallel.sync_each_batch": None}
+    micro, count = choice.batch.micro, choice.batch.accumulate
+    half = max(1, micro // 2)
+    batches = {(micro, count), (2 * micro, max(1, count // 2)), (half, micro * count // half)}
+
+    def values() -> Iterator[dict[str, Any]]:
+        for strategy in ("ddp", "zero1"):
+            for one, several in sorted(batches):
+                if one * several == micro * count:
+                    batch = {"batch.micro": one, "batch.accumulate": several}
+                    yield {**whole, **batch, "parallel.strategy": strategy, "recompute": "none"}
+
+    yield from _different(choice, values())
+
+
 def _families(recipe: Recipe, goal: Goal) -> dict[str, list[Option]]:
     families: dict[str, list[Option]] = {}
     for option in space(recipe, keep_quality=goal.keep_quality).options:
@@ -307,6 +324,9 @@ def _draws(
             some = near(goal, recipes[line["found"][0]], line["memory_gib"])
             new = (one for one in some if one.id not in kept)
             draws |= {one.id: one for one in itertools.islice(new, round(each * missing))}
+        if goal.count > 1 and line["found"]:
+            others = other_strategies(recipes[line["found"][0]])
+            draws |= {one.id: one for one in others if one.id not in kept}
     return list(draws.values())
 
 
