@@ -108,8 +108,10 @@ class VirtualCompiler:
         settings = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
         choices = cuda_choices() if self._gpu else nullcontext()
         table = decompositions() if self._gpu else None
-        # Warm worker processes would compile the kernels.
-        inductor_settings = config.patch(force_disable_caches=True, compile_threads=1)
+        # Warm worker processes would compile the kernels. Partitions serve CUDA graphs alone.
+        inductor_settings = config.patch(
+            force_disable_caches=True, compile_threads=1, graph_partition=False
+        )
         with settings, inductor_settings, choices:
             return compile_fx(gm, list(example_inputs), inner_compile=self._inner, decompositions=table)
 

@@ -114,7 +114,7 @@ def _stopping_at_the_source(
         def write() -> tuple[str, tuple[Kernel, ...]]:
             return graph.codegen()[0].value, tuple(kernels)
 
-        if graph.is_backward or graph.is_inference or not can_fork():
+        if graph.is_inference or not can_fork():
             found = write()
             written = lambda: found  # noqa: E731
         else:
