@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from compiled_blocks import (
@@ -294,6 +295,20 @@ def agrees(row: dict[str, Any], free: str) -> bool:
 
 def matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+
+def test_each_pattern_of_eager_attention_has_two_batched_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs with fewer are compiled without these patterns."""
+    from torch._inductor.fx_passes import fuse_attention, joint_graph
+    from torch._inductor.pattern_matcher import PatternMatcherPass, PatternPrettyPrinter
+
+    registered = PatternMatcherPass()
+    monkeypatch.setattr(joint_graph, "patterns", registered)
+    with FakeTensorMode():
+        fuse_attention._sfdp_init(torch.device("cpu"))
+    patterns = [entry.pattern for entries in registered.patterns.values() for entry in entries]
+    assert patterns
+    assert all(PatternPrettyPrinter.run(pattern).count("aten.bmm.default") >= 2 for pattern in patterns)
 
 
 def test_layer_norm_keeps_its_statistics_in_fp32() -> None:

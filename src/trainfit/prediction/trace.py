@@ -27,6 +27,7 @@ from trainfit.spec.value import canonical_json
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique
+from trainfit.virtual.compile.generate import OtherStridesError
 from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
@@ -187,7 +188,17 @@ def _trace(
 
 
 def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: tuple[int, int]) -> Ledger:
+    try:
+        return _trace_once(recipe, stage, whole=whole, margin=margin, lowers_ahead=True)
+    except OtherStridesError:
+        return _trace_once(recipe, stage, whole=whole, margin=margin, lowers_ahead=False)
+
+
+def _trace_once(
+    recipe: Recipe, stage: Stage | None, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
+) -> Ledger:
     with gpu_of(recipe) as virtual:
+        virtual.compiler.lowers_ahead = lowers_ahead
         groups: list[LayerGroups] = []
         scope_of_block: dict[nn.Module, Scope] = {}
         repeats: tuple[int, ...] = ()

@@ -38,6 +38,8 @@ class VirtualCompiler:
         """Captured graphs."""
         self.layers: Layers | None = None
         """Repeated layers of a model that is compiled whole, by module names of the complete model."""
+        self.lowers_ahead = False
+        """Lower a forward in a fork; running it may raise OtherStridesError."""
         self._programs: list[Program] = []
         self._signatures: set[Any] = set()
 
@@ -108,14 +110,17 @@ class VirtualCompiler:
         settings = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
         choices = cuda_choices() if self._gpu else nullcontext()
         table = decompositions() if self._gpu else None
-        # Warm worker processes would compile the kernels.
-        inductor_settings = config.patch(force_disable_caches=True, compile_threads=1)
+        # Warm worker processes would compile the kernels. Partitions serve CUDA graphs alone.
+        inductor_settings = config.patch(force_disable_caches=True, compile_threads=1, graph_partition=False)
         with settings, inductor_settings, choices:
             return compile_fx(gm, list(example_inputs), inner_compile=self._inner, decompositions=table)
 
     def _inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **graph_kwargs: Any) -> Any:
         graph_kwargs.pop("compile_region_name", None)  # Since torch 2.13, a name for profiles.
-        compiled = generate(gm, example_inputs, self._gpu, graph_kwargs, self._program, self._layers())
+        compiled = generate(
+            gm, example_inputs, self._gpu, graph_kwargs, self._program, self._layers(),
+            ahead=self.lowers_ahead,
+        )  # fmt: skip
         return _runnable(compiled.current_callable)
 
     def _layers(self) -> Layers | None:

@@ -22,8 +22,15 @@ from trainfit.virtual.trace.exclusive import replaced
 
 AT = "_at"
 """Name of the function that the program calls before each kernel."""
+LONG_ROW, ROW_MULTIPLE = 1024, 128
+"""Rows that Inductor pads are at least this long and no multiple of this (``padding_stride_threshold``,
+``padding_alignment_bytes``)."""
 SELF = "L['self']"
 """Dynamo's name of the compiled module."""
+
+
+class OtherStridesError(Exception):
+    """A forward's outputs have other strides than those that its backward was lowered with."""
 
 
 class Kernel(NamedTuple):
@@ -41,12 +48,16 @@ class Kernel(NamedTuple):
     """In a program of repeated layers, where the kernel runs; None: outside the repeated layers."""
 
 
+Written = tuple[str, tuple[Kernel, ...]]
+"""A program's text and kernels."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A program of Inductor."""
 
-    written: Callable[[], tuple[str, tuple[Kernel, ...]]]
-    """Returns its text and kernels, once. A forward's is written while the backward is lowered."""
+    written: Callable[[], Written]
+    """Returns its text and kernels, once. They are written while this process goes on."""
     constants: dict[str, torch.Tensor]
     graph: fx.Graph | None = None
     """The lowered graph, with Inductor's rewrites."""
@@ -59,6 +70,8 @@ def generate(
     graph_kwargs: dict[str, Any],
     runnable: Callable[[Source], Callable[[list[Any]], Any]],
     layers: Layers | None = None,
+    *,
+    ahead: bool = False,
 ) -> Any:
     """Return torch's compiled graph with the callable ``runnable(source)``.
 
@@ -67,6 +80,8 @@ def generate(
         gpu: None for a CPU program.
         graph_kwargs: of ``compile_fx``'s inner compiler.
         layers: repeated layers of the compiled module, whose kernels are ordered as in the whole model.
+        ahead: a forward may be lowered in a fork, while its backward is lowered with the strides that its
+            outputs are likely to have. Reading the source raises OtherStridesError if they have others.
 
     Raises:
         RepeatError: the layers' kernels differ.
@@ -85,7 +100,7 @@ def generate(
                 inputs = [moved_tensor(value) for value in inputs]
             move_graph(gm.graph)
         stack.enter_context(V.set_debug_handler(DebugContext()))
-        stack.enter_context(_stopping_at_the_source(runnable, layers))
+        stack.enter_context(_stopping_at_the_source(runnable, layers, ahead=ahead))
         compiled: Any = _InProcessFxCompile().codegen_and_compile(gm, inputs, [], settings)
     set_tracing_context_output_strides(inputs, compiled)
     return compiled
@@ -93,7 +108,7 @@ def generate(
 
 @contextmanager
 def _stopping_at_the_source(
-    runnable: Callable[[Source], Callable[[list[Any]], Any]], layers: Layers | None
+    runnable: Callable[[Source], Callable[[list[Any]], Any]], layers: Layers | None, *, ahead: bool
 ) -> Iterator[None]:
     from torch._inductor.codegen import common
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
@@ -110,21 +125,52 @@ def _stopping_at_the_source(
         V.graph.wrapper_code.writeline(f"{AT}({len(kernels)})")
         kernels.append(_kernel(node, V.graph.is_backward)._replace(position=positions.get(node)))
 
-    def source_only(graph: Any) -> Any:
-        def write() -> tuple[str, tuple[Kernel, ...]]:
-            return graph.codegen()[0].value, tuple(kernels)
+    def write(graph: Any) -> Written:
+        return graph.codegen()[0].value, tuple(kernels)
 
-        if graph.is_backward or graph.is_inference or not can_fork():
-            found = write()
-            written = lambda: found  # noqa: E731
-        else:
-            written = begin(write)
-            graph.scheduler = SimpleNamespace(nodes=[])  # Torch logs its collectives.
-        source = Source(written, dict(graph.constants), graph.module.graph)
+    def begin_writing(graph: Any, function: Callable[[], Any]) -> Callable[[], Any]:
+        graph.scheduler = SimpleNamespace(nodes=[])  # Torch logs its collectives.
+        return begin(function)
+
+    def lower(graph: Any, *inputs: Any) -> Any:
+        nonlocal written
+        outputs = graph.module.graph.output_node().args[0]
+        is_forward = type(graph) is GraphLowering and not (graph.is_backward or graph.is_inference)
+        if not (ahead and is_forward and can_fork() and _keep_strides(outputs)):
+            return run(graph, *inputs)
+
+        def lower_and_write() -> Written | None:
+            run(graph, *inputs)
+            strides = [_strides_of_lowered(each) for each in graph.graph_outputs]
+            as_traced = strides == [_strides_of(each) for each in outputs]
+            return write(graph) if as_traced and not graph.constants else None
+
+        found = begin_writing(graph, lower_and_write)
+
+        def read() -> Written:
+            if (program := found()) is None:
+                raise OtherStridesError
+            return program
+
+        written = read
+        graph.graph_outputs = []  # No strides for the backward: those of the traced tensors.
+        return None
+
+    def source_only(graph: Any) -> Any:
+        if (read := written) is None:
+            if graph.is_inference or not can_fork():
+                found = write(graph)
+                read = lambda: found  # noqa: E731
+            else:
+                read = begin_writing(graph, partial(write, graph))
+        source = Source(read, dict(graph.constants), graph.module.graph)
         return SimpleNamespace(call=runnable(source), runner=None)
 
+    run = GraphLowering.run
+    written: Callable[[], Written] | None = None
     with ExitStack() as stack:
         stack.enter_context(replaced(Scheduler, "enter_context", entered))
+        stack.enter_context(replaced(GraphLowering, "run", lower))
         stack.enter_context(replaced(GraphLowering, "compile_to_module", source_only))
         if hasattr(common, "DtypePropagationOpsHandler"):
             # Inductor sets up the attributes of this object again for each operation of a kernel.
@@ -134,6 +180,21 @@ def _stopping_at_the_source(
             part_of = partial(_part_of, layers=layers)
             positions = stack.enter_context(planned_as_whole(part_of, layers.times))
         yield
+
+
+def _keep_strides(outputs: Sequence[Any]) -> bool:
+    """Return whether a forward's outputs are likely to keep their strides: Inductor pads long rows."""
+    strides = [stride for output in outputs for stride in _strides_of(output) or ()]
+    return all(isinstance(each, int) and (each < LONG_ROW or each % ROW_MULTIPLE == 0) for each in strides)
+
+
+def _strides_of(output: Any) -> tuple[Any, ...] | None:
+    value = output.meta.get("val") if isinstance(output, fx.Node) else None
+    return tuple(value.stride()) if isinstance(value, torch.Tensor) else None
+
+
+def _strides_of_lowered(output: Any) -> tuple[Any, ...] | None:
+    return tuple(map(int, output.get_stride())) if output.has_tensor_output() else None
 
 
 def _part_of(node: Any, layers: Layers) -> int | None:

@@ -22,7 +22,22 @@ from trainfit.virtual.trace.exclusive import replaced
 @contextmanager
 def cuda_choices() -> Iterator[None]:
     """Run Inductor's passes over a joint graph of CPU tensors as for CUDA."""
+    from torch._inductor import compile_fx
     from torch._inductor.fx_passes import fuse_attention, joint_graph, pad_mm
+
+    run_passes = compile_fx.joint_graph_passes
+
+    def passes(gm: torch.fx.GraphModule, *args: Any) -> torch.fx.GraphModule:
+        batched_products = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+        if len(batched_products) >= 2:
+            return run_passes(gm, *args)
+        # Each pattern of eager attention has two batched products; making and comparing all takes half a
+        # second. The other patterns are registered once, however often this is called.
+        with replaced(fuse_attention, "_sfdp_init", lambda *_: None):
+            try:
+                return run_passes(gm, *args)
+            finally:
+                joint_graph.lazy_init.cache_clear()
 
     params_check = fuse_attention._sfdp_params_check
 
@@ -40,6 +55,7 @@ def cuda_choices() -> Iterator[None]:
             (pad_mm, "_should_pad", should_pad),
             (fuse_attention, "_sfdp_params_check", may_fuse),
             (joint_graph, "check_device", yes),  # Used by bmm_to_mm alone.
+            (compile_fx, "joint_graph_passes", passes),
         ):
             stack.enter_context(replaced(module, name, function))
         yield
