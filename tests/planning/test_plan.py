@@ -214,6 +214,19 @@ def test_a_best_recipe_that_exactly_does_not_fit_is_replaced() -> None:
     assert all(one.estimate.peak_device_bytes <= limit_bytes for one in second.found)
 
 
+def test_a_largest_batch_that_exactly_does_not_fit_is_replaced() -> None:
+    goal = Goal(vary=("batch.micro",), memory_bytes=2 * GIB)
+    with LargerExactly(0) as estimates:
+        first = search(recipe(), goal, estimates)
+        assert first.largest is not None
+        largest = recipe_from(first.largest.recipe)
+        estimates.larger = (largest.id,)
+        second = search(recipe(), goal, estimates)
+    assert second.found
+    assert second.largest is not None
+    assert recipe_from(second.largest.recipe).batch.micro == largest.batch.micro - 1
+
+
 def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:
     least = free.frontier[0].estimate.peak_device_bytes
     most = free.found[0].estimate.peak_device_bytes

@@ -113,7 +113,8 @@ class Search:
             if best is None or best.candidate.key in self.combinations.exact:
                 break
             self.combinations.trace_exactly(fastest(self.combinations, best))
-            if not self.combinations.fits(exact := known[best.candidate.key]):
+            is_ranked = bool(self.ranking.grown.micro_s)  # Not where only the batch varies.
+            if is_ranked and not self.combinations.fits(exact := known[best.candidate.key]):
                 ranked = best.candidate._replace(rate=best.rate, device_bytes=best.device_bytes)
                 self.ranking.correct(ranked, exact)
                 self._trace_highest(WORTH_TRACING)
@@ -194,7 +195,10 @@ class Search:
             high = min((micro for micro, fits in known.items() if not fits), default=allowed[-1][0] + 1)
             between = [each for each in allowed if low < each[0] < high]
             if not between:
-                break
+                self.combinations.trace_exactly([one for one in self.traced if one.candidate.micro == low])
+                if all(self.combinations.fits(one) for one in self.traced if one.candidate.micro == low):
+                    break
+                continue
             sizes = self.ranking.start_sizes(self.ranking.level)
             nearest = min(sizes, key=lambda micro: abs(micro - high))
             grown = Batches.of(sizes)
