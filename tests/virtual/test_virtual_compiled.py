@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -297,18 +298,17 @@ def matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(rows, columns, dtype=dtype, device="meta")
 
 
-def test_each_pattern_of_eager_attention_has_two_batched_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pattern_of_eager_attention_has_two_batched_products() -> None:
     """Graphs with fewer are compiled without these patterns."""
-    from torch._inductor.fx_passes import fuse_attention, joint_graph
-    from torch._inductor.pattern_matcher import PatternMatcherPass, PatternPrettyPrinter
+    from torch._inductor.fx_passes import fuse_attention, serialized_patterns
+    from torch._inductor.pattern_matcher import PatternPrettyPrinter
 
-    registered = PatternMatcherPass()
-    monkeypatch.setattr(joint_graph, "patterns", registered)
     with FakeTensorMode():
-        fuse_attention._sfdp_init(torch.device("cpu"))
-    patterns = [entry.pattern for entries in registered.patterns.values() for entry in entries]
-    assert patterns
-    assert all(PatternPrettyPrinter.run(pattern).count("aten.bmm.default") >= 2 for pattern in patterns)
+        registered = fuse_attention._get_sfdp_patterns(CPU)
+    assert registered
+    for name, settings in registered:
+        module = import_module(f"{serialized_patterns.__name__}.{settings['search_fn'].__name__}")
+        assert PatternPrettyPrinter.run(getattr(module, name)).count("aten.bmm.default") >= 2
 
 
 def test_layer_norm_keeps_its_statistics_in_fp32() -> None:
