@@ -181,6 +181,8 @@ def test_what_offload_holds_outside_the_allocator() -> None:
             found, estimate_ = record.measurement, expected[record.recipe_id]
             if found is None or found.peak_device_bytes is None or estimate_ is None:
                 continue
+            if record.recipe["hardware"].get("count", 1) > 1:
+                continue  # NCCL holds more.
             # SDPA takes cuDNN's attention in Qwen3; elsewhere either kernel may have run.
             known = "triton" if record.recipe["attention"] == "triton" else "cudnn"
             names = (known,) if "qwen3" in path.name else ("triton", "cudnn")
