@@ -1,10 +1,11 @@
 """The figures in the sentences of docs/results/plan.md are those of the records."""
 
+from collections.abc import Sequence
 from statistics import median
 
 import pytest
 
-from benchmarks.plan_choices import FREE
+from benchmarks.plan_choices import FREE, SEVERAL, Goal
 from benchmarks.tables import plan, plan_choices
 from page_claims import check
 from trainfit.records import load
@@ -88,17 +89,52 @@ def test_the_choices_that_were_measured() -> None:
     check(PAGE, "planner's own, by at most # %", (max(faster.values()),))
 
 
+def compared(goals: Sequence[Goal]) -> list[Comparison]:
+    """Return the measured recipes of goals with their predictions."""
+    return [
+        Comparison(parse(Recipe, row.recipe), row.estimate, plan_choices.measured(goal)[row.recipe_id])
+        for goal in goals
+        for row in load(plan_choices.FOLDER / f"predicted-{goal.name}.jsonl")
+        if row.recipe_id in plan_choices.measured(goal)
+    ]
+
+
+def percent(several: list[Comparison], name: str) -> list[float]:
+    """Return absolute errors in percent."""
+    return [100 * abs(one.error(name) or 0.0) for one in several]
+
+
+def test_the_choices_for_two_gpus() -> None:
+    every = plan_choices.choices(SEVERAL)
+    assert all(one.first in one.within for one in every)
+    shares = [100 * (one.share or 0.0) for one in every]
+    assert sum(share >= 97 for share in shares) == len(every) - 1 == 5
+    check(PAGE, r"24 GiB reaches # %: compiled blocks", (min(shares),))
+    assert [len(one.within) >= 30 for one in every].count(True) == 1
+    found = compared(SEVERAL)
+    sharded = [one for one in found if one.recipe.mesh.shards_weights]
+    whole = [one for one in found if not one.recipe.mesh.shards_weights]
+    allocated, reserved = (percent(sharded, f"peak_{kind}_bytes") for kind in ("allocated", "reserved"))
+    assert max(reserved) < 0.15
+    check(
+        PAGE, r"FSDP2, # recipes: # allocated peaks are exact, the others within # %",
+        (len(sharded), allocated.count(0), max(allocated)),
+    )  # fmt: skip
+    check(PAGE, r"Steps are off by\s+# % in the median", (median(percent(sharded, "step_s")),))
+    assert max(percent(whole, "step_s")) < 5.1
+    peaks = percent(whole, "peak_allocated_bytes")
+    check(
+        PAGE, r"With whole weights, # recipes, .* # allocated peaks are exact, # more within 0.01 %",
+        (len(whole), peaks.count(0), sum(0 < each < 0.01 for each in peaks)),
+    )  # fmt: skip
+
+
 def test_the_choices_with_free_batches() -> None:
     every = plan_choices.choices(FREE)
     assert len(every) == 13
     assert all(one.first in one.within for one in every)
     check(PAGE, "Each first choice reaches at least # %", (100 * min(one.share or 0.0 for one in every),))
-    found = [
-        Comparison(parse(Recipe, row.recipe), row.estimate, plan_choices.measured(goal)[row.recipe_id])
-        for goal in FREE
-        for row in load(plan_choices.FOLDER / f"predicted-{goal.name}.jsonl")
-        if row.recipe_id in plan_choices.measured(goal)
-    ]
+    found = compared(FREE)
     allocated, reserved = (
         [100 * abs(one.error(f"peak_{kind}_bytes") or 0.0) for one in found]
         for kind in ("allocated", "reserved")
