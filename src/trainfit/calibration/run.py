@@ -12,7 +12,7 @@ from trainfit.bench.harness.bench import failure_of
 from trainfit.bench.harness.runner import data_sheet
 from trainfit.bench.harness.stopwatch import Stopwatch, stopwatch_of
 from trainfit.calibration.compiled import compiled_recipes, compiled_rows
-from trainfit.calibration.host import costs, host_step, small_steps
+from trainfit.calibration.host import costs, host_step, quick_steps, small_steps
 from trainfit.calibration.op_timer import OpTimer
 from trainfit.calibration.workloads import more_workloads, workloads
 from trainfit.measurement.environment import cpu_name, host_environment
@@ -84,17 +84,16 @@ class Run:
 
     def _parts(self) -> Iterator[tuple[str, Callable[[], str]]]:
         on_gpu = self.device.type == "cuda"
-        steps = list(small_steps()) if on_gpu else []
-        eager = [data for data in steps if not data.get("compile")]
         if self.host_only:
-            yield from self._steps(eager)
+            yield from self._steps(quick_steps() if on_gpu else ())
             if len(self.found.host_steps) >= LEAST_STEPS:
                 return  # A prediction needs nothing else.
         for name, measure in costs(self.device, compiled=not self.host_only):
             yield f"host, {name}", lambda n=name, m=measure: self._host_cost(n, m)
         if self.host_only:
             return
-        yield from self._steps(eager)
+        steps = list(small_steps()) if on_gpu else []
+        yield from self._steps(data for data in steps if not data.get("compile"))
         timer = OpTimer(self.stopwatch, self.gpu, self._is_over)
         for name, work in workloads(self.device, tiny=not on_gpu):
             yield name, lambda n=name, w=work: self._ops(timer, n, w)
