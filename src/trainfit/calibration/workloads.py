@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainfit.catalog.load import model as find_model
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.units import GIB
 from trainfit.techniques.precision.fp8 import CAPABILITY
 
 Workload = tuple[str, Callable[[], object]]
@@ -73,7 +74,9 @@ def workloads(device: torch.device, *, tiny: bool) -> Iterator[Workload]:
         yield "products, fp8", lambda: fp8_products(device, FP8_TOKENS, FP8_LINEARS)
     yield "products, fp16 and fp32", lambda: products(device, (1024, 4096), LINEARS[:14], ("fp16", "fp32"))
     yield from _partial_attention(device, PARTIAL_LENGTHS)
-    for name, data in recipes(LARGE):
+    share = min(1.0, torch.cuda.get_device_properties(device).total_memory / LARGE_BYTES)
+    large = [(name, max(1, int(share * micro)), seq, rest) for name, micro, seq, rest in LARGE]
+    for name, data in recipes(large):
         yield f"large model, {name}", lambda data=data: one_step(recipe_from(data), device)
 
 
@@ -246,6 +249,8 @@ LARGE: tuple[Row, ...] = (
     ("gpt2-xl", 8, 1024, {"precision": "fp32"}),
 )
 """Steps of many tokens; the commonest first."""
+LARGE_BYTES = 139 * GIB
+"""Memory of a GPU that holds these; one of less runs smaller micro-batches."""
 
 
 def recipes(table: Sequence[Row] = ()) -> Iterator[tuple[str, dict[str, Any]]]:

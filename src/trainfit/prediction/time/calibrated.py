@@ -1,8 +1,8 @@
 """What step times are computed with: operations timed on one GPU, the rates of a step. No torch here.
 
-The catalog has those of one H200, and of the hosts of measured steps. A file that ``trainfit calibrate``
-wrote replaces the operations for recipes of its GPU, and rescales the host's costs by the small steps that it
-measured.
+The catalog has those of one H200 and one H100, and of the hosts of measured steps. A file that ``trainfit
+calibrate`` wrote replaces the operations for recipes of its GPU, and rescales the host's costs by the small
+steps that it measured.
 """
 
 import contextlib
@@ -73,27 +73,33 @@ def chosen_file() -> str | None:
 def calibrated(gpu: Gpu) -> Calibrated:
     """Return what step times of a GPU are computed with."""
     file = _chosen.get()
-    return _shipped() if file is None else _of_user(file, gpu.name)
+    return _shipped(gpu.name) if file is None else _of_user(file, gpu.name)
+
+
+def _shipped(gpu: str) -> Calibrated:
+    return _of_catalog(gpu if _file_of(gpu).is_file() else CALIBRATED)
 
 
 @functools.cache
-def _shipped() -> Calibrated:
-    found = _catalog()
+def _of_catalog(gpu: str) -> Calibrated:
+    found = _catalog(gpu)
     torch = found.environment.torch
-    origin = (
-        f"operations timed by calibrate on {CALIBRATED} (torch {torch}), host costs fitted to measured steps"
-    )
-    return Calibrated(CALIBRATED, OpTimes(found.ops), rates(), origin)
+    origin = f"operations timed by calibrate on {gpu} (torch {torch}), host costs fitted to measured steps"
+    return Calibrated(gpu, OpTimes(found.ops, gpu), rates(), origin)
 
 
 @functools.cache
-def _catalog() -> Calibration:
-    return _parsed(str(FOLDER / "calibrations" / f"{CALIBRATED}.json"))
+def _catalog(gpu: str = CALIBRATED) -> Calibration:
+    return _parsed(str(_file_of(gpu)))
+
+
+def _file_of(gpu: str) -> Path:
+    return FOLDER / "calibrations" / f"{gpu}.json"
 
 
 @functools.cache
 def _of_user(path: str, gpu: str) -> Calibrated:
-    shipped, found = _shipped(), _read(path)
+    shipped, found = _shipped(gpu), _read(path)
     own_gpu = bool(found.ops) and found.gpu == gpu
     ratio, basis = _host_ratio(found)
     if not own_gpu and ratio is None:
@@ -104,14 +110,14 @@ def _of_user(path: str, gpu: str) -> Calibrated:
     if own_gpu:
         origins.append(f"operations of {own} (torch {found.environment.torch})")
     else:
-        origins.append(f"operations timed by calibrate on {CALIBRATED}")
+        origins.append(f"operations timed by calibrate on {shipped.gpu}")
     if ratio is not None:
         host = HostRates(**{name: seconds * ratio for name, seconds in known.host})
         known = known.model_copy(update={"host": host})
         by = f"by {basis} of {Path(path).name}"
         origins.append(f"a host that takes {ratio:.2f} times as long as the catalog's rates expect, {by}")
     return Calibrated(
-        gpu if own_gpu else shipped.gpu, OpTimes(found.ops) if own_gpu else shipped.times, known,
+        gpu if own_gpu else shipped.gpu, OpTimes(found.ops, gpu) if own_gpu else shipped.times, known,
         "; ".join(origins), has_own_host=len(found.host_steps) >= LEAST_STEPS,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from trainfit.prediction.time.experts import is_looped, num_groups, one_group, p
 from trainfit.spec.calibration import OpTime
 
 SHEET = "h200"
-"""GPU whose data sheet says which operations are bound by memory, and which by launches."""
+"""GPU whose data sheet says which operations are bound by memory, and which by launches, unless stated."""
 NEAREST = 4
 CLOSE = 0.15
 """Distance, in logarithms of sizes, within which measured points count alike."""
@@ -85,14 +85,16 @@ class Point(NamedTuple):
     is_cached: bool
     """Its bytes stay in the cache, which moves them faster than the memory."""
     traits: Traits | None
+    bytes_per_s: float
+    """Of the GPU's memory."""
 
     def scaled(self, work: float, fixed_s: float) -> float:
         """Return the seconds of other work, of which ``fixed_s`` stay."""
         if self.is_latency:
-            return self.seconds + max(0.0, work - self.work) / (REACHED * _bytes_per_s())
+            return self.seconds + max(0.0, work - self.work) / (REACHED * self.bytes_per_s)
         fixed_s = min(fixed_s, 0.9 * self.seconds)
         taken_s = fixed_s + (self.seconds - fixed_s) * work / self.work
-        return max(taken_s, work / _bytes_per_s()) if self.is_cached and work > CACHE_BYTES else taken_s
+        return max(taken_s, work / self.bytes_per_s) if self.is_cached and work > CACHE_BYTES else taken_s
 
     def distance(self, size: tuple[float, ...], traits: Traits | None) -> float:
         """Return how far the row is from a call."""
@@ -122,7 +124,7 @@ def _tile(op: Op | OpTime) -> int:
     return ATTENTION_TILES.get(op.kernel, (0, 0))["backward" in _base(op)]
 
 
-def work_of(op: Op | OpTime) -> float:
+def work_of(op: Op | OpTime, sheet: str) -> float:
     """Return the work that a rate is of: FLOPs, or bytes where there are none.
 
     A product that is bound by memory counts the FLOPs of the time that its bytes take.
@@ -133,7 +135,7 @@ def work_of(op: Op | OpTime) -> float:
             more = padding(op)
         elif op.dtype == "float32":
             more = _waves(op.shape)
-        return max(_flops(op) * more, op.num_bytes * _flops_per_byte(op.dtype))
+        return max(_flops(op) * more, op.num_bytes * _flops_per_byte(op.dtype, sheet))
     return _flops(op) or float(op.num_bytes)
 
 
@@ -156,16 +158,16 @@ def _waves(shape: tuple[int, ...]) -> float:
 
 
 @functools.cache
-def _flops_per_byte(dtype: str) -> float:
+def _flops_per_byte(dtype: str, sheet: str) -> float:
     peak = "fp32" if dtype == "float32" else "fp8" if dtype.startswith("float8") else "bf16"
-    return gpu(SHEET).peak_flops_per_s[peak] / _bytes_per_s()
+    return gpu(sheet).peak_flops_per_s[peak] / _bytes_per_s(sheet)
 
 
 @functools.cache
-def _bytes_per_s() -> float:
-    sheet = gpu(SHEET).memory_bytes_per_s
-    assert sheet is not None
-    return sheet
+def _bytes_per_s(sheet: str) -> float:
+    found = gpu(sheet).memory_bytes_per_s
+    assert found is not None
+    return found
 
 
 def keys(op: Op | OpTime) -> Iterable[Key]:
@@ -221,13 +223,18 @@ def _base(op: Op | OpTime) -> str:
 
 
 class OpTimes:
-    """Rows of a calibration by key; ``seconds`` is of the calibrated GPU itself."""
+    """Rows of a calibration by key; ``seconds`` is of the calibrated GPU itself.
 
-    def __init__(self, rows: Iterable[OpTime]):
+    Args:
+        sheet: the catalog's name of that GPU.
+    """
+
+    def __init__(self, rows: Iterable[OpTime], sheet: str = SHEET):
+        self._sheet = sheet
         self._points: dict[Key, list[Point]] = {}
         self._seconds = functools.lru_cache(maxsize=65536)(self._nearest)
         for row in rows:
-            point = _point(row)
+            point = _point(row, sheet)
             for key in dict.fromkeys(keys(row)):
                 if key[0] != "elementwise" or _base(row) in ("add", "mul", "sub", "div", "neg"):
                     self._points.setdefault(key, []).append(point)
@@ -241,11 +248,11 @@ class OpTimes:
         fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
         for key in known:
             if op.shape or op.kernel or _is_list(_base(op)) or size[0] <= self._largest(key) + FAR:
-                copied_s = _copied_s(op) if _base(op) == ADDED != key[0] else 0.0
-                return self._seconds(key, size, work_of(op), fixed_s, _traits(op.name)) + copied_s
+                copied_s = _copied_s(op, self._sheet) if _base(op) == ADDED != key[0] else 0.0
+                return self._seconds(key, size, work_of(op, self._sheet), fixed_s, _traits(op.name)) + copied_s
         if not known:
             return None
-        return self._seconds(max(known, key=self._largest), size, work_of(op), fixed_s, _traits(op.name))
+        return self._seconds(max(known, key=self._largest), size, work_of(op, self._sheet), fixed_s, _traits(op.name))
 
     def _largest(self, key: Key) -> float:
         return max(point.size[0] for point in self._points[key])
@@ -261,22 +268,23 @@ class OpTimes:
         return math.exp(sum(w * value for w, value in zip(weights, logs, strict=True)) / sum(weights))
 
 
-def _copied_s(op: Op) -> float:
+def _copied_s(op: Op, sheet: str) -> float:
     batch, m, n, _ = op.shape
-    return 2 * batch * m * n * (4 if op.dtype == "float32" else 2) / (COPIED * _bytes_per_s())
+    return 2 * batch * m * n * (4 if op.dtype == "float32" else 2) / (COPIED * _bytes_per_s(sheet))
 
 
 def _first(pair: tuple[float, Point]) -> float:
     return pair[0]
 
 
-def _point(row: OpTime) -> Point:
+def _point(row: OpTime, sheet: str) -> Point:
     is_of_bytes = not row.shape and not row.kernel
     return Point(
         size_of(row),
-        work_of(row),
+        work_of(row, sheet),
         row.seconds,
-        is_of_bytes and row.num_bytes < LATENCY * row.seconds * _bytes_per_s(),
+        is_of_bytes and row.num_bytes < LATENCY * row.seconds * _bytes_per_s(sheet),
         is_of_bytes and row.num_bytes < CACHE_BYTES,
         _traits(row.op),
+        _bytes_per_s(sheet),
     )
