@@ -1,11 +1,11 @@
-"""Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted, for H200s.
+"""Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted, for H200s and an H100.
 
     python -m benchmarks.plan_choices results/plan-choices [--jobs N] [--only MODEL]
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
 drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics,
-those of ``SEVERAL`` two GPUs.
+those of ``SEVERAL`` two GPUs, those of ``OTHER`` a GPU of another kind.
 Rows that such a file has stay; choices of today's planner are added, and recipes near the first choice of
 each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python -m benchmarks.several_gpus
 measure`` measures a file in its order: first choices, then the rest.
@@ -53,12 +53,14 @@ class Goal(NamedTuple):
     caps_gib: tuple[int, ...] = (24, 48, 139)
     count: int = 1
     """GPUs."""
+    gpu: str = GPU
 
     @property
     def name(self) -> str:
-        """Model, kind of training, and how many GPUs if several."""
+        """Model, kind of training, how many GPUs if several, and which if other ones."""
         several = f"-{self.count}-gpus" if self.count > 1 else ""
-        return f"{self.model}-{self.tune if self.keep_quality else 'free'}{several}"
+        other = f"-{self.gpu}" if self.gpu != GPU else ""
+        return f"{self.model}-{self.tune if self.keep_quality else 'free'}{several}{other}"
 
     @property
     def keep_quality(self) -> bool:
@@ -78,7 +80,9 @@ class Goal(NamedTuple):
     def is_of(self, line: dict[str, Any]) -> bool:
         """Return whether a line of ``choices.jsonl`` is of this goal."""
         names = ("model", "seq", "tokens_per_step", "tune")
-        return all(line[name] == getattr(self, name) for name in names) and line.get("count", 1) == self.count
+        several, kind = line.get("count", 1), line.get("gpu", GPU)
+        is_equal = all(line[name] == getattr(self, name) for name in names)
+        return is_equal and (several, kind) == (self.count, self.gpu)
 
 
 GOALS = (
@@ -103,7 +107,12 @@ SEVERAL = (
     Goal("qwen3-4b", 2048, 32768, "full", (48, 139), count=2),
     Goal("llama-3.1-8b", 2048, 32768, "full", (80, 139), count=2),
 )
-EVERY = (*GOALS, *FREE, *SEVERAL)
+OTHER = (
+    Goal("llama-3.2-1b", 2048, None, "full", (79,), gpu="h100-sxm"),
+    Goal("qwen3-4b", 2048, None, "full", (79,), gpu="h100-sxm"),
+    Goal("llama-3.1-8b", 2048, None, "full", (79,), gpu="h100-sxm"),
+)
+EVERY = (*GOALS, *FREE, *SEVERAL, *OTHER)
 NUM_DRAWN = 64
 """Recipes drawn for a model."""
 NUM_WITHIN, DRAWS_EACH = 30, 12
@@ -126,7 +135,7 @@ def start(goal: Goal) -> Recipe:
     """Return the recipe that is planned from."""
     data: dict[str, Any] = {
         "model": {"config": goal.model}, "batch": {"micro": 1, "seq": goal.seq},
-        "hardware": {"gpu": GPU, "count": goal.count},
+        "hardware": {"gpu": goal.gpu, "count": goal.count},
     }  # fmt: skip
     if goal.tune != "full":
         data["adapter"] = {"kind": "lora"}
@@ -138,13 +147,13 @@ def start(goal: Goal) -> Recipe:
 def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the line of a plan, and the contents of the recipes found."""
     plan = trainfit.plan(
-        goal.model, gpu=GPU, count=goal.count, seq=goal.seq, tokens_per_step=goal.tokens_per_step,
+        goal.model, gpu=goal.gpu, count=goal.count, seq=goal.seq, tokens_per_step=goal.tokens_per_step,
         tune=goal.tune, memory_gib=cap_gib, keep_quality=goal.keep_quality, processes=0,
     )  # fmt: skip
     recipes = [one.as_recipe() for one in plan.found]
     line = {
         "model": goal.model, "seq": goal.seq, "tokens_per_step": goal.tokens_per_step, "tune": goal.tune,
-        "count": goal.count, "memory_gib": cap_gib, "commit": commit(),
+        "count": goal.count, "gpu": goal.gpu, "memory_gib": cap_gib, "commit": commit(),
         "found": [recipe.id for recipe in recipes],
         "least_bytes": plan.least.estimate.peak_device_bytes if plan.least else None,
     }  # fmt: skip
