@@ -1,11 +1,11 @@
-"""Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted, for H200s and an H100.
+"""Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted.
 
     python -m benchmarks.plan_choices results/plan-choices [--jobs N] [--only MODEL]
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
 drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics,
-those of ``SEVERAL`` two GPUs, those of ``OTHER`` a GPU of another kind.
+those of ``SEVERAL`` two GPUs, those of ``OTHER`` an H100; all others one H200.
 Rows that such a file has stay; choices of today's planner are added, and recipes near the first choice of
 each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python -m benchmarks.several_gpus
 measure`` measures a file in its order: first choices, then the rest.

@@ -244,15 +244,16 @@ class OpTimes:
         if is_looped(op):
             taken_s = self.seconds(one_group(op))
             return None if taken_s is None else num_groups(op) * taken_s
-        size, known = size_of(op), [key for key in keys(op) if key in self._points]
+        size, work = size_of(op), work_of(op, self._sheet)
+        known = [key for key in keys(op) if key in self._points]
         fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
         for key in known:
             if op.shape or op.kernel or _is_list(_base(op)) or size[0] <= self._largest(key) + FAR:
                 copied_s = _copied_s(op, self._sheet) if _base(op) == ADDED != key[0] else 0.0
-                return self._seconds(key, size, work_of(op, self._sheet), fixed_s, _traits(op.name)) + copied_s
+                return self._seconds(key, size, work, fixed_s, _traits(op.name)) + copied_s
         if not known:
             return None
-        return self._seconds(max(known, key=self._largest), size, work_of(op, self._sheet), fixed_s, _traits(op.name))
+        return self._seconds(max(known, key=self._largest), size, work, fixed_s, _traits(op.name))
 
     def _largest(self, key: Key) -> float:
         return max(point.size[0] for point in self._points[key])
