@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.plan_choices import FREE, GOALS, SEVERAL, Goal
+from benchmarks.plan_choices import FREE, GOALS, OTHER, SEVERAL, Goal
 from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.table import NOTHING, markdown_grid
@@ -86,6 +86,11 @@ def free_choices() -> str:
 def choices_of_several_gpus() -> str:
     """Return the same of plans for two GPUs."""
     return _first_choices(SEVERAL)
+
+
+def choices_of_an_h100() -> str:
+    """Return the same of plans for one H100, with batches of any size."""
+    return _first_choices(OTHER)
 
 
 def _first_choices(goals: Sequence[Goal]) -> str:

@@ -201,6 +201,30 @@ def two_gpus_table() -> str:
     return _by_machine({title: on_host(name, waits=None) for name, title in TWO_GPUS.items()})
 
 
+def h100_table() -> str:
+    """Return the errors of steps of one H100: by an H200's operations, by its own, and with its host too."""
+    folder = FILE.parent
+    before = {one.recipe_id: one.estimate for one in load(folder / "h100-predicted.jsonl")}
+    every = rows(folder / "h100.jsonl")
+    lines = []
+    for title, waits in {"the GPU decides": False, "the host decides": True}.items():
+        mine = [row for row in every if (row["host_s"] > HOST_BOUND * row["predicted_s"]) == waits]
+        cells = [title, str(len(mine))]
+        by_h200 = [one.step_s for row in mine if (one := before[row["recipe_id"]]) and one.step_s]
+        for predicted in (
+            by_h200,
+            [row["predicted_s"] for row in mine],
+            [row["calibrated_s"] for row in mine],
+        ):
+            errors = [seconds / row["step_s"] - 1 for seconds, row in zip(predicted, mine, strict=True)]
+            cells += [f"{100 * median(map(abs, errors)):.1f}", f"{100 * worst(errors):+.1f}"]
+        inside = sum(row["low_s"] <= row["step_s"] <= row["high_s"] for row in mine)
+        lines.append([*cells, f"{inside} of {len(mine)}"])
+    heads = ["steps", "recipes", "an H200's operations: median, %", "worst, %", "an H100's: median, %",
+             "worst, %", "and its own host: median, %", "worst, %", "within the bounds"]  # fmt: skip
+    return markdown_grid(heads, lines)
+
+
 def _by_machine(found: dict[str, list[dict[str, Any]]]) -> str:
     every = list(itertools.chain.from_iterable(found.values()))
     lines = []
