@@ -311,9 +311,9 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
     """Return the bounds of a step's time, by the name of the Estimate's field."""
     if time is None:
         return {}
-    expected, measured = time.expected.total, gpu.step_time_range
-    if measured is None and gpu.sustained is not None:
-        measured = gpu.sustained.steps
+    # Published steps are of several GPUs and hosts, which the measured ones are not.
+    published = None if gpu.sustained is None else gpu.sustained.steps
+    expected, measured = time.expected.total, published or gpu.step_time_range
     if measured is None:
         most = HIGHEST_ON_AMD if gpu.gfx else HIGHEST
         low, high = time.lowest_s, most * expected
