@@ -35,7 +35,7 @@ from trainfit.techniques import registry
 
 PARTS = (
     "prediction",
-    *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations/h200.json")),
+    *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations")),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
     *(f"planning/{name}.py" for name in ("estimates", "continued")),
 )
@@ -92,6 +92,18 @@ class Request(NamedTuple):
         )
         return recipe.id, self.exact and differs
 
+    @property
+    def continued(self) -> "tuple[Request, Request] | None":
+        """The same with two and with three micro-batches, which more are continued from; None: traced whole."""
+        batch = self.recipe.batch
+        if not self.exact or self.recipe.plans_recompute or batch.accumulate <= 3:
+            return None
+        two, three = (
+            Request(self.recipe.model_copy(update={"batch": batch.model_copy(update={"accumulate": count})}))
+            for count in (2, 3)
+        )
+        return two, three
+
 
 class Estimates:
     """Estimates recipes, several at once.
@@ -134,6 +146,8 @@ class Estimates:
         Args:
             ahead: what is likely to be requested next, and is begun meanwhile by processes that are idle.
         """
+        if several := [each for each in self._unknown(requests) if each.continued]:
+            self._continue(several)
         # Long ones first, so that no process waits for the last one.
         new = sorted(self._unknown(requests), key=lambda each: -_expected_work(each))
         if self.processes == 0 or (len(new) == 1 and not self._workers and "torch" in sys.modules):
@@ -153,6 +167,19 @@ class Estimates:
         self.count = len(self._known)
         self.on_progress(self.count)
         return [self._known[each.key] for each in requests]
+
+    def _continue(self, requests: Sequence[Request]) -> None:
+        """Estimate recipes of more than three micro-batches, whose two traces run at once."""
+        pairs = [pair for each in requests if (pair := each.continued)]
+        self.of([one for pair in pairs for one in pair])
+        for each, (two, three) in zip(requests, pairs, strict=True):
+            first, second = self._known[two.key], self._known[three.key]
+            if first.estimate is None or second.estimate is None:
+                refused = first if first.estimate is None else second
+                self._take(each, Result(each.recipe, None, refused=refused.refused))
+            else:
+                found = continued(each.recipe, first.estimate, second.estimate)
+                self._take(each, Result(each.recipe, found, first.update_s))
 
     def _unknown(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests that neither this object nor the cache knows, each once."""
@@ -223,21 +250,15 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
 
             recipe, found = plan(recipe)
             return Result(recipe, found)
-        return _exact(recipe, use_cache) if request.exact else _for_ranking(recipe, use_cache)
+        if not request.exact:
+            return _for_ranking(recipe, use_cache)
+        found, update_s = _traced(recipe, recipe.batch.accumulate, use_cache)
+        return Result(recipe, found, update_s)
     except InputError as error:
         return Result(recipe, None, refused=error)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         problem = f"cannot be traced ({type(error).__name__}: {str(error)[:200]})"
         return Result(recipe, None, refused=InputError(problem, "please report it"))
-
-
-def _exact(recipe: Recipe, use_cache: bool) -> Result:
-    if recipe.batch.accumulate <= 3:
-        found, update_s = _traced(recipe, recipe.batch.accumulate, use_cache)
-        return Result(recipe, found, update_s)
-    two, update_s = _traced(recipe, 2, use_cache)
-    three, _ = _traced(recipe, 3, use_cache)
-    return Result(recipe, continued(recipe, two, three), update_s)
 
 
 def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:
@@ -312,7 +333,7 @@ def _version() -> str:
     digest = hashlib.sha256(ledgers.code_version().encode())
     for part in PARTS:
         place = Path(__file__).parents[1] / part
-        for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+        for path in [place] if place.is_file() else sorted([*place.rglob("*.py"), *place.rglob("*.json")]):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

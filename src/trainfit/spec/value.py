@@ -4,7 +4,8 @@ A value is frozen, strict (no silent conversion of text to numbers), refuses unk
 """
 
 import json
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -29,6 +30,13 @@ class Value(BaseModel):
     """A frozen, strict value; change it with ``model_copy(update=...)``."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with fields changed, and without cached properties, which the changes may outdate."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 V = TypeVar("V", bound=BaseModel)
