@@ -1,6 +1,7 @@
 """Calibration: rows as the ledger describes operations, failures that stop nothing, a file always whole."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.calibration import run as run_module
+from trainfit.calibration import workloads as workloads_module
+from trainfit.calibration.host import quick_steps, small_steps
 from trainfit.calibration.op_timer import OpTimer
 from trainfit.calibration.run import Run
 from trainfit.calibration.workloads import one_step, recipes, tiny_recipe
@@ -15,6 +18,7 @@ from trainfit.cli.main import main
 from trainfit.prediction.estimate import ledger_of
 from trainfit.spec.calibration import Calibration
 from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.units import GIB
 from trainfit.techniques.registry import check
 from trainfit.virtual.cuda.op_layout import layout, product_shape
 
@@ -109,3 +113,26 @@ def test_a_file_that_is_no_calibration_is_kept(
 def test_every_recipe_of_the_calibration_is_allowed() -> None:
     for _, data in recipes():
         check(recipe_from(data))
+
+
+def test_the_hosts_own_calibration_takes_plain_eager_steps_alone() -> None:
+    assert len(list(quick_steps())) == 9
+    assert all(step in list(small_steps()) for step in quick_steps())
+
+
+@pytest.mark.parametrize(("memory_gib", "share"), [(139.8, 1.0), (69.5, 0.5), (1.0, 0.0)])
+def test_large_steps_have_smaller_batches_on_smaller_gpus(
+    monkeypatch: pytest.MonkeyPatch, memory_gib: float, share: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    total = SimpleNamespace(total_memory=int(memory_gib * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    taken: list[int] = []
+    monkeypatch.setattr(workloads_module, "one_step", lambda recipe, device: taken.append(recipe.batch.micro))
+    for name, work in workloads_module.workloads(torch.device("cpu"), tiny=False):
+        if name.startswith("large model"):
+            work()
+    most = [micro for _, micro, _, _ in workloads_module.LARGE]
+    assert taken == [max(1, int(share * micro)) for micro in most]
+    assert all(1 <= one <= of for one, of in zip(taken, most, strict=True))
+    assert (sum(taken) < sum(most)) == (share < 1)

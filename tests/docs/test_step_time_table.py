@@ -1,5 +1,6 @@
 """The table of step times: joined by recipe, grouped, and refused where a row was changed."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -14,11 +15,14 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.time.calibrated import calibrated, using
+from trainfit.prediction.time.roofline import HOST_BOUND
 from trainfit.records import load
+from trainfit.report.compare import Comparison
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, digest_of
-from trainfit.spec.recipe import is_held_out
+from trainfit.spec.recipe import Recipe, is_held_out
 from trainfit.spec.result import StepTime
+from trainfit.spec.value import parse
 
 
 @pytest.fixture
@@ -102,6 +106,47 @@ def test_a_row_has_the_time_that_predict_has() -> None:
     assert row["step_s"] == found.step_s
     assert (row["low_s"], row["high_s"]) == (found.bounds["step_s"].low, found.bounds["step_s"].high)
     assert row[DIGEST] == digest_of(row)
+
+
+def test_steps_of_an_h100() -> None:
+    """58 by an H200's operations, 36 again by an H100's: each committed before it was measured."""
+    folder = step_time.FILE.parent
+    blind = [load(folder / f"{name}-predicted.jsonl") for name in ("h100", "h100-calibrated")]
+    machines = [load(folder / f"{name}-measured.jsonl") for name in ("h100", "h100-again", "h100-third")]
+    again = {one.recipe_id: one for one in blind[1]}
+    for rows, predictions in ((machines[0], blind[0]), (machines[1] + machines[2], blind[1])):
+        made = {one.recipe_id: one.created_at for one in predictions}
+        assert all(made[one.recipe_id] < one.created_at for one in rows)
+    done = [one for one in itertools.chain(*machines) if one.measurement and one.measurement.step_times]
+    check(
+        "docs/results/accuracy.md",
+        "# held-out recipes were predicted for one H100 .*, and # of them again .* then # were measured",
+        (len(blind[0]), len(blind[1]), len(done)),
+    )  # fmt: skip
+    known = {one.recipe_id: one for one in blind[0]} | again
+    found = [
+        Comparison(parse(Recipe, one.recipe), known[one.recipe_id].estimate, one.measurement) for one in done
+    ]
+    errors = [
+        [abs(one.error(f"peak_{kind}_bytes") or 0.0) for one in found] for kind in ("allocated", "reserved")
+    ]
+    check(
+        "docs/results/accuracy.md",
+        r"Of # allocated peaks # are exact and the worst is off by # %; of the reserved ones # and # %",
+        (len(found), errors[0].count(0.0), 100 * max(errors[0]), errors[1].count(0.0), 100 * max(errors[1])),
+    )
+    every = step_time.rows(folder / "h100.jsonl")
+    assert sorted(row["recipe_id"] for row in every) == sorted(one.recipe_id for one in done)
+    bounds = gpu("h100-sxm").step_time_range
+    assert bounds is not None
+    assert all(bounds.low <= row["step_s"] / row["predicted_s"] <= bounds.high for row in every)
+    waits = [row["host_s"] > HOST_BOUND * row["predicted_s"] for row in every]
+    mine = {which: [row for row, one in zip(every, waits, strict=True) if one == which] for which in waits}
+    medians = [
+        100 * median(abs(row[by] / row["step_s"] - 1) for row in mine[which])
+        for which, by in ((False, "predicted_s"), (True, "predicted_s"), (True, "calibrated_s"))
+    ]
+    check("README.md", r"H100, # recipes: # % where .*, # % where .* does, # % with", (len(every), *medians))
 
 
 def test_steps_on_other_hosts() -> None:

@@ -214,3 +214,10 @@ def test_settings_apply_in_order_and_in_any_case() -> None:
     recipe = recipe_from({"model": {"config": config}}, ["BATCH.MICRO=4", "Seed=3", "Model.Config.Own_Key=1"])
     assert (recipe.batch.micro, recipe.seed) == (4, 3)
     assert recipe.model.config == config | {"Own_Key": 1}
+
+
+def test_a_copy_with_changes_has_an_id_of_its_own() -> None:
+    recipe = recipe_from(WHOLE)
+    before = recipe.id
+    more = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"accumulate": 3})})
+    assert more.id == recipe_from(more.content()).id != before == recipe.id

@@ -13,9 +13,10 @@ from trainfit.api.plans import plan
 from trainfit.calibration.host import small_steps
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import rates
-from trainfit.ledger.ledger import Ledger, Op
-from trainfit.prediction.estimate import ledger_of
+from trainfit.ledger.ledger import NO_LAYER, Ledger, Op
+from trainfit.prediction.estimate import estimate, ledger_of
 from trainfit.prediction.time.calibrated import calibrated, using
+from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
@@ -64,6 +65,18 @@ def test_operations_count_for_their_gpu_alone(tmp_path: Path, ledger: Ledger) ->
     # The least time of a launch stays, so that a step this small is not 1,000 times as long.
     assert timed(ledger, file=file).expected.matmul_s > 10 * timed(ledger).expected.matmul_s
     assert timed(ledger, "h100-sxm", file) == timed(ledger, "h100-sxm")
+
+
+def test_a_gpu_with_a_calibration_of_its_own_takes_its_operations(ledger: Ledger) -> None:
+    h100, h200 = gpu("h100-sxm"), gpu("h200")
+    assert calibrated(h100).gpu == "h100-sxm"
+    assert calibrated(gpu("h100-pcie")).gpu == "h200"
+    add = Op("aten.add.Tensor", "", 0, NO_LAYER, 0.0, 0.0, 0.0, 0.0, 10**9, "bfloat16")
+    # Their products are as fast; the H200's memory is 1.43 times as fast on the data sheet.
+    assert 1.1 < op_s(add, h100) / op_s(add, h200) < 1.45
+    found = estimate(tiny_recipe(), h100, ledger)
+    assert any("timed by calibrate on h100-sxm" in one for one in found.assumptions)
+    assert not any("not calibrated" in one for one in found.assumptions)
 
 
 @pytest.mark.parametrize("changes", [{}, {"ops": [], "gpu": None}])
