@@ -94,7 +94,7 @@ class Request(NamedTuple):
 
     @property
     def continued(self) -> "tuple[Request, Request] | None":
-        """The same with two and with three micro-batches, which more are continued from; None: traced whole."""
+        """The same with two and with three micro-batches, if more are continued from these."""
         batch = self.recipe.batch
         if not self.exact or self.recipe.plans_recompute or batch.accumulate <= 3:
             return None

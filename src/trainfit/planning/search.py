@@ -358,7 +358,7 @@ class Search:
     def _trace_largest_like_best(self) -> None:
         """Trace the best with the largest micro-batch that fits, if it is slow and that is twice as large.
 
-        The start tells nothing of what only a slow option does once for all samples, such as casts to fp8.
+        The start does not show what only a slow option does once for all samples, such as casts to fp8.
         """
         best = best_of(self.combinations)
         if best is None or not any(option.is_slow for option in best.candidate.options):
