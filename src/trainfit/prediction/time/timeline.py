@@ -128,6 +128,9 @@ class _Replay:
         for index, one in enumerate(ledger.collectives):
             self.issued.setdefault(one.op, []).append(index)
             self.waited.setdefault(one.waited_at, []).append(index)
+        self.communicating = {*self.issued, *self.waited}
+        """Operations after which collectives are issued or waited for."""
+        self.begun_after = {one.begins_after for one in ledger.collectives}
 
         self.times = Times()
         self.now = self.host_now = self.segment_began = 0.0
@@ -140,7 +143,7 @@ class _Replay:
         self.ended_at: list[float] = []
         """By position: when the GPU had done it."""
         self.last_of: dict[int, int] = {}
-        """Operation -> position where the host issued it last."""
+        """Operation that a collective begins after -> position where the host issued it last."""
         self.pending: dict[int, _Flight] = {}
         """Collective -> the one issued last, until its wait is issued."""
         self.waits: dict[int, list[_Flight]] = {}
@@ -178,13 +181,14 @@ class _Replay:
             self.host_now += self.issue_s[index]
             self.launched_at.append(self.host_now)
             self.host_now += self.loop_s.get(index, 0.0)
-            if self.issued:
+            if index in self.begun_after:
+                self.last_of[index] = self.next
+            if index in self.communicating or (self.pending and self.next % self.num_ops in self.ends):
                 self._issue(self.next, index)
             self.next += 1
 
     def _issue(self, position: int, index: int) -> None:
         """Issue the collectives after an operation, and what the computation waits for after it."""
-        self.last_of[index] = position
         waits = list[_Flight]()
         for each in self.issued.get(index, ()):
             one = self.ledger.collectives[each]
@@ -226,7 +230,8 @@ class _Replay:
             self.times.idle_s += start - self.now
             self._pass(start)
         work_s = self.op_s[index]
-        if self.issued:  # Else what the host issues meanwhile makes no difference.
+        # Without collectives what the host issues meanwhile makes no difference.
+        if self.issued and self.host_now <= self.now + work_s:
             self._issue_ahead(position, self.now + work_s)
         if self.flights:
             self._work(work_s, op.segment)
@@ -285,21 +290,23 @@ class _Replay:
             self.now += limit_s
             return limit_s
         running = list[tuple[tuple[int, int], _Flight]]()
-        next_s = NEVER
+        next_s, speed, done = NEVER, 1.0, len(self.ended_at)
         for group, queue in self.flights.items():
             first = queue[0]
-            if first.needs < len(self.ended_at):
-                if first.issued_at <= self.now + LEAST_S:
-                    running.append((group, first))
-                else:
-                    next_s = min(next_s, first.issued_at - self.now)
-        speed = min((one.speeds.computation for _, one in running), default=1.0) if computes else 1.0
-        rates = [one.speeds.collectives if computes else 1.0 for _, one in running]
-        ends_s = (one.left_s / rate for (_, one), rate in zip(running, rates, strict=True))
-        passed_s = min(limit_s / speed, next_s, *ends_s)
+            if first.needs >= done:
+                continue
+            if first.issued_at > self.now + LEAST_S:
+                next_s = min(next_s, first.issued_at - self.now)
+                continue
+            running.append((group, first))
+            if computes:
+                speed = min(speed, first.speeds.computation)
+        passed_s = min(limit_s / speed, next_s)
+        for _, one in running:
+            passed_s = min(passed_s, one.left_s / one.speeds.collectives if computes else one.left_s)
         self.now += passed_s
-        for (group, one), rate in zip(running, rates, strict=True):
-            one.left_s -= passed_s * rate
+        for group, one in running:
+            one.left_s -= passed_s * one.speeds.collectives if computes else passed_s
             if one.left_s <= LEAST_S:
                 one.left_s = 0.0
                 self.flights[group].popleft()
