@@ -51,12 +51,13 @@ def _line(recipe: Recipe, samples_s: Sequence[float], calibration: Path, ledgers
     without = estimate(recipe, card, ledger)
     with using(calibration):
         found = estimate(recipe, card, ledger)
-    bounds = found.bounds["step_s"]
+    bounds, catalog_bounds = found.bounds["step_s"], without.bounds["step_s"]
     assert without.time is not None
     row = {
         "recipe_id": recipe.id, "commit": commit(), "versions": ledger.versions,
         "step_s": median(samples_s), "samples_s": samples_s, "predicted_s": without.step_s,
         "calibrated_s": found.step_s, "low_s": bounds.low, "high_s": bounds.high,
+        "catalog_low_s": catalog_bounds.low, "catalog_high_s": catalog_bounds.high,
         "host_s": without.time.host_s,
     }  # fmt: skip
     return json.dumps(row | {DIGEST: digest_of(row)}) + "\n"

@@ -5,7 +5,7 @@
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
 drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics,
-those of ``SEVERAL`` two GPUs, those of ``OTHER`` an H100; all others one H200.
+those of ``SEVERAL`` two GPUs, those of ``ONE_H100`` an H100; all others one H200.
 Rows that such a file has stay; choices of today's planner are added, and recipes near the first choice of
 each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python -m benchmarks.several_gpus
 measure`` measures a file in its order: first choices, then the rest.
@@ -107,12 +107,12 @@ SEVERAL = (
     Goal("qwen3-4b", 2048, 32768, "full", (48, 139), count=2),
     Goal("llama-3.1-8b", 2048, 32768, "full", (80, 139), count=2),
 )
-OTHER = (
+ONE_H100 = (
     Goal("llama-3.2-1b", 2048, None, "full", (79,), gpu="h100-sxm"),
     Goal("qwen3-4b", 2048, None, "full", (79,), gpu="h100-sxm"),
     Goal("llama-3.1-8b", 2048, None, "full", (79,), gpu="h100-sxm"),
 )
-EVERY = (*GOALS, *FREE, *SEVERAL, *OTHER)
+EVERY = (*GOALS, *FREE, *SEVERAL, *ONE_H100)
 NUM_DRAWN = 64
 """Recipes drawn for a model."""
 NUM_WITHIN, DRAWS_EACH = 30, 12

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.plan_choices import FREE, GOALS, OTHER, SEVERAL, Goal
+from benchmarks.plan_choices import FREE, GOALS, ONE_H100, SEVERAL, Goal
 from benchmarks.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.table import NOTHING, markdown_grid
@@ -90,7 +90,7 @@ def choices_of_several_gpus() -> str:
 
 def choices_of_an_h100() -> str:
     """Return the same of plans for one H100, with batches of any size."""
-    return _first_choices(OTHER)
+    return _first_choices(ONE_H100)
 
 
 def _first_choices(goals: Sequence[Goal]) -> str:

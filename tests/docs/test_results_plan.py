@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.plan_choices import FREE, OTHER, SEVERAL, Goal
+from benchmarks.plan_choices import FREE, ONE_H100, SEVERAL, Goal
 from benchmarks.tables import plan, plan_choices
 from page_claims import check
 from trainfit.records import load
@@ -133,11 +133,11 @@ def test_the_choices_for_two_gpus() -> None:
 
 
 def test_the_choices_for_an_h100() -> None:
-    every = plan_choices.choices(OTHER)
+    every = plan_choices.choices(ONE_H100)
     assert [len(one.within) for one in every] == [8, 8, 8]
     assert all(one.share == 1.0 for one in every)
     check("README.md", r"on an H100 # of #, on two", (len(every), len(every)))
-    found = compared(OTHER)
+    found = compared(ONE_H100)
     allocated, reserved = (percent(found, f"peak_{kind}_bytes") for kind in ("allocated", "reserved"))
     check(
         PAGE, r"Of # recipes # allocated peaks are exact and the worst is off by # %; reserved .* within # %",

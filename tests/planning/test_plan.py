@@ -171,6 +171,19 @@ def test_many_micro_batches_are_continued_from_a_few(exact: bool) -> None:
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=near), name
 
 
+def test_two_processes_trace_what_many_micro_batches_are_continued_from() -> None:
+    many = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6})
+    refused = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6}, hardware={"gpu": "tpu-v5p"})
+    with Estimates(0, use_cache=False) as here, Estimates(2, use_cache=False) as there:
+        asked = [Request(many), Request(refused), Request(many, exact=False)]
+        found, expected = there.of(asked), here.of(asked)
+    assert [one.estimate for one in found] == [one.estimate for one in expected]
+    assert found[0].estimate is not None
+    assert found[0].estimate.recipe_id == many.id
+    assert found[1].estimate is None
+    assert "listed for mfu" in str(found[1].refused)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_gradients_reduced_once_a_step_count_once(strategy: str) -> None:
     mesh = {"parallel": {"strategy": strategy}, "hardware": {"gpu": "h200", "count": 2}}

@@ -15,7 +15,8 @@ from trainfit.ledger.ledger import ALLOCATE, Event, Ledger, Op, Segment, Storage
 from trainfit.ledger.replay import replay
 from trainfit.prediction.device_overhead import MARGIN, overhead_bytes
 from trainfit.prediction.estimate import estimate, ledger_of, predict
-from trainfit.prediction.time.device_time import op_s, peak_flops_per_s
+from trainfit.prediction.time.device_time import op_s
+from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import roofline
 from trainfit.prediction.trace import trace
 from trainfit.records import load

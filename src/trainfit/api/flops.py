@@ -22,7 +22,7 @@ def step_flops(
     """
     from trainfit.measurement.environment import runs_on_cuda
     from trainfit.prediction.estimate import ledger_of, matmul_dtype
-    from trainfit.prediction.time.device_time import peak_flops_per_s
+    from trainfit.prediction.time.peaks import peak_flops_per_s
     from trainfit.techniques.registry import check, check_device
 
     on_cuda = runs_on_cuda(device)

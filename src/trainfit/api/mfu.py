@@ -15,7 +15,7 @@ from trainfit.catalog.load import model_config
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.closed_form import StepFlops, product_step_flops, step_flops
 from trainfit.prediction.estimate import ledger_of, matmul_dtype
-from trainfit.prediction.time.device_time import peak_flops_per_s
+from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu

@@ -179,9 +179,9 @@ def small_steps() -> Iterator[dict[str, Any]]:
 def quick_steps() -> Iterator[dict[str, Any]]:
     """Yield those of ``calibrate --host``: eager ones that load no code beyond the first one's.
 
-    Another architecture, an adapter and fp16 take 2 s each before their first step. On seven machines the
-    median ratio of these nine was within 3 % of that of all 16; once, on a busy host, 11 % below it and 2 %
-    from that of a minute later.
+    Another architecture, an adapter and fp16 take 2 s each before their first step. In nine calibrations the
+    median ratio of these nine was within 3.3 % of that of all 16, but 6 % below it in one, and in another, on
+    a busy host, 11 %.
     """
     for data in small_steps():
         is_plain = data["model"]["config"]["model_type"] == "llama" and "adapter" not in data

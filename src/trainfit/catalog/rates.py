@@ -94,5 +94,5 @@ class Rates(Value):
 
 @functools.cache
 def rates() -> Rates:
-    """Return the rates of the calibrated GPU, and of the hosts on which steps were measured."""
+    """Return factors of operations in an H200's step, and rates of the hosts on which steps were measured."""
     return parse(Rates, tomllib.loads(FILE.read_text(encoding="utf-8")), file=FILE.name)

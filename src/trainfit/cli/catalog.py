@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ABSENT = "-"  # No such dtype in hardware, or no dated price
 BASIS = {
-    "measured": "steps measured on it bound a prediction's time",
+    "measured": "operations and steps were measured on it",
     "modelled": "predicted by the same rules, with an H200's shares of the peak",
     "accounted": "mfu and communication only",
 }

@@ -43,7 +43,7 @@ def run(
     """
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.prediction.calculators import communication as closed
-    from trainfit.prediction.time.device_time import peak_flops_per_s
+    from trainfit.prediction.time.peaks import peak_flops_per_s
     from trainfit.spec.errors import InputError
 
     row = find_gpu(gpu)

@@ -93,16 +93,13 @@ class Request(NamedTuple):
         return recipe.id, self.exact and differs
 
     @property
-    def continued(self) -> "tuple[Request, Request] | None":
-        """The same with two and with three micro-batches, if more are continued from these."""
+    def parts(self) -> "tuple[Request, ...]":
+        """What is traced: itself; if exact, for more than three micro-batches, two and three of them."""
         batch = self.recipe.batch
         if not self.exact or self.recipe.plans_recompute or batch.accumulate <= 3:
-            return None
-        two, three = (
-            Request(self.recipe.model_copy(update={"batch": batch.model_copy(update={"accumulate": count})}))
-            for count in (2, 3)
-        )
-        return two, three
+            return (self,)
+        fewer = (batch.model_copy(update={"accumulate": count}) for count in (2, 3))
+        return tuple(Request(self.recipe.model_copy(update={"batch": each})) for each in fewer)
 
 
 class Estimates:
@@ -146,40 +143,32 @@ class Estimates:
         Args:
             ahead: what is likely to be requested next, and is begun meanwhile by processes that are idle.
         """
-        if several := [each for each in self._unknown(requests) if each.continued]:
-            self._continue(several)
+        new = self._unknown(requests)
         # Long ones first, so that no process waits for the last one.
-        new = sorted(self._unknown(requests), key=lambda each: -_expected_work(each))
+        parts = sorted(
+            self._unknown([part for each in new for part in each.parts]),
+            key=lambda each: -_expected_work(each),
+        )
         if self.processes == 0 or (len(new) == 1 and not self._workers and "torch" in sys.modules):
-            for each in new:
+            for each in parts:
                 self._take(each, answer(each, use_cache=self.use_cache))
-        elif new:
-            self._start([each.recipe for each in new])
+        elif parts:
+            self._start([each.recipe for each in parts])
             try:
-                futures = [self._submit(each) for each in new]
+                futures = [self._submit(each) for each in parts]
                 for each in self._unknown(ahead) if self.processes > 1 else ():
                     self._submit(each, ahead=True)
-                for each, one in zip(new, futures, strict=True):
+                for each, one in zip(parts, futures, strict=True):
                     self._take(each, _read(each.recipe, one.result()))
             except BaseException:
                 self._close()
                 raise
+        for each in new:
+            if len(each.parts) > 1:
+                self._take(each, _continued(each.recipe, *(self._known[part.key] for part in each.parts)))
         self.count = len(self._known)
         self.on_progress(self.count)
         return [self._known[each.key] for each in requests]
-
-    def _continue(self, requests: Sequence[Request]) -> None:
-        """Estimate recipes of more than three micro-batches, whose two traces run at once."""
-        pairs = [pair for each in requests if (pair := each.continued)]
-        self.of([one for pair in pairs for one in pair])
-        for each, (two, three) in zip(requests, pairs, strict=True):
-            first, second = self._known[two.key], self._known[three.key]
-            if first.estimate is None or second.estimate is None:
-                refused = first if first.estimate is None else second
-                self._take(each, Result(each.recipe, None, refused=refused.refused))
-            else:
-                found = continued(each.recipe, first.estimate, second.estimate)
-                self._take(each, Result(each.recipe, found, first.update_s))
 
     def _unknown(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests that neither this object nor the cache knows, each once."""
@@ -242,7 +231,7 @@ def answer_written(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(request: Request, *, use_cache: bool = True) -> Result:
-    """Return the result of one request, traced in this process."""
+    """Return the result of one request, traced in this process; if exact, with all its micro-batches."""
     recipe = request.recipe
     try:
         if recipe.plans_recompute:
@@ -259,6 +248,15 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         problem = f"cannot be traced ({type(error).__name__}: {str(error)[:200]})"
         return Result(recipe, None, refused=InputError(problem, "please report it"))
+
+
+def _continued(recipe: Recipe, two: Result, three: Result) -> Result:
+    for one in (two, three):
+        if one.estimate is None:
+            return Result(recipe, None, refused=one.refused)
+    assert two.estimate is not None
+    assert three.estimate is not None
+    return Result(recipe, continued(recipe, two.estimate, three.estimate), two.update_s)
 
 
 def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:

@@ -16,7 +16,8 @@ from trainfit.prediction import cache, communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.calibrated import calibrated
-from trainfit.prediction.time.device_time import PEAK_DTYPE, is_measured, peak_flops_per_s
+from trainfit.prediction.time.device_time import is_measured
+from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
@@ -311,7 +312,6 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
     """Return the bounds of a step's time, by the name of the Estimate's field."""
     if time is None:
         return {}
-    # Published steps are of several GPUs and hosts, which the measured ones are not.
     published = None if gpu.sustained is None else gpu.sustained.steps
     expected, measured = time.expected.total, published or gpu.step_time_range
     if measured is None:
@@ -322,7 +322,9 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
             f"high: {most} times the expectation, whose rates are an H200's and its host's"
         )
     elif gpu.step_time_range is not None and (
-        recipe.hardware.count == 1 or (not recipe.compile and recipe.hardware.count <= gpu.gpus_per_host)
+        recipe.hardware.count == 1
+        # Of several H100s steps are published, but none was measured.
+        or (published is None and not recipe.compile and recipe.hardware.count <= gpu.gpus_per_host)
     ):
         several, own_host = recipe.hardware.count > 1, calibrated(gpu).has_own_host
         band = time.band(compiled=bool(recipe.compile), several_gpus=several, own_host=own_host)

@@ -19,7 +19,7 @@ from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import ledger_of, matmul_dtype, of_recipe, replay_on, summary
 from trainfit.prediction.schedule import timeline
 from trainfit.prediction.stage_ledger import TRACED, composed, role, segments_of
-from trainfit.prediction.time.device_time import peak_flops_per_s
+from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Action, Stage, in_flight, order, warm_up

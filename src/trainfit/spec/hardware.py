@@ -44,7 +44,7 @@ class StepTimeRange(Value):
 class Sustained(Value):
     """Shares of the data sheet that a GPU sustains in a training step.
 
-    A GPU without a calibration takes the calibrated one's times by the ratio of what the two sustain.
+    A GPU without a calibration takes an H200's times by the ratio of what the two sustain.
     """
 
     products: Share  # Of the dense 16-bit peak: large aligned products
@@ -91,7 +91,8 @@ class Gpu(Value):
     network: str = "ib-ndr"  # Name of the Link between hosts, one port for each GPU
     gpus_per_host: PositiveInt = 8
     step_time_range: StepTimeRange | None = None  # None: no step was measured on it
-    sustained: Sustained | None = None  # None: the same shares as the calibrated GPU's
+    sustained: Sustained | None = None  # None: the same shares as an H200's
+    operations_of: str | None = None  # GPU whose calibration is taken; None: its own, else the H200's
     attention_rates_of: str = "h200"  # Its measured rates are taken, as shares of the dense peak
     price_per_hour: PositiveFloat | None = None  # US dollars, on demand, one accelerator
     price_source: Source | None = None

@@ -11,7 +11,8 @@ from trainfit.ledger.ledger import Ledger, Op, Segment
 from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.attention_time import MASKED, UNMEASURED, assumptions, compute_share
-from trainfit.prediction.time.device_time import least_s, peak_flops_per_s
+from trainfit.prediction.time.device_time import least_s
+from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.spec.recipe import Batch, Recipe
 from virtual_runs import recipe_of, with_layers
 

@@ -64,7 +64,36 @@ def test_operations_count_for_their_gpu_alone(tmp_path: Path, ledger: Ledger) ->
     file = written(tmp_path / "slow.json", slower=1000.0)
     # The least time of a launch stays, so that a step this small is not 1,000 times as long.
     assert timed(ledger, file=file).expected.matmul_s > 10 * timed(ledger).expected.matmul_s
-    assert timed(ledger, "h100-sxm", file) == timed(ledger, "h100-sxm")
+    for other in ("h100-sxm", "h100-nvl"):  # Of its own calibration, and of the H200's.
+        assert timed(ledger, other, file) == timed(ledger, other)
+
+
+def test_a_file_of_another_gpu_replaces_the_catalogs(tmp_path: Path, ledger: Ledger) -> None:
+    own = json.loads((FOLDER / "calibrations" / "h100-sxm.json").read_text("utf-8"))
+    for row in own["ops"]:
+        row[SECONDS] *= 1000.0
+    file = written(tmp_path / "slow.json", gpu="h100-sxm", ops=own["ops"])
+    assert (
+        timed(ledger, "h100-sxm", file).expected.matmul_s > 10 * timed(ledger, "h100-sxm").expected.matmul_s
+    )
+    assert timed(ledger, file=file) == timed(ledger)
+
+
+def test_a_file_of_a_gpu_without_bf16(tmp_path: Path, ledger: Ledger) -> None:
+    data = json.loads(SHIPPED.read_text("utf-8"))
+    dtype = OpTime._fields.index("dtype")
+    rows = [row for row in data["ops"] if row[dtype] in ("float16", "float32")]
+    file = written(tmp_path / "old.json", gpu="v100-sxm2-32gb", ops=rows)
+    found = timed(ledger, "v100-sxm2-32gb", file)
+    assert found.expected.matmul_s > 0
+    with using(file):
+        assert calibrated(gpu("v100-sxm2-32gb")).gpu == "v100-sxm2-32gb"
+
+
+def test_a_row_may_take_the_operations_of_another(ledger: Ledger) -> None:
+    like = gpu("h100-sxm").model_copy(update={"name": "mine", "operations_of": "h100-sxm"})
+    assert calibrated(like) is calibrated(gpu("h100-sxm"))
+    assert roofline(ledger, like) == timed(ledger, "h100-sxm")
 
 
 def test_a_gpu_with_a_calibration_of_its_own_takes_its_operations(ledger: Ledger) -> None:
@@ -84,9 +113,10 @@ def test_costs_of_the_host_count_for_every_gpu(
     tmp_path: Path, ledger: Ledger, changes: dict[str, Any]
 ) -> None:
     file = written(tmp_path / "host.json", slower_host=2.0, **changes)
-    before, after = timed(ledger, "h100-sxm").expected, timed(ledger, "h100-sxm", file).expected
-    assert after.matmul_s == before.matmul_s
-    assert after.issue_s == pytest.approx(2 * before.issue_s)
+    for name in ("h100-sxm", "h100-nvl"):
+        before, after = timed(ledger, name).expected, timed(ledger, name, file).expected
+        assert after.matmul_s == before.matmul_s
+        assert after.issue_s == pytest.approx(2 * before.issue_s)
     with using(file):
         assert "a host that takes 2.00 times as long" in calibrated(gpu("h100-sxm")).origin
 

@@ -73,9 +73,11 @@ def chosen_file() -> str | None:
 def calibrated(gpu: Gpu) -> Calibrated:
     """Return what step times of a GPU are computed with."""
     file = _chosen.get()
-    return _shipped(gpu.name) if file is None else _of_user(file, gpu.name)
+    shipped = _shipped(gpu.operations_of or gpu.name)
+    return shipped if file is None else _of_user(file, gpu.name, shipped)
 
 
+@functools.cache
 def _shipped(gpu: str) -> Calibrated:
     return _of_catalog(gpu if _file_of(gpu).is_file() else CALIBRATED)
 
@@ -98,8 +100,8 @@ def _file_of(gpu: str) -> Path:
 
 
 @functools.cache
-def _of_user(path: str, gpu: str) -> Calibrated:
-    shipped, found = _shipped(gpu), _read(path)
+def _of_user(path: str, gpu: str, shipped: Calibrated) -> Calibrated:
+    found = _read(path)
     own_gpu = bool(found.ops) and found.gpu == gpu
     ratio, basis = _host_ratio(found)
     if not own_gpu and ratio is None:

@@ -2,8 +2,8 @@
 
 The calibrated operation that is nearest in size gives the rate (op_times.py); attention of which none
 is near takes attention_time.py's. A factor for products, attention and other operations leads from
-operations timed one by one to those of a step. Another GPU takes the calibrated one's time, by what both data
-sheets allow.
+operations timed one by one to those of a step. A GPU without a calibration takes another's time, by what both
+data sheets allow.
 """
 
 from functools import lru_cache
@@ -15,17 +15,10 @@ from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.attention_time import compute_share
 from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
 from trainfit.prediction.time.op_times import ALIGNED
+from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.op_kinds import UNWRITTEN
 
-PEAK_DTYPE = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
-}
 FP8 = 0.645
 """Share of the fp8 peak where no fp8 product was calibrated (`bench gpu --only sustained=fp8`, one H200)."""
 UNKNOWN = 0.59
@@ -132,7 +125,7 @@ def sustained_s(op: Op, gpu: Gpu) -> tuple[float, float]:
 
 
 def _shares(op: Op, gpu: Gpu) -> tuple[float, float]:
-    """Return the shares of the peak and of the bandwidth; a GPU without own ones has the calibrated one's."""
+    """Return the shares of the peak and of the bandwidth; a GPU without own ones has the H200's."""
     reference = find_gpu(CALIBRATED).sustained
     assert reference is not None
     shares = gpu.sustained or reference
@@ -147,21 +140,6 @@ def _uses_mma(op: Op) -> bool:
 
 
 def _share_ratios(op: Op, gpu: Gpu) -> tuple[float, float]:
-    """Return what the GPU sustains over what the calibrated one does."""
+    """Return what the GPU sustains over what the H200 does."""
     (compute, move), (known_compute, known_move) = _shares(op, gpu), _shares(op, find_gpu(CALIBRATED))
     return compute / known_compute, move / known_move
-
-
-WIDER = {
-    "fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"),
-    "fp16": ("fp16", "fp32", "bf16"), "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32"),
-}  # fmt: skip
-
-
-def peak_flops_per_s(gpu: Gpu, dtype: str) -> float:
-    """Return the dense peak of a dtype; where the data sheet has none, that of the next wider one it has."""
-    peaks: dict[str, float] = {str(name): peak for name, peak in gpu.peak_flops_per_s.items()}
-    for name in WIDER[dtype]:
-        if name in peaks:
-            return peaks[name]
-    raise ValueError(f"{gpu.name}: peak_flops_per_s has no {dtype}: add it to the catalog's row")

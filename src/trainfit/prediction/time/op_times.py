@@ -13,10 +13,9 @@ from typing import NamedTuple
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.experts import is_looped, num_groups, one_group, padding
+from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.spec.calibration import OpTime
 
-SHEET = "h200"
-"""GPU whose data sheet says which operations are bound by memory, and which by launches, unless stated."""
 NEAREST = 4
 CLOSE = 0.15
 """Distance, in logarithms of sizes, within which measured points count alike."""
@@ -54,7 +53,7 @@ ATTENTION_TILES = {"cudnn": (128, 64), "flash": (128, 128), "efficient": (64, 64
 """Tokens of the tiles that an attention kernel computes whole, forward and backward. They predict the rows of
 one length from those of the others best; for our kernels none does."""
 CACHE_BYTES = 50 * 2**20
-"""What stays in the L2 cache of the calibrated GPU."""
+"""What stays in the L2 cache of an H100 or H200."""
 UNLIKE, OTHER_KIND = 3.0, 1.0
 """Distance of compiled kernels whose names share no word, and of a reduction from another kind of kernel, in
 logarithms of sizes. They predict the kernels of one recipe from those of the others best."""
@@ -124,7 +123,7 @@ def _tile(op: Op | OpTime) -> int:
     return ATTENTION_TILES.get(op.kernel, (0, 0))["backward" in _base(op)]
 
 
-def work_of(op: Op | OpTime, sheet: str) -> float:
+def work_of(op: Op | OpTime, gpu_name: str) -> float:
     """Return the work that a rate is of: FLOPs, or bytes where there are none.
 
     A product that is bound by memory counts the FLOPs of the time that its bytes take.
@@ -135,7 +134,7 @@ def work_of(op: Op | OpTime, sheet: str) -> float:
             more = padding(op)
         elif op.dtype == "float32":
             more = _waves(op.shape)
-        return max(_flops(op) * more, op.num_bytes * _flops_per_byte(op.dtype, sheet))
+        return max(_flops(op) * more, op.num_bytes * _flops_per_byte(op.dtype, gpu_name))
     return _flops(op) or float(op.num_bytes)
 
 
@@ -158,14 +157,13 @@ def _waves(shape: tuple[int, ...]) -> float:
 
 
 @functools.cache
-def _flops_per_byte(dtype: str, sheet: str) -> float:
-    peak = "fp32" if dtype == "float32" else "fp8" if dtype.startswith("float8") else "bf16"
-    return gpu(sheet).peak_flops_per_s[peak] / _bytes_per_s(sheet)
+def _flops_per_byte(dtype: str, gpu_name: str) -> float:
+    return peak_flops_per_s(gpu(gpu_name), PEAK_DTYPE.get(dtype, "bf16")) / _bytes_per_s(gpu_name)
 
 
 @functools.cache
-def _bytes_per_s(sheet: str) -> float:
-    found = gpu(sheet).memory_bytes_per_s
+def _bytes_per_s(gpu_name: str) -> float:
+    found = gpu(gpu_name).memory_bytes_per_s
     assert found is not None
     return found
 
@@ -226,15 +224,15 @@ class OpTimes:
     """Rows of a calibration by key; ``seconds`` is of the calibrated GPU itself.
 
     Args:
-        sheet: the catalog's name of that GPU.
+        gpu_name: the catalog's name of that GPU, whose data sheet says which operations are bound by memory.
     """
 
-    def __init__(self, rows: Iterable[OpTime], sheet: str = SHEET):
-        self._sheet = sheet
+    def __init__(self, rows: Iterable[OpTime], gpu_name: str):
+        self._gpu_name = gpu_name
         self._points: dict[Key, list[Point]] = {}
         self._seconds = functools.lru_cache(maxsize=65536)(self._nearest)
         for row in rows:
-            point = _point(row, sheet)
+            point = _point(row, gpu_name)
             for key in dict.fromkeys(keys(row)):
                 if key[0] != "elementwise" or _base(row) in ("add", "mul", "sub", "div", "neg"):
                     self._points.setdefault(key, []).append(point)
@@ -244,12 +242,12 @@ class OpTimes:
         if is_looped(op):
             taken_s = self.seconds(one_group(op))
             return None if taken_s is None else num_groups(op) * taken_s
-        size, work = size_of(op), work_of(op, self._sheet)
+        size, work = size_of(op), work_of(op, self._gpu_name)
         known = [key for key in keys(op) if key in self._points]
         fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
         for key in known:
             if op.shape or op.kernel or _is_list(_base(op)) or size[0] <= self._largest(key) + FAR:
-                copied_s = _copied_s(op, self._sheet) if _base(op) == ADDED != key[0] else 0.0
+                copied_s = _copied_s(op, self._gpu_name) if _base(op) == ADDED != key[0] else 0.0
                 return self._seconds(key, size, work, fixed_s, _traits(op.name)) + copied_s
         if not known:
             return None
@@ -269,23 +267,23 @@ class OpTimes:
         return math.exp(sum(w * value for w, value in zip(weights, logs, strict=True)) / sum(weights))
 
 
-def _copied_s(op: Op, sheet: str) -> float:
+def _copied_s(op: Op, gpu_name: str) -> float:
     batch, m, n, _ = op.shape
-    return 2 * batch * m * n * (4 if op.dtype == "float32" else 2) / (COPIED * _bytes_per_s(sheet))
+    return 2 * batch * m * n * (4 if op.dtype == "float32" else 2) / (COPIED * _bytes_per_s(gpu_name))
 
 
 def _first(pair: tuple[float, Point]) -> float:
     return pair[0]
 
 
-def _point(row: OpTime, sheet: str) -> Point:
+def _point(row: OpTime, gpu_name: str) -> Point:
     is_of_bytes = not row.shape and not row.kernel
     return Point(
         size_of(row),
-        work_of(row, sheet),
+        work_of(row, gpu_name),
         row.seconds,
-        is_of_bytes and row.num_bytes < LATENCY * row.seconds * _bytes_per_s(sheet),
+        is_of_bytes and row.num_bytes < LATENCY * row.seconds * _bytes_per_s(gpu_name),
         is_of_bytes and row.num_bytes < CACHE_BYTES,
         _traits(row.op),
-        _bytes_per_s(sheet),
+        _bytes_per_s(gpu_name),
     )
