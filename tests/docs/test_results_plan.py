@@ -136,7 +136,7 @@ def test_the_choices_for_an_h100() -> None:
     every = plan_choices.choices(ONE_H100)
     assert [len(one.within) for one in every] == [8, 8, 8]
     assert all(one.share == 1.0 for one in every)
-    check("README.md", r"on an H100 # of #, on two", (len(every), len(every)))
+    check("README.md", r"on an H100 # of # \(of 8", (len(every), len(every)))
     found = compared(ONE_H100)
     allocated, reserved = (percent(found, f"peak_{kind}_bytes") for kind in ("allocated", "reserved"))
     check(

@@ -120,8 +120,9 @@ def test_steps_of_an_h100() -> None:
     done = [one for one in itertools.chain(*machines) if one.measurement and one.measurement.step_times]
     check(
         "docs/results/accuracy.md",
-        "# held-out recipes were predicted for one H100 .*, and # of them again .* then # were measured",
-        (len(blind[0]), len(blind[1]), len(done)),
+        r"# held-out recipes were predicted for one H100 .*, and committed\. # were measured then; one, .*\. "
+        r"# of the others .* In all # were measured",
+        (len(blind[0]), len(machines[0]), len(blind[1]), len(done)),
     )  # fmt: skip
     known = {one.recipe_id: one for one in blind[0]} | again
     found = [
@@ -146,7 +147,9 @@ def test_steps_of_an_h100() -> None:
         100 * median(abs(row[by] / row["step_s"] - 1) for row in mine[which])
         for which, by in ((False, "predicted_s"), (True, "predicted_s"), (True, "calibrated_s"))
     ]
-    check("README.md", r"H100, # recipes: # % where .*, # % where .* does, # % with", (len(every), *medians))
+    check(
+        "README.md", r"H100s, # recipes: # % where .*, # % where .* slow\), # % with", (len(every), *medians)
+    )
 
 
 def test_steps_on_other_hosts() -> None:

@@ -34,8 +34,8 @@ class Value(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with fields changed, and without cached properties, which the changes may outdate."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
+        for name in vars(copied).keys() - type(self).model_fields.keys():
+            del vars(copied)[name]
         return copied
 
 
