@@ -141,7 +141,8 @@ def test_the_choices_for_an_h100() -> None:
     allocated, reserved = (percent(found, f"peak_{kind}_bytes") for kind in ("allocated", "reserved"))
     check(
         PAGE,
-        r"Of # recipes # allocated peaks are exact and the worst is off by # %; reserved peaks are within # %",
+        r"Of # recipes # allocated peaks are exact and the worst is off by # %; "
+        r"reserved peaks are within # %",
         (len(found), allocated.count(0), max(allocated), max(reserved)),
     )  # fmt: skip
     compiled = percent([one for one in found if one.recipe.compile], "step_s")
