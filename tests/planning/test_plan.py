@@ -21,7 +21,7 @@ from trainfit.planning.composed import Batches, Sizes, within
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
-from trainfit.planning.space import Option
+from trainfit.planning.space import Option, least_bytes
 from trainfit.planning.workers import CAN_FORK, NICENESS, Workers
 from trainfit.prediction.estimate import predict
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
@@ -403,3 +403,21 @@ def test_each_change_of_the_numerics_must_gain_its_share() -> None:
 def test_the_frontier_holds_what_nothing_beats() -> None:
     points = [(3, 5), (1, 1), (2, 4), (2, 3), (4, 5)]
     assert pareto(points, lambda point: point) == [(1, 1), (2, 4), (3, 5)]
+
+
+def test_the_least_bytes_of_what_a_mesh_keeps_on_every_gpu() -> None:
+    """Of 8B parameters with bf16 weights: what is gathered or reduced whole, and shards of both."""
+
+    def least(fields: dict[str, Any], **of_recipe: Any) -> float:
+        own = {"hardware": {"gpu": "h200", "count": 16}, **of_recipe}
+        option = Option("fsdp", tuple(fields.items()), "", False, False, "")
+        return least_bytes(option, recipe(**own), 8 * 10**9, 2 * 10**9) / 1e9
+
+    kept = {"parallel.reshard_after_forward": False}
+    assert least({"loss": "fused"}) == 0
+    assert least(kept) == 16
+    assert least({**kept, "parallel.sync_each_batch": False}) == 20
+    assert least({"parallel.replicate": 2, "parallel.shard": 8}) == 20 / 8
+    assert least({"parallel.strategy": "ddp"}) == 20
+    assert least({"parallel.strategy": "ddp"}, precision="mixed-bf16") == 40
+    assert least(kept, parallel={"tensor": 2}) == 0

@@ -21,7 +21,7 @@ from trainfit.planning.combinations import MIX, Candidate, Combinations, Goal, K
 from trainfit.planning.composed import Batches
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.ranking import Ranking, sizes_of_traced
-from trainfit.planning.space import OWN_FAMILY, Option, Options, agree, changed
+from trainfit.planning.space import OWN_FAMILY, Option, Options, agree, changed, least_bytes
 from trainfit.spec.errors import InputError
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
@@ -390,13 +390,9 @@ class Search:
             more = (set(one.values) for one in self.space.options if one.family == option.family)
             if any(set(option.values) < values for values in more):
                 return "saves memory, which is not short"
-        mesh = self.recipe.mesh
-        values = dict(option.values)
-        if values.get("parallel.strategy", mesh.strategy) not in ("auto", "fsdp"):
-            width = 2 if self.recipe.precision in ("bf16", "fp8") else 4
-            whole = width * (estimate.params + estimate.trainable_params)
-            if whole > self.usable_bytes:
-                return f"weights and gradients alone take {format_bytes(whole)} on every GPU"
+        needs_bytes = least_bytes(option, self.recipe, estimate.params, estimate.trainable_params)
+        if needs_bytes > self.usable_bytes:
+            return f"weights and gradients alone take {format_bytes(needs_bytes)} on every GPU"
         return None
 
     def _with(self, option: Option, options: Options) -> Options | None:

@@ -95,6 +95,27 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     return found
 
 
+def least_bytes(option: Option, recipe: Recipe, params: int, trainable_params: int) -> float:
+    """Return the least bytes of weights and gradients that an option of the mesh keeps on every GPU.
+
+    Tensor, expert and pipeline parallelism, which divide them, are other options; where the recipe has these,
+    or a quantised base, nothing is known: 0.
+    """
+    values, mesh = dict(option.values), recipe.mesh
+    if recipe.quantize is not None or mesh.tensor * mesh.expert * mesh.pipeline > 1:
+        return 0.0
+    width = 2 if recipe.precision in ("bf16", "fp8") else 4
+    whole = width * (params + trainable_params)
+    if values.get("parallel.strategy", mesh.strategy) not in ("auto", "fsdp"):
+        return whole
+    if (shard := values.get("parallel.shard")) is not None:
+        return whole / shard
+    # FSDP2 gathers weights and reduces gradients in at least 16 bits.
+    gathered = 2 * params if values.get("parallel.reshard_after_forward") is False else 0
+    reduced = 2 * trainable_params if values.get("parallel.sync_each_batch") is False else 0
+    return gathered + reduced
+
+
 def space(
     recipe: Recipe, *, vary: Sequence[str] = (), fixed: Sequence[str] = (), keep_quality: bool
 ) -> Space:
