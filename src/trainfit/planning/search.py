@@ -392,7 +392,7 @@ class Search:
                 return "saves memory, which is not short"
         needs_bytes = least_bytes(option, self.recipe, estimate.params, estimate.trainable_params)
         if needs_bytes > self.usable_bytes:
-            return f"weights and gradients alone take {format_bytes(needs_bytes)} on every GPU"
+            return f"keeps {format_bytes(needs_bytes)} of weights and gradients on every GPU"
         return None
 
     def _with(self, option: Option, options: Options) -> Options | None:
