@@ -48,6 +48,15 @@ def test_it_is_listed_and_predicted(trainfit: Run, tmp_path: Path) -> None:
     assert "h300" in out
 
 
+def test_operations_of_a_gpu_without_a_calibration_are_refused(trainfit: Run, tmp_path: Path) -> None:
+    recipe = {"model": {"config": TINY_LLAMA}, "batch": {"seq": 16}, "hardware": {"gpu": "h300"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    code, out = trainfit(f'{ROW}operations_of = "a10"\n', "predict", str(tmp_path / "recipe.yaml"))
+    assert code == 65
+    assert f"{tmp_path / 'gpus.toml'} [h300]: operations_of" in out
+    assert "name one of h100-sxm, h200, or leave it out" in " ".join(out.split())
+
+
 @pytest.mark.parametrize("column", ["num_sms", "usable_bytes"])  # Required of NVIDIA GPUs, and of all.
 def test_a_missing_column_is_named_with_file_and_row(trainfit: Run, tmp_path: Path, column: str) -> None:
     code, out = trainfit(re.sub(rf"^{column} = .*\n", "", ROW, flags=re.M), "gpus")

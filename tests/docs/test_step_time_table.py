@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from statistics import median
@@ -12,17 +13,19 @@ from benchmarks.step_time import measured, predicted
 from benchmarks.tables import several_gpus_suite, step_time
 from page_claims import check
 from tiny_recipe import tiny_recipe
+from trainfit.calibration.host import quick_steps
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.prediction.time.roofline import HOST_BOUND
 from trainfit.records import load
 from trainfit.report.compare import Comparison
+from trainfit.spec.calibration import Calibration, OpTime
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, digest_of
 from trainfit.spec.recipe import Recipe, is_held_out
 from trainfit.spec.result import StepTime
-from trainfit.spec.value import parse
+from trainfit.spec.value import canonical_json, parse
 
 
 @pytest.fixture
@@ -129,12 +132,14 @@ def test_steps_of_an_h100() -> None:
         Comparison(parse(Recipe, one.recipe), known[one.recipe_id].estimate, one.measurement) for one in done
     ]
     errors = [
-        [abs(one.error(f"peak_{kind}_bytes") or 0.0) for one in found] for kind in ("allocated", "reserved")
+        [abs(one.error(f"peak_{kind}_bytes") or 0.0) for one in found]
+        for kind in ("allocated", "reserved", "device")
     ]
     check(
         "docs/results/accuracy.md",
-        r"Of # allocated peaks # are exact and the worst is off by # %; of the reserved ones # and # %",
-        (len(found), errors[0].count(0.0), 100 * max(errors[0]), errors[1].count(0.0), 100 * max(errors[1])),
+        r"Of # allocated peaks # are exact and the worst is off by # %; "
+        r"of the reserved ones # and # %; of the device's # and # %",
+        (len(found), *(value for some in errors for value in (some.count(0.0), 100 * max(some)))),
     )
     every = step_time.rows(folder / "h100.jsonl")
     assert sorted(row["recipe_id"] for row in every) == sorted(one.recipe_id for one in done)
@@ -150,6 +155,73 @@ def test_steps_of_an_h100() -> None:
     check(
         "README.md", r"H100s, # recipes: # % where .*, # % where .* slow\), # % with", (len(every), *medians)
     )
+
+
+def test_an_h100s_operations_against_an_h200s() -> None:
+    page = "docs/results/accuracy.md"
+    ops = {}
+    for name in ("h200", "h100-sxm"):
+        text = (FOLDER / "calibrations" / f"{name}.json").read_text("utf-8")
+        ops[name] = Calibration.model_validate_json(text).ops
+    num_compiled = [sum(one.op.startswith("triton_") for one in some) for some in ops.values()]
+    check(page, r"# of the H100's operations are compiled kernels \(# of the H200's\)", num_compiled[::-1])
+    check("docs/internals/step-time.md", "An H100 SXM has # operations of its own", (len(ops["h100-sxm"]),))
+    seconds: dict[OpTime, list[float]] = {}
+    for one in ops["h200"]:
+        seconds.setdefault(one._replace(seconds=0.0), []).append(one.seconds)
+    found: dict[str, list[float]] = {}
+    for one in ops["h100-sxm"]:
+        if same := seconds.get(one._replace(seconds=0.0)):
+            kind = "product" if one.shape else "attention" if one.kernel else "memory"
+            kind = "compiled" if one.op.startswith("triton_") else kind
+            if kind != "memory" or one.num_bytes > 64 * 2**20:
+                found.setdefault(kind, []).append(one.seconds / median(same))
+    assert abs(median(found["product"]) - 1) < 0.01
+    memory, compiled, attention = (found[kind] for kind in ("memory", "compiled", "attention"))
+    check(
+        page, "timed on both cards, # memory-bound ones .* take # times .* the # compiled kernels # times, "
+        "attention # times",
+        (len(memory), median(memory), len(compiled), median(compiled), median(attention)),
+    )  # fmt: skip
+
+
+def test_nine_small_steps_stand_for_all_sixteen() -> None:
+    quick = {canonical_json(data) for data in quick_steps()}
+    shipped = Calibration.model_validate_json((FOLDER / "calibrations" / "h200.json").read_text("utf-8"))
+    expected = {canonical_json(one.recipe): one.expected_s for one in shipped.host_steps if one.expected_s}
+    files = [
+        *(FOLDER / "calibrations").glob("*.json"),
+        *step_time.FILE.parents[1].rglob("*-calibration*.json"),
+    ]
+    errors: list[float] = []
+    for file in files:
+        steps = Calibration.model_validate_json(file.read_text("utf-8")).host_steps
+        ratios = {
+            text: one.step_s / expected[text]
+            for one in steps
+            if (text := canonical_json(one.recipe)) in expected
+        }
+        if len(ratios) == 16:
+            nine = median(ratio for text, ratio in ratios.items() if text in quick)
+            errors.append(100 * (nine / median(ratios.values()) - 1))
+    near = sorted(errors, key=abs)[:-2]
+    most = math.ceil(10 * max(map(abs, near))) / 10
+    check("docs/log.md", "within # % of that of all 16 in nine of eleven", (most,))
+    assert len(errors) == 11
+    assert [round(one) for one in sorted(errors)[:2]] == [-11, -6]
+
+
+def test_hosts_of_h100s_before_and_after_their_steps() -> None:
+    ratios: dict[str, list[float]] = {"before": [], "after": []}
+    for name, (when, found) in itertools.product(("h100", "h100-again", "h100-third"), ratios.items()):
+        with using(step_time.FILE.parent / f"{name}-host-{when}.json"):
+            origin = calibrated(gpu("h100-sxm")).origin
+        found.append(float(re.findall(r"takes ([\d.]+) times", origin)[0]))
+    check(
+        "docs/results/accuracy.md",
+        "These hosts took # to # times as long .* before the steps, and # to # times after",
+        [limit(some) for some in ratios.values() for limit in (min, max)],
+    )  # fmt: skip
 
 
 def test_steps_on_other_hosts() -> None:

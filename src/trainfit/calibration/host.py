@@ -179,9 +179,9 @@ def small_steps() -> Iterator[dict[str, Any]]:
 def quick_steps() -> Iterator[dict[str, Any]]:
     """Yield those of ``calibrate --host``: eager ones that load no code beyond the first one's.
 
-    Another architecture, an adapter and fp16 take 2 s each before their first step. In nine calibrations the
-    median ratio of these nine was within 3.3 % of that of all 16, but 6 % below it in one, and in another, on
-    a busy host, 11 %.
+    Another architecture, an adapter and fp16 take 2 s each before their first step. In nine of eleven
+    calibrations the median ratio of these nine was within 3.4 % of that of all 16; in the others, one of a
+    busy host, it was 6 and 11 % below.
     """
     for data in small_steps():
         is_plain = data["model"]["config"]["model_type"] == "llama" and "adapter" not in data

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from trainfit.catalog import names
 from trainfit.catalog.load import FOLDER
 from trainfit.catalog.rates import HostRates, Rates, rates
 from trainfit.prediction.time.op_times import OpTimes
@@ -71,15 +72,26 @@ def chosen_file() -> str | None:
 
 
 def calibrated(gpu: Gpu) -> Calibrated:
-    """Return what step times of a GPU are computed with."""
+    """Return what step times of a GPU are computed with.
+
+    Raises:
+        InputError: ``operations_of`` of its row names no calibration of the catalog.
+    """
     file = _chosen.get()
-    shipped = _shipped(gpu.operations_of or gpu.name)
+    shipped = _shipped(gpu.name, gpu.operations_of)
     return shipped if file is None else _of_user(file, gpu.name, shipped)
 
 
 @functools.cache
-def _shipped(gpu: str) -> Calibrated:
-    return _of_catalog(gpu if _file_of(gpu).is_file() else CALIBRATED)
+def _shipped(gpu: str, operations_of: str | None) -> Calibrated:
+    known = sorted(path.stem for path in (FOLDER / "calibrations").glob("*.json"))
+    if operations_of is not None and operations_of not in known:
+        remedy = f"name one of {', '.join(known)}, or leave it out"
+        place = names.place(names.GPUS, gpu)
+        problem = "no calibration of that GPU is in the catalog"
+        raise InputError(problem, remedy, file=place, field="operations_of", value=operations_of)
+    name = operations_of or gpu
+    return _of_catalog(name if name in known else CALIBRATED)
 
 
 @functools.cache

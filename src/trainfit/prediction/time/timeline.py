@@ -131,6 +131,7 @@ class _Replay:
         self.communicating = {*self.issued, *self.waited}
         """Operations after which collectives are issued or waited for."""
         self.begun_after = {one.begins_after for one in ledger.collectives}
+        """Operations that collectives begin after."""
 
         self.times = Times()
         self.now = self.host_now = self.segment_began = 0.0
