@@ -19,11 +19,18 @@ from command_worker import Worker
 gc.disable()  # Until all tests are collected: garbage collections during their imports take 3 s.
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", metavar="K/N", help="run every N-th file of tests, beginning with the K-th: K from 1 to N"
+    )
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_part(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -33,6 +40,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; none is visible to torch here"))
+
+
+def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of files that are not of the part asked for."""
+    if not config.getoption("--part"):
+        return
+    number, _, count = config.getoption("--part").partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--part {config.getoption('--part')}: give a part as 1/4, 2/4, 3/4 or 4/4")
+    files = sorted({item.path for item in items})
+    part = set(files[int(number) - 1 :: int(count)])
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in part])
+    items[:] = [item for item in items if item.path in part]
 
 
 @pytest.fixture(autouse=True, scope="session")
