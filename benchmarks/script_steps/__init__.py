@@ -1,0 +1,1 @@
+"""Step times of training scripts on one GPU: predicted by ``trainfit.trace``, and measured."""
