@@ -139,9 +139,12 @@ def main() -> None:
             if known is None:
                 print(name, size, row["error"][-300:], flush=True)
                 continue
-            print(f"{name:26} {size:6} step {known['median_s'] * 1e3:8.2f} ms  host {known['host_s'] * 1e3:8.2f}  "
-                  f"busy {known['busy_s'] * 1e3:8.2f}  kernels {known['num_kernels']:7.0f}  "
-                  f"calls {known['python_calls']:8d}  clock {known['clocks']}", flush=True)  # fmt: skip
+            print(
+                f"{name:26} {size:6} step {known['median_s'] * 1e3:8.2f} ms, host {known['host_s'] * 1e3:8.2f}, "
+                f"busy {known['busy_s'] * 1e3:8.2f}, {known['num_kernels']:6.0f} kernels, "
+                f"{known['python_calls']} calls, clocks {known['clocks']}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
