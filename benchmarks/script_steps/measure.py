@@ -140,7 +140,7 @@ def main() -> None:
                 print(name, size, row["error"][-300:], flush=True)
                 continue
             print(
-                f"{name:26} {size:6} step {known['median_s'] * 1e3:.2f} ms, host {known['host_s'] * 1e3:.2f}, "
+                f"{name} {size} step {known['median_s'] * 1e3:.2f} ms, host {known['host_s'] * 1e3:.2f}, "
                 f"busy {known['busy_s'] * 1e3:8.2f}, {known['num_kernels']:6.0f} kernels, "
                 f"{known['python_calls']} calls, clocks {known['clocks']}",
                 flush=True,
