@@ -1,21 +1,26 @@
 # On a fresh machine with Python 3.11+ and make:
 #   make demo    the main job: predict, train, measure, compare
 #   make test    the tests
-#   make check   the tests, ruff, pyright, import-linter (what CI runs)
+#   make test-libraries   tests of scripts that use TRL, Lightning and others, in an environment of their own
+#   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
 # PYTHON=python3.12 picks the interpreter; PIP_ARGS='...' is handed to pip, for example an index that
 # holds another build of torch, or --no-index; EXTRAS=dev,ray picks the extras.
 
 PYTHON ?= python3
 VENV ?= .venv
+LIBRARIES_VENV ?= .venv-libraries
 EXTRAS ?= dev
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal --durations=50
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIBRARIES := $(LIBRARIES_VENV)/bin
+LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed
+REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs test check lint types floors setup clean
+.PHONY: demo outputs test setup-libraries test-libraries check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -34,6 +39,17 @@ outputs: setup
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+setup-libraries: $(LIBRARIES_STAMP)
+
+$(LIBRARIES_STAMP): pyproject.toml $(REQUIREMENTS)
+	test -x $(LIBRARIES)/python || $(PYTHON) -m venv $(LIBRARIES_VENV)
+	$(LIBRARIES)/python -m pip install $(PIP_ARGS) -c requirements/constraints.txt -r requirements/libraries.txt -e '.[dev]'
+	$(LIBRARIES)/python -m pip install $(PIP_ARGS) --no-deps -r requirements/libraries-no-deps.txt
+	@touch $@
+
+test-libraries: setup-libraries
+	$(LIBRARIES)/python -m pytest $(PYTEST_ARGS) tests/libraries
+
 check:
 	.ci/run
 
@@ -48,4 +64,4 @@ floors: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(LIBRARIES_VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache
