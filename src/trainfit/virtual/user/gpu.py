@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, swap_tensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.fake_impls import report_fallbacks
@@ -124,35 +125,45 @@ def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
 
     with (
         replaced(nn.Parameter, "__new__", staticmethod(new)),
-        replaced(nn.Module, "_apply", _apply),
+        replaced(nn.Module, "_apply", _applied(steps)),
         replaced(torch.optim.Optimizer, "__init__", init),
     ):
         yield
 
 
-def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Apply ``fn`` as ``nn.Module._apply`` does between CPU and CUDA, replacing each parameter's data.
+def _applied(steps: StepFollower) -> Callable[..., Any]:
+    """Return ``nn.Module._apply`` as it acts on real tensors.
 
-    PyTorch swaps fake parameters' objects, which fails with weak references to them.
+    PyTorch swaps the contents of every fake parameter, but of real ones those alone that wrap other tensors
+    (DTensor): tied parameters of that kind stay tied when they leave the meta device, others do not.
     """
-    for module in self.children() if recurse else ():
-        module._apply(fn)
-    for key, parameter in self._parameters.items():
-        if parameter is None:
-            continue
-        with torch.no_grad():
-            applied = fn(parameter)
-            grad = None if parameter.grad is None else fn(parameter.grad)
-        if torch._has_compatible_shallow_copy_type(parameter, applied):
-            parameter.data = applied
-        else:
-            parameter = self._parameters[key] = nn.Parameter(applied, parameter.requires_grad)
-        if grad is not None:
-            parameter.grad = grad
-    for key, buffer in self._buffers.items():
-        if buffer is not None:
-            self._buffers[key] = fn(buffer)
-    return self
+
+    def apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for module in self.children() if recurse else ():
+            module._apply(fn)
+        for key, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            grad, parameter.grad = parameter.grad, None  # A gradient's owner cannot be swapped.
+            with torch.no_grad():
+                applied = fn(parameter)
+                grad = None if grad is None else fn(grad)
+            if is_traceable_wrapper_subclass(applied):
+                with steps.swapped(parameter):
+                    applied = nn.Parameter(applied, parameter.requires_grad)
+                    swap_tensors(parameter, applied)
+            elif torch._has_compatible_shallow_copy_type(parameter, applied):
+                parameter.data = applied
+            else:
+                parameter = self._parameters[key] = nn.Parameter(applied, parameter.requires_grad)
+            if grad is not None:
+                parameter.grad = grad
+        for key, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[key] = fn(buffer)
+        return self
+
+    return apply
 
 
 @contextmanager

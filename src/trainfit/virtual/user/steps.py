@@ -37,7 +37,8 @@ class StepFollower:
     def __init__(self, tracer: UserTracer, scopes: ScopeTracker, max_steps: int):
         self._tracer, self._scopes, self._max_steps = tracer, scopes, max_steps
         self._starts = [SegmentStart("init", 0, 0)]
-        self._parameters: list[weakref.ref[Tensor]] = []
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        """By the parameter's ``id``."""
         self._watched: set[int] = set()
         self._known_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._main_optimizer: int | None = None
@@ -64,7 +65,17 @@ class StepFollower:
     def parameter_made(self, parameter: Tensor) -> None:
         """Register a new parameter."""
         if not self._ignores:
-            self._parameters.append(weakref.ref(parameter))
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+
+    @contextmanager
+    def swapped(self, parameter: Tensor) -> Iterator[None]:
+        """Have no weak reference to a parameter whose contents are swapped inside, and watch it anew."""
+        is_known = self._parameters.pop(id(parameter), None) is not None
+        with self.ignored_parameters():
+            yield
+        if is_known:
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+        self._watched.discard(id(parameter))
 
     @contextmanager
     def ignored_parameters(self) -> Iterator[None]:
@@ -130,8 +141,8 @@ class StepFollower:
         if module not in self._known_modules:
             self._known_modules.add(module)
             self._scopes.bind(module, [])
-        held = [p for ref in self._parameters if (p := ref()) is not None]
-        self._parameters = [weakref.ref(p) for p in held]
+        held = [p for ref in self._parameters.values() if (p := ref()) is not None]
+        self._parameters = {id(p): weakref.ref(p) for p in held}
         on_device = [p for p in held if is_device(p)]
         for tensor in (*on_device, *filter(is_device, module.buffers())):
             self._tracer.live.own(tensor, "weights", NO_SCOPE)
