@@ -25,6 +25,8 @@ def test_tensors_are_where_the_code_says() -> None:
         for device in devices:
             assert host.to(device).is_cuda
             assert torch.ones(2, device=device).device == torch.device("cuda", 0)
+        assert torch.device(0) == torch.device(device=0) == torch.device(type="cuda", index=0)
+        assert torch.device("cpu") == torch.device(device="cpu")
         there = host.cuda(non_blocking=True)
         assert host.pin_memory().to("cuda", non_blocking=True).get_device() == 0
         assert host.to(there).is_cuda
@@ -54,6 +56,8 @@ def test_default_devices() -> None:
             assert nn.Linear(3, 3).weight.is_cuda
             assert torch.ones(3, device="cpu").is_cpu
             assert not torch.from_numpy(np.ones(2)).is_cuda
+        with torch.device(0):
+            assert torch.ones(3).is_cuda
         assert torch.ones(3).is_cpu
         torch.set_default_device("cuda")
         assert torch.arange(3).tolist() == [0, 1, 2]

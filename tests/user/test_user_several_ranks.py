@@ -1,12 +1,14 @@
 """``trainfit.trace`` with a world size: DDP, FSDP2, tensor parallel and the Trainer, each as rank 0 of N."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import tensor as distributed_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import _random as random
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -358,3 +361,29 @@ def test_another_world_size_in_the_code_names_the_option() -> None:
         trainfit.trace(setup, world_size=2)
     with pytest.raises(InputError, match="at least one rank"):
         trainfit.trace(setup, world_size=0)
+
+
+def train_from_meta(seeded: bool) -> None:
+    """As torchtitan builds: on meta, sharded, then initialised shard by shard."""
+    dist.init_process_group("nccl")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    if seeded:
+        random.manual_seed(1, mesh)
+    with torch.device("meta"):
+        model = four_matrices()
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        (nn.init.trunc_normal_ if seeded else nn.init.zeros_)(parameter)
+    if seeded:
+        assert distributed_tensor.randn(8, 8, device_mesh=mesh).to_local().is_cuda
+        assert random._rng_tracker is not None
+    train(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_shards_are_initialised_with_a_seed() -> None:
+    """Seeds change no size: the same peak as with zeros."""
+    seeded, zeros = (trainfit.trace(partial(train_from_meta, one), world_size=4) for one in (True, False))
+    assert random._rng_tracker is None
+    assert seeded.peak_allocated_bytes == zeros.peak_allocated_bytes
+    assert seeded.phases.steady == zeros.phases.steady

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from trainfit.virtual.cuda.op_kinds import UNWRITTEN, base_name
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_random import draw
+from trainfit.virtual.trace.tensors import tensors_of
 
 FACTORIES = frozenset(
     getattr(torch, name)
@@ -113,7 +114,11 @@ def on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
     """Attach the values of ``out`` if it is small and the values of all inputs (``tensors``) are known."""
-    if not isinstance(out, FakeTensor) or out.numel() > MAX_VALUES:
+    if not isinstance(out, FakeTensor):
+        if func._schema.is_mutable:
+            _carry_overwritten(func, args, kwargs, tensors)
+        return
+    if out.numel() > MAX_VALUES:
         return
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
@@ -124,6 +129,20 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
         return
     real_args, real_kwargs = tree_map_only(Tensor, carried_values, (args, kwargs))
     setattr(out, VALUE, on_host(func, real_args, real_kwargs))
+
+
+def _carry_overwritten(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+    """Overwrite the values that tensors carry, in an operation on lists, or mark them as unknown."""
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    writes = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    written = [value for name in writes for value in tensors_of(given.get(name)) if hasattr(value, VALUE)]
+    if not written:
+        return
+    if torch.Tag.nondeterministic_seeded in func.tags or any(carried_values(t) is None for t in tensors):
+        for t in written:
+            setattr(getattr(t, VALUE).untyped_storage(), OVERWRITTEN, True)
+    else:
+        on_host(func, *tree_map_only(Tensor, carried_values, (args, kwargs)))
 
 
 def known_value(t: Tensor) -> Any:

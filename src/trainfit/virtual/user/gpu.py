@@ -29,6 +29,7 @@ from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
+from trainfit.virtual.user.files import files
 from trainfit.virtual.user.libraries import libraries
 from trainfit.virtual.user.memory_stats import MemoryStats
 from trainfit.virtual.user.placement import CUDA, is_device, is_marked
@@ -84,7 +85,8 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         enter(restored_random())
         enter(own_generator())
         enter(transformers_sees_real_tensors())
-        enter(libraries(tracer.notes))
+        enter(libraries())
+        enter(files(tracer.notes))
         if num_ranks is None:
             enter(single_rank())
         enter(report_fallbacks(tracer.notes))

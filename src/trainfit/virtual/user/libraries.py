@@ -1,35 +1,23 @@
 """Caches and states of libraries above PyTorch, reset so that they find the virtual GPU."""
 
-import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
 
-import torch
-from torch import _utils
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainfit.virtual.trace.exclusive import replaced
-from trainfit.virtual.trace.host_tensors import on_host
 
 CACHED_QUERIES = ("torch", "cuda", "grouped_mm", "flash")
 """Parts of the names of transformers' and accelerate's cached queries of the machine."""
 
 
 @contextmanager
-def libraries(notes: set[str]) -> Iterator[None]:
-    """Let transformers and accelerate find the virtual GPU, load data in this process and save nothing."""
-    write = torch.save
-
-    def save(obj: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # pickle of a host tensor
-            on_host(write, (obj, *args), kwargs)
-            return
-        notes.add("torch.save wrote nothing: there are no values to keep")
-
+def libraries() -> Iterator[None]:
+    """Let transformers and accelerate find the virtual GPU, and load data in this process."""
     _clear_queries()
     before = [dict(state) for state in _accelerate_states()]
     for state in _accelerate_states():
@@ -38,32 +26,7 @@ def libraries(notes: set[str]) -> Iterator[None]:
         stack.callback(_clear_queries)
         stack.callback(_restore_states, before)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
-        stack.enter_context(replaced(torch, "save", save))
-        stack.enter_context(replaced(torch, "load", _loading(torch.load)))
-        stack.enter_context(replaced(_utils, "_rebuild_tensor", _rebuilding(_utils._rebuild_tensor)))
         yield
-
-
-def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Load tensors from bytes in memory (pickle) as real ones, from a file as fake ones."""
-
-    def load(file: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, io.BytesIO):
-            return on_host(original, (file, *args), kwargs)
-        return original(file, *args, **kwargs)
-
-    return load
-
-
-def _rebuilding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Rebuild a tensor around a host storage (``copy.copy``, pickle) as a real one."""
-
-    def rebuild(storage: Any, *args: Any) -> Any:
-        if storage.device.type == "cpu":
-            return on_host(original, (storage, *args), {})
-        return original(storage, *args)
-
-    return rebuild
 
 
 def _in_this_process(loader: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import _dispatch, _op_schema
+from torch.distributed.tensor import _op_schema, _random
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -101,9 +101,13 @@ def _of_groups(num_ranks: int, notes: set[str]) -> list[Replacement]:
 
 
 def _of_dtensor() -> list[Replacement]:
+    tracker = _random.OffsetBasedRNGTracker
     return [
-        # Draw random numbers as a single rank does: they are not computed.
-        (_dispatch, "is_rng_supported_mesh", lambda mesh: False),
+        # Draw random numbers as a single rank does: they are not computed, so no shard needs an offset.
+        (_random, "_rng_tracker", None),
+        (tracker, "__init__", _undistributed),
+        (tracker, "_distribute_region", _unchanged_region),
+        (tracker, "distribute_region_enabled", property(lambda self: False, lambda self, value: None)),
         (_op_schema, "_rebuild_tensor_from_dtensor_meta", _whole_tensor),
     ]
 
@@ -117,6 +121,16 @@ def _of_fsdp(steps: StepFollower) -> list[Replacement]:
         (FSDPParam, "init_unsharded_param", _unnoticed(FSDPParam.init_unsharded_param, steps)),
         *((module, STATES, _with_buffers_moved(getattr(module, STATES))) for module in modules),
     ]
+
+
+def _undistributed(self: Any, device_mesh: Any, run_state_sync: bool = True) -> None:
+    """Make DTensor's tracker of random states, whose constructor would read and broadcast the GPU's state."""
+
+
+@contextmanager
+def _unchanged_region(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+    """Draw numbers for a shard without a state of its own."""
+    yield
 
 
 def _with_all_counts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,6 +65,7 @@ class UserTensorMode(HostTensorMode):
             torch.Tensor.__deepcopy__: self._deepcopy,
             torch.Tensor.__format__: self._format,
             PARSE_TO: _parse_to,
+            torch.device: _device,
             _setter("data"): self._set_data,
             _getter("is_cuda"): is_device,
             _getter("is_cpu"): lambda t: device_of(t).type == "cpu",
@@ -209,6 +210,14 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
     """Parse the arguments of ``module.to``; PyTorch without CUDA knows no device index."""
     named = [torch.device(CUDA.type, arg) if type(arg) is int else arg for arg in args]
     return PARSE_TO(*named, **kwargs)
+
+
+def _device(*args: Any, **kwargs: Any) -> torch.device:
+    """Return ``torch.device(...)``; PyTorch without CUDA knows no device index alone."""
+    named = args[0] if args else kwargs.get("device")
+    if isinstance(named, int) and not isinstance(named, bool):
+        return torch.device(CUDA.type, named)
+    return torch.device(*args, **kwargs)
 
 
 def _getter(name: str) -> Any:
