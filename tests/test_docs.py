@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,14 +127,26 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_an_example_in_python_imports_is_there(page: Path) -> None:
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        for node in ast.walk(ast.parse(block)):
+def test_what_an_example_in_python_imports_and_passes_is_there(page: Path) -> None:
+    """Also in examples that no test runs, as their inputs are the reader's."""
+    for block in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        tree = ast.parse(block)
+        imported: dict[str, Any] = {"trainfit": importlib.import_module("trainfit")}
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainfit"):
                 module = importlib.import_module(node.module or "")
                 for alias in node.names:
                     if not hasattr(module, alias.name):
                         importlib.import_module(f"{node.module}.{alias.name}")
+                    imported[alias.asname or alias.name] = getattr(module, alias.name)
+        for node in (one for one in ast.walk(tree) if isinstance(one, ast.Call)):
+            name, _, attribute = ast.unparse(node.func).partition(".")
+            function = imported.get(name)
+            if attribute:
+                function = getattr(function, attribute) if function and attribute.isidentifier() else None
+            if callable(function):
+                given = {one.arg: None for one in node.keywords if one.arg}
+                inspect.signature(function).bind_partial(**given)
 
 
 def options(command: Any) -> Iterator[str]:

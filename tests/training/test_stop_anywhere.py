@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C at any moment: exit 75, one line on what is saved, and a run that can be resumed."""
+"""SIGTERM and Ctrl-C at any moment: one line, and where there is something to resume exit 75 and how."""
 
 import json
 import os
@@ -76,7 +76,6 @@ def test_a_signal_during_an_import_says_that_nothing_was_saved(
             "train tiny.yaml --out run --data stories:60",
         ),
         ("trainfit.training.loop", signal.SIGINT, "train tiny.yaml --out run --data stories:60"),
-        ("torch", signal.SIGTERM, "predict tiny.yaml"),
         ("trainfit.sweeps.run", signal.SIGTERM, "sweep sweep.yaml"),
     ],
 )
@@ -91,6 +90,17 @@ def test_a_signal_during_a_late_import_too(
     line = ended.err.splitlines()[-1]
     assert line.startswith(f"trainfit: {signal.Signals(number).name}: stopped; ")
     assert NOTHING_SAVED in line or ("sweep" in words and "the same command" in line)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_verb_that_saves_nothing_says_nothing_of_it(
+    number: int, code: int, command: list[str], tmp_path: Path, worker: Worker
+) -> None:
+    cache = f"os.environ['TRAINFIT_CACHE'] = {str(tmp_path / 'cache')!r}\n"
+    first = SIGNAL_AT_IMPORT.format(module="torch", number=int(number)) + cache
+    ended = worker.run("predict", "tiny.yaml", first=first, folder=tmp_path, memory_bytes=None)
+    line = "trainfit: SIGTERM: stopped" if code == 143 else "trainfit: error: interrupted"
+    assert (ended.code, ended.out, ended.err.splitlines()[-1]) == (code, "", line)
 
 
 STOPPED_IN = """
@@ -211,5 +221,5 @@ def test_a_stop_whose_exception_a_library_lost_is_still_a_stop() -> None:
                 assert inner.name == "SIGTERM"
             raise RuntimeError("made of it by a library") from None
 
-    assert guarded(lost) == 75
+    assert guarded(lost) == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

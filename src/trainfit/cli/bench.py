@@ -54,7 +54,7 @@ def run(
 ) -> int:
     """Run an experiment: times of this device with their spread.
 
-    Stopped by SIGTERM or Ctrl-C (exit 75), it prints and records what was measured; other rows are not-run.
+    Stopped by SIGTERM or Ctrl-C (exit 75 if anything was measured), it prints and records what was measured; other rows are not-run.
     """
     from trainfit.bench.harness.discovery import experiment
     from trainfit.bench.harness.runner import run as run_experiment
@@ -83,7 +83,7 @@ def run(
     except Stopped as stopped:
         rest = "--only runs what is not-run" if results else "nothing was measured"
         say(f"{stopped.name}: stopped; {rest}", err=True)
-        code = EXIT_STOPPED
+        code = EXIT_STOPPED if results else stopped.exit_code
     finally:  # Whatever ended the run, what was measured is shown.
         from trainfit.cli.text.bench import show
 

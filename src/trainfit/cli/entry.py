@@ -2,16 +2,25 @@
 
 import signal
 import sys
+from collections.abc import Sequence
 
-from trainfit.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from trainfit.spec.stop import Stopped, StopSignal
+from trainfit.spec.errors import EXIT_INTERRUPTED
+from trainfit.spec.stop import NOTHING_SAVED, Stopped, StopSignal
+
+RESUMABLE = ("train", "sweep")
+"""Verbs whose work is saved and resumed."""
+
+
+def saved_by(words: Sequence[str]) -> str:
+    """Return what a command line has saved before its verb begins; empty: it saves nothing."""
+    return NOTHING_SAVED if words[:1] and words[0] in RESUMABLE else ""
 
 
 def main() -> int:
     """Run the command line of this process and return its exit code.
 
-    SIGTERM ends a command with exit code 75 and one line on what is saved; ``train`` and ``sweep`` save
-    first.
+    SIGTERM ends a command with one line and exit code 143; ``train`` and ``sweep`` save first, say how to
+    continue, and end with 75.
     """
     try:
         with StopSignal(raises=True, signals=(signal.SIGTERM,)):
@@ -19,8 +28,9 @@ def main() -> int:
 
             return run()
     except Stopped as stopped:
-        print(f"trainfit: {stopped}", file=sys.stderr)
-        return EXIT_STOPPED
+        ended = Stopped(stopped.name, stopped.saved or saved_by(sys.argv[1:]))
+        print(f"trainfit: {ended}", file=sys.stderr)
+        return ended.exit_code
     except KeyboardInterrupt:
         print("trainfit: error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

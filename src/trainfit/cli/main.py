@@ -1,8 +1,8 @@
 """The ``trainfit`` command: its verbs, and the exit code of every error.
 
 Exit codes: 0 done; 2 wrong usage; 65 bad recipe, config or data; 70 a bug in trainfit; 74 I/O, such as a full
-disk; 75 stopped early, can be resumed; 130 interrupted. Free of torch: a verb imports what it needs when it
-runs.
+disk; 75 stopped early, can be resumed; 130 and 143 ended by Ctrl-C or SIGTERM, with nothing to resume. Free of
+torch: a verb imports what it needs when it runs.
 """
 
 import io
@@ -19,8 +19,9 @@ import typer
 
 import trainfit
 from trainfit.cli import options
+from trainfit.cli.entry import saved_by
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
-from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
+from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, InputError
 from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
 from trainfit.spec.stop import Stopped, StopSignal
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A terminal without "·" shows a question mark.
     with plain_messages():
-        return guarded(lambda: _run(words))
+        return guarded(lambda: _run(words), saved_by(words))
 
 
 def _run(words: list[str]) -> object:
@@ -100,7 +101,10 @@ def _run(words: list[str]) -> object:
         if "\0" in word:
             raise InputError("has a NUL character in it", "remove it", value=word)
     try:
-        return app()(words or ["--help"], standalone_mode=False, prog_name="trainfit", obj=words)
+        code = app()(words or ["--help"], standalone_mode=False, prog_name="trainfit", obj=words)
+        if code == EXIT_INTERRUPTED:  # What some versions of typer return in place of Ctrl-C's exception.
+            raise KeyboardInterrupt
+        return code
     except InputError as error:
         option = options.FIELDS.get(error.field)
         given = (word.partition("=")[0] for word in words)
@@ -110,8 +114,12 @@ def _run(words: list[str]) -> object:
         raise error.in_file(option) from error.__cause__
 
 
-def guarded(run: Callable[[], object]) -> int:
-    """Return the exit code of ``run``; print every exception as one line."""
+def guarded(run: Callable[[], object], saved: str = "") -> int:
+    """Return the exit code of ``run``; print every exception as one line.
+
+    Args:
+        saved: what is saved, and how to continue, where a signal ends it before it can say so itself.
+    """
     try:
         with StopSignal(raises=True, signals=(signal.SIGTERM,)) as stop:
             try:
@@ -125,7 +133,8 @@ def guarded(run: Callable[[], object]) -> int:
     except InputError as error:
         return _report(str(error), EXIT_BAD_INPUT)
     except Stopped as stopped:
-        return _report(str(stopped), EXIT_STOPPED, kind="")
+        ended = Stopped(stopped.name, stopped.saved or saved)
+        return _report(str(ended), ended.exit_code, kind="")
     except OSError as error:
         refused = circle(error)
         if refused is not None:
@@ -137,6 +146,9 @@ def guarded(run: Callable[[], object]) -> int:
             return _report_storage(error.__context__)
         raise
     except (KeyboardInterrupt, typer.Abort):
+        if saved:
+            ended = Stopped("SIGINT", saved)
+            return _report(str(ended), ended.exit_code, kind="")
         return _report("interrupted", EXIT_INTERRUPTED)
     except Exception as error:
         if isinstance(error, UsageError):

@@ -8,6 +8,8 @@ EXIT_STOPPED = 75
 """Exit code of work that was stopped early and can be resumed (EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
 """Exit code of work that Ctrl-C ended and that has nothing to resume, as shells give it."""
+EXIT_TERMINATED = 143
+"""The same for SIGTERM."""
 
 
 class InputError(ValueError):

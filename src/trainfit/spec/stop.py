@@ -12,21 +12,30 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from trainfit.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ENDED_BY = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
+"""Exit codes of work that cannot be resumed, by the signal that ended it."""
 REPEATED_S = 1.0
 """A second signal within this time is ignored: ``timeout`` signals the process and its group."""
 NOTHING_SAVED = "nothing had been saved: the same command starts again"
 
 
 class Stopped(BaseException):
-    """A signal ended the work; ``saved``: what is saved, and how to continue.
+    """A signal ended the work; ``saved``: what is saved, and how to continue; empty: it saves nothing.
 
     Not an ``Exception``, so that error handlers do not swallow it.
     """
 
-    def __init__(self, name: str, saved: str = NOTHING_SAVED):
-        super().__init__(f"{name}: stopped; {saved}")
+    def __init__(self, name: str, saved: str = ""):
+        super().__init__(f"{name}: stopped{'; ' * bool(saved)}{saved}")
         self.name, self.saved = name, saved
+
+    @property
+    def exit_code(self) -> int:
+        """75 for work that can be resumed; otherwise 130 or 143, as shells give them."""
+        return EXIT_STOPPED if self.saved else ENDED_BY[self.name]
 
 
 class StopSignal:
@@ -75,8 +84,13 @@ class StopSignal:
 
 @contextmanager
 def resumable(saved: Callable[[], str]) -> Iterator[None]:
-    """Raise ``Stopped`` with the text that ``saved`` returns when SIGTERM or SIGINT ends the block."""
+    """Raise ``Stopped`` with the text that ``saved`` returns when SIGTERM or SIGINT ends the block.
+
+    The text of an inner block is kept.
+    """
     try:
         yield
-    except (Stopped, KeyboardInterrupt) as error:
-        raise Stopped(getattr(error, "name", "SIGINT"), saved()) from None
+    except Stopped as error:
+        raise Stopped(error.name, error.saved or saved()) from None
+    except KeyboardInterrupt:
+        raise Stopped("SIGINT", saved()) from None
