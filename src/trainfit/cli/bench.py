@@ -54,7 +54,8 @@ def run(
 ) -> int:
     """Run an experiment: times of this device with their spread.
 
-    Stopped by SIGTERM or Ctrl-C (exit 75 if anything was measured), it prints and records what was measured; other rows are not-run.
+    Stopped by SIGTERM or Ctrl-C, it prints and records what was measured (exit 75 if anything was); other
+    rows are not-run.
     """
     from trainfit.bench.harness.discovery import experiment
     from trainfit.bench.harness.runner import run as run_experiment

@@ -1,8 +1,8 @@
 """The ``trainfit`` command: its verbs, and the exit code of every error.
 
 Exit codes: 0 done; 2 wrong usage; 65 bad recipe, config or data; 70 a bug in trainfit; 74 I/O, such as a full
-disk; 75 stopped early, can be resumed; 130 and 143 ended by Ctrl-C or SIGTERM, with nothing to resume. Free of
-torch: a verb imports what it needs when it runs.
+disk; 75 stopped early, can be resumed; 130 and 143 ended by Ctrl-C or SIGTERM, with nothing to resume.
+Free of torch: a verb imports what it needs when it runs.
 """
 
 import io
