@@ -48,7 +48,7 @@ def step_parts_plot() -> str:
 def _plot(name: str) -> str:
     drawn = plot_of(results()[name], experiment(name).plots)
     assert drawn is not None
-    return drawn
+    return drawn.decode()
 
 
 def having(some: Sequence[BenchRow], point: Mapping[str, Cell]) -> list[BenchRow]:

@@ -66,4 +66,4 @@ def overlap_plot() -> str:
     shown = found.model_copy(update={"rows": tuple(having(found.rows, SHOWN))})
     drawn = plot_of(shown, [plot for plot in experiment("ddp").plots if plot.y == TIMELINE])
     assert drawn is not None
-    return drawn
+    return drawn.decode()

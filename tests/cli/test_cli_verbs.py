@@ -79,7 +79,7 @@ def test_short_options_set_fields(verb: str, capsys: Captured) -> None:
     fields = ["hardware.gpu=h200", "hardware.count=2", "batch.seq=64"]
     long = [word for field in fields for word in ("--set", field)]
     assert as_json([verb, "tiny-cpu", *short], capsys) == as_json([verb, "tiny-cpu", *long], capsys)
-    for value, problem in (("1", "1: a sequence of one token"), ("8k", "'8k': should be a whole number")):
+    for value, problem in (("1", "1: a sequence of one token"), ("8x", "'8x': should be a whole number")):
         assert main([verb, "tiny-cpu", "--seq", value]) == 65
         assert capsys.readouterr().err.startswith(f"trainfit: error: --seq: batch.seq = {problem}")
 

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from trainfit.report.plot import MEASURED, Panel, Series, draw
+from trainfit.report.plot import MEASURED, Form, Panel, Series, draw, plot_file
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$"
 LINES = Panel([Series("a", [1, 2, 9], [512, 1024, 2048], text=["", "two", ""])], x_log=True, y_log=True)
@@ -29,6 +29,13 @@ def test_every_kind_draws_well_formed_svg_with_ids_of_its_own(panel: Panel):
     ids = [element.attrib["id"] for element in tree.iter() if "id" in element.attrib]
     assert len(set(ids)) == len(ids)
     assert all(one.startswith("name-") for one in ids)
+
+
+@pytest.mark.parametrize("form", ["svg", "png", "pdf"])
+def test_a_file_is_of_its_format_and_the_same_every_time(form: Form):
+    content = plot_file([LINES], "name", form, title=HOSTILE)
+    assert content.startswith({"svg": b"<svg ", "png": b"\x89PNG", "pdf": b"%PDF"}[form])
+    assert content == plot_file([LINES], "name", form, title=HOSTILE)
 
 
 def test_a_themed_plot_takes_the_colors_of_the_page():

@@ -7,7 +7,7 @@ import pytest
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import MAX_FILE_BYTES, read_json, read_yaml
-from trainfit.spec.parsing.recipe_file import load_recipe
+from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from
 
 MODEL = "model: {config: gpt2}\n"
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
@@ -22,8 +22,8 @@ REFUSED = {
     "NaN in a config": ("model: {config: {a: .nan}}", "model.config.a = nan: not a finite"),
     "unit": (MODEL + "recompute: {budget_gib: 4 GiB}", "should be a number; write the number of GiB alone"),
     "unit on a count": (
-        MODEL + "batch: {seq: 4k}",
-        "seq = '4k': should be a whole number; write the number al",
+        MODEL + "batch: {micro: 4k}",
+        "micro = '4k': should be a whole number; write the number al",
     ),
     "money": (MODEL + "hardware: {price_per_hour: $2}", "hardware.price_per_hour = '$2': should be a number"),
     "negative": (MODEL + "batch: {micro: -1}", "batch.micro = -1: should be greater than or equal to 1"),
@@ -120,6 +120,21 @@ def test_refused_with_one_line(name: str, tmp_path: Path) -> None:
     assert line.startswith(str(path))
     assert len(line.splitlines()) == 1
     assert caught.value.remedy
+
+
+def test_all_unknown_keys_are_named_in_one_line() -> None:
+    data = {"model": {"config": "gpt2"}, "nmae": "x", "deepspeed": "ds.json", "fizz": {"buzz": 1}}
+    with pytest.raises(InputError) as caught:
+        recipe_from({**data, "loader": {"wrkrs": 1}}, file="r.yaml")
+    line = str(caught.value)
+    assert line.startswith(
+        "r.yaml: loader.wrkrs = 1: unknown key; did you mean 'workers'?; also unknown: nmae"
+    )
+    assert "deepspeed (here it is parallel.strategy: zero1 for ZeRO-1, " in line
+    assert line.endswith(", fizz")
+    assert "seed" not in line  # Half of its letters are deepspeed's.
+    with pytest.raises(InputError, match=r"also unknown: k1, .*, k20, and 79 more$"):
+        recipe_from({"model": {"config": "gpt2"}} | {f"k{i}": i for i in range(100)})
 
 
 def test_files_that_are_not_read(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from trainfit.api.recipes import RecipeFields, Source, errors_name, fields_of, w
 from trainfit.api.results import Printed
 from trainfit.spec import plan as values
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import apply_settings
+from trainfit.spec.parsing.synonyms import written_out
+from trainfit.spec.plan import flat
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB
 
@@ -77,7 +80,7 @@ def plan(
     """
     chosen = wanted(recipe, fields, stacklevel=3)
     over, settings = fields_of(fields)
-    given = [*_leaves(over), *(setting.partition("=")[0].strip() for setting in settings)]
+    given = given_fields(over, settings)
     from trainfit.prediction.time.calibrated import using
 
     with using(calibration), errors_name(recipe, fields):
@@ -86,6 +89,12 @@ def plan(
             host_memory_gib=host_memory_gib, keep_quality=keep_quality, vary=vary, tokens=tokens,
             use_cache=use_cache, processes=processes,
         )  # fmt: skip
+
+
+def given_fields(over: dict[str, Any], settings: Sequence[str]) -> list[str]:
+    """Return the fields that keyword arguments and settings give, short forms written out too."""
+    named = [setting.partition("=")[0].strip() for setting in settings]
+    return [*_leaves(over), *named, *flat(apply_settings(written_out(over), list(settings)))]
 
 
 def plan_recipe(
@@ -110,7 +119,7 @@ def plan_recipe(
     from trainfit.planning.search import plan as search
 
     _check(memory_gib, host_memory_gib, margin)
-    recipe = _tuned(recipe.without_open_fields(), tune)
+    recipe = _tuned(recipe.without_open_fields(), tune, given)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
     if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
         tokens_per_step = recipe.batch.tokens * recipe.mesh.data_ranks
@@ -147,7 +156,8 @@ def _check(memory_gib: float | None, host_memory_gib: float | None, margin: floa
         raise InputError("no share of the memory", "write 0 to 0.99", field="margin", value=margin)
 
 
-def _tuned(recipe: Recipe, tune: Tune | None) -> Recipe:
+def _tuned(recipe: Recipe, tune: Tune | None, given: Sequence[str]) -> Recipe:
+    """Return the recipe with an adapter and a base as ``tune`` says, which no ``given`` field contradicts."""
     from trainfit.planning.space import changed
 
     adapter = recipe.adapter
@@ -157,6 +167,11 @@ def _tuned(recipe: Recipe, tune: Tune | None) -> Recipe:
     elif tune is not None:
         values = {} if adapter is not None else {"adapter": {"kind": "lora"}}
         values["quantize"] = None if tune == "lora" else recipe.quantize or "nf4"
+    for field, value in values.items():
+        named = any(name.partition(".")[0] == field for name in given)
+        if named and value != getattr(recipe, field):
+            remedy = f"leave tune or {field} out"
+            raise InputError(f"{field} is set to something else", remedy, field="tune", value=tune)
     if not values:
         return recipe
     batch = recipe.batch

@@ -218,6 +218,11 @@ def _named_recipe(
     return load_file(path, settings, over=over, notes=notes)
 
 
+def is_known(text: str) -> bool:
+    """Return whether it is a file, a shipped recipe, or a model of the catalog."""
+    return Path(text).is_file() or text.lower() in catalog.recipes() or find_model(text) is not None
+
+
 def _is_path(text: str) -> bool:
     """Return whether it names a file, existing or not; text like ``owner/name`` only if it exists."""
     if text.endswith((".yaml", ".yml", ".json")) or Path(text).is_file():

@@ -1,6 +1,5 @@
 """``trainfit bench NAME``: run an experiment on this machine's device."""
 
-import os
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,16 +9,17 @@ from typer.core import TyperCommand
 
 from trainfit.cli.options import Device, Json, RecordFile, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
-from trainfit.spec.optional import require
-from trainfit.spec.printable import say
+from trainfit.spec.printable import printable, say
 
 if TYPE_CHECKING:
+    from trainfit.report.plot import Form
     from trainfit.spec.bench import BenchResult, BenchRow
 
 
 FORM_HELP = "tiny: seconds, a trial run. Default: full on a GPU, tiny on a CPU."
 LIMIT_HELP = "Begin no further point after this time."
 FILES_HELP = "Also write the experiment's traces or snapshots there."
+PLOT_HELP = "Also draw the result: .svg, .png or .pdf."
 ONLY_HELP = "Only points whose KEY is one of these, such as compile=model."
 
 
@@ -45,7 +45,7 @@ def run(
     limit: Annotated[
         float | None, Option("--limit-s", metavar="SECONDS", min=0, callback=finite, help=LIMIT_HELP)
     ] = None,
-    plot: Annotated[Path | None, Option(metavar="FILE.svg", help="Also draw the result.")] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE", help=PLOT_HELP)] = None,
     files: Annotated[Path | None, Option(metavar="DIR", help=FILES_HELP)] = None,
     only: Annotated[list[str] | None, Option(metavar="KEY=VALUE,...", help=ONLY_HELP)] = None,
     list_all: Annotated[bool, Option("--list", help="List the experiments and their questions.")] = False,
@@ -59,14 +59,15 @@ def run(
     """
     from trainfit.bench.harness.discovery import experiment
     from trainfit.bench.harness.runner import run as run_experiment
-    from trainfit.records import append, replace_text
+    from trainfit.records import append
+    from trainfit.spec.files import write_bytes
     from trainfit.spec.provenance import new_bench_record
     from trainfit.spec.stop import Stopped
 
     if name is None or list_all:
         _list(json)
         return 0
-    _check(record, plot)
+    file_form = _check(record, plot)
     wanted, code = _wanted(only or []), 0
     results: list[BenchResult] = []
 
@@ -90,11 +91,13 @@ def run(
 
         for result in results:
             print_json(result) if json else show(result)
-    if plot is not None and results:
+    if plot is not None and file_form is not None and results:
         from trainfit.report.bench_plot import plot_of
 
-        drawn = plot_of(results[0], experiment(name).plots)
-        replace_text(plot, drawn) if drawn else say(f"{name} has nothing to draw", err=True)
+        drawn = plot_of(results[0], experiment(name).plots, file_form)
+        if drawn is not None:
+            write_bytes(plot, drawn)
+        say(f"{name} has nothing to draw" if drawn is None else f"plot: {printable(str(plot))}", err=True)
     return code
 
 
@@ -128,26 +131,19 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
     return wanted
 
 
-def _check(record: Path | None, plot: Path | None) -> None:
-    """Refuse before the run files that could not be written after it."""
-    from trainfit.spec.errors import InputError
+def _check(record: Path | None, plot: Path | None) -> "Form | None":
+    """Refuse before the run files that could not be written after it; return the format of the plot."""
+    from trainfit.records import check_can_append
+    from trainfit.spec.files import check_can_write
 
-    if plot is not None:
-        require("matplotlib", "plots", field="--plot", value=str(plot))
-    for field, path in (("record", record), ("plot", plot)):
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            remedy = "make it, or name another"
-            raise InputError("no such folder", remedy, field=field, value=str(path.parent))
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise InputError("may not be written", "name another place", field=field, value=str(path))
-        if path.is_dir():
-            raise InputError("is a folder", "name a file", field=field, value=str(path))
     if record is not None:
-        from trainfit.records import check_can_append
-
+        check_can_write(record, "--record")
         check_can_append(record)
+    if plot is None:
+        return None
+    from trainfit.report.plot import check_plot_file
+
+    return check_plot_file(plot)
 
 
 def _print_row(row: "BenchRow") -> None:

@@ -9,6 +9,7 @@ from typer import Option
 
 from trainfit.cli.options import Device, Json, finite, only_json, print_json
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import check_can_write
 from trainfit.spec.printable import say
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ def run(
 
     path = out or folder() / "calibration.json"
     _check_ours(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_can_write(path, "--out")
     with only_json(json):
         chosen = device_of(device)
         limit_s = limit or (HOST_LIMIT_S if host else LIMIT_S)
-        path.parent.mkdir(parents=True, exist_ok=True)
         run = Run(chosen, host_only=host, limit_s=limit_s, say=lambda line: say(line, err=True), out=path)
         found = run.run()
     if json:

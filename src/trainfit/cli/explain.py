@@ -8,25 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from trainfit.cli import options
-from trainfit.cli.options import GpuOption, Json, RecipeArgument, Settings
+from trainfit.cli.options import Json, RecipeArgument, Settings
 
 if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
     from trainfit.spec.result import Explanation
 
 
+@options.takes_recipe
 def run(
     recipe: RecipeArgument,
     other: Annotated[str | None, Argument(metavar="[OTHER]", help="A second recipe to compare with.")] = None,
     settings: Settings = None,
-    gpu: GpuOption = None,
-    count: options.Count = None,
-    seq: options.Seq = None,
     top: Annotated[int, Option(min=1, metavar="N", help="Number of holders, the largest first.")] = 15,
     json: Json = False,
 ) -> None:
     """Show what holds memory at a recipe's peak. Needs no GPU. Options change both recipes."""
-    settings = options.with_fields(settings, gpu, count, seq)
     names = [recipe] if other is None else [recipe, other]
     requested = [options.read_recipe(name, settings) for name in names]
     from trainfit.api.planned import planned

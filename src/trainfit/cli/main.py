@@ -8,7 +8,6 @@ Free of torch: a verb imports what it needs when it runs.
 import io
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -46,8 +45,9 @@ ABOUT = "Will this training run fit, how fast will it go, what will it cost? Ans
 def app() -> typer.Typer:
     """Return the command line with every verb."""
     verbs = typer.Typer(
-        help=ABOUT, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
+        help=ABOUT, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
     version_option = typer.Option(False, "--version", help="Print the version.", callback=_version)
 
     @verbs.callback()
@@ -64,8 +64,6 @@ def app() -> typer.Typer:
             verbs.command(function or name, **options)(getattr(module, function or "run"))
     return verbs
 
-
-FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")  # The dotted name of a recipe's field
 
 NOISY_IMPORTS = ("torchao", "torch.utils._pytree")  # Loggers that warn when transformers imports torchao
 
@@ -100,15 +98,18 @@ def _run(words: list[str]) -> object:
             raise InputError("not Unicode text (a lone surrogate)", "correct it", value=word) from None
         if "\0" in word:
             raise InputError("has a NUL character in it", "remove it", value=word)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    if words and (answer := answer_verb(words[0])) is not None:
+        raise UsageError(answer)
     try:
         code = app()(words or ["--help"], standalone_mode=False, prog_name="trainfit", obj=words)
         if code == EXIT_INTERRUPTED:  # What some versions of typer return in place of Ctrl-C's exception.
             raise KeyboardInterrupt
         return code
     except InputError as error:
-        option = options.FIELDS.get(error.field)
-        given = (word.partition("=")[0] for word in words)
-        if error.file != "--set" or option is None or option not in given:
+        option = options.option_of(error.field, words)
+        if error.file != "--set" or option is None:
             raise
         error.file = ""
         raise error.in_file(option) from error.__cause__
@@ -177,16 +178,27 @@ def _report_storage(error: OSError) -> int:
 
 
 def _report_usage(error: Exception) -> int:
-    from trainfit.spec.parsing.synonyms import field_here
-
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "trainfit"
     message = getattr(error, "format_message", error.__str__)()
     option = getattr(error, "option_name", None)
-    if option and (here := field_here(option.lstrip("-"))):
-        here = f"--set {here}=VALUE" if FIELD.fullmatch(here) else here
-        message = f"No such option: {option}; here it is {here}"
-    return _report(f"{message.rstrip('.')}; see {command} --help", EXIT_USAGE)
+    if option and (here := options.answer(option)):
+        message = f"No such option: {option}; {here}"
+    end = " See" if message.endswith("?") else "; see"
+    return _report(f"{message.rstrip('.')}{end} {command} --help", EXIT_USAGE)
+
+
+def answer_verb(word: str) -> str | None:
+    """Return the answer to a first word that is another tool's verb, or a recipe; None: another word."""
+    if word.startswith("-") or word in {verb.rpartition(".")[2] for verb in VERBS}:
+        return None
+    from trainfit.spec.parsing.synonyms import verb_here
+
+    if (verb := verb_here(word)) is not None:
+        return f"No such command {word!r}; here it is trainfit {verb}"
+    from trainfit.api.recipes import is_known
+
+    return f"No such command {word!r}; write trainfit predict {word}" if is_known(word) else None
 
 
 def _report_bug(error: Exception) -> int:

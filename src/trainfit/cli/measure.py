@@ -12,6 +12,7 @@ EXIT_CODES = {"done": 0, "out-of-memory": EXIT_BAD_INPUT, "timeout": 75, "crashe
 """By the trial's status, as for ``train``: 65 the recipe does not work here; 75 stopped early; 70 a bug."""
 
 
+@options.takes_recipe
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,
@@ -45,11 +46,13 @@ def run(
         result = measure_built(
             built, notes, device, peak_flops, steps=steps, warmup=warmup, timeout_s=timeout
         )
-        options.keep(record, "measure", built, measurement=result)
+    failure = options.attempt(lambda: options.keep(record, "measure", built, measurement=result))
     if json:
         options.print_json(result)
     else:
         from trainfit.report.results import show_measurement
 
         show_measurement(built, result)
+    if failure is not None:
+        raise failure
     return EXIT_CODES[result.status]

@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from trainfit.cli import options
-from trainfit.cli.options import Json, PeakFlops, Price, count, finite, share
+from trainfit.cli.options import Json, PeakFlops, count, finite, share
 from trainfit.spec import DEFAULT_GPU
 
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
@@ -19,6 +19,7 @@ CLOSED_HELP = (
     "parameters, embedding included, no windows, as in published figures."
 )
 HOURS_HELP = "What this many GPU-hours cost, such as 1.46M; with --tokens, the MFU of such a run."
+PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16"]
 
 
@@ -29,7 +30,7 @@ def run(
     step_s: Annotated[float | None, Option(metavar="T", callback=finite, help="Seconds a step.")] = None,
     mfu: Annotated[float | None, Option(metavar="SHARE", parser=share, help=MFU_HELP)] = None,
     gpu: Annotated[str, Option(metavar="NAME", help="An accelerator of the catalog.")] = DEFAULT_GPU,
-    num_gpus: Annotated[int, Option("--count", min=1, metavar="N", help="Number of GPUs.")] = 1,
+    num_gpus: Annotated[int, Option("--count", "--gpus", min=1, metavar="N", help="Number of GPUs.")] = 1,
     adapter: Annotated[Literal["lora"] | None, Option(help="Frozen weights: no weight gradients.")] = None,
     rank: Annotated[int, Option(min=1, metavar="R", help="The adapter's rank.")] = 16,
     recompute: Annotated[Literal["none", "full"], Option(help=RECOMPUTE_HELP)] = "none",
@@ -41,7 +42,7 @@ def run(
     peak_flops: PeakFlops = None,
     tokens: Annotated[float | None, Option(metavar="N", parser=count, help=TOKENS_HELP)] = None,
     gpu_hours: Annotated[float | None, Option(metavar="HOURS", parser=count, help=HOURS_HELP)] = None,
-    price: Price = None,
+    price: Annotated[float | None, Option(metavar="USD", min=0, callback=finite, help=PRICE_HELP)] = None,
     json: Json = False,
 ) -> None:
     """MFU and HFU of a step; the time and cost of a run.

@@ -1,11 +1,15 @@
 """Arguments, options and output that several verbs share."""
 
 import contextlib
+import functools
+import inspect
 import json as json_format
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 
     from trainfit.spec.recipe import Recipe
 
+FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")  # The dotted name of a recipe's field
 EXIT_DOES_NOT_FIT = 1  # With --check
 
 
@@ -53,15 +58,6 @@ RECIPE_HELP = (
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)]
 SET_HELP = "Set a recipe's field, such as batch.micro=8."
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)]
-GPU_HELP = "Same as --set hardware.gpu=NAME."
-GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
-# Text, so that the recipe's own checks refuse a bad value as they do with --set.
-Count = Annotated[str | None, typer.Option("--count", metavar="N", help="Same as --set hardware.count=N.")]
-Seq = Annotated[str | None, typer.Option("--seq", metavar="S", help="Same as --set batch.seq=S.")]
-PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
-Price = Annotated[
-    float | None, typer.Option("--price", metavar="USD", min=0, callback=finite, help=PRICE_HELP)
-]
 PEAK_HELP = "The device's dense peak, for MFU and HFU."
 PeakFlops = Annotated[
     float | None, typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP)
@@ -77,29 +73,142 @@ RECORD_HELP = "Append the result to this SQLite file."
 RecordFile = Annotated[Path | None, typer.Option("--record", metavar="FILE", help=RECORD_HELP)]
 
 
-FIELDS = {
-    "hardware.gpu": "--gpu",
-    "hardware.count": "--count",
-    "batch.seq": "--seq",
-    "hardware.price_per_hour": "--price",
-}
-"""Fields of a recipe that options of their own set."""
+@dataclass(frozen=True)
+class RecipeOption:
+    """An option that sets fields of a recipe, as ``--set`` does."""
+
+    names: tuple[str, ...]
+    metavar: str  # Empty: a flag
+    settings: tuple[str, ...]  # Values of --set; {} is the option's own value
+    more: str = ""  # Further help
+
+    @property
+    def key(self) -> str:
+        """The parameter's name in a function."""
+        return self.names[0].lstrip("-")
+
+    def values(self, value: str | bool) -> list[str]:
+        """Return the values of ``--set`` that the option stands for."""
+        # JSON text is YAML text: a name with a colon or a hash in it stays one value.
+        text = "" if isinstance(value, bool) else json_format.dumps(value)[1:-1]
+        return [setting.replace("{}", text) for setting in self.settings]
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the function parameter from which typer makes the option."""
+        settings = " --set ".join(self.settings).replace('"', "").replace("{}", self.metavar)
+        help = f"Same as --set {settings}.{' ' * bool(self.more)}{self.more}"
+        # Text, so that the recipe's own checks refuse a bad value as they do with --set.
+        kind = Annotated[str | None, typer.Option(*self.names, metavar=self.metavar, help=help)]
+        flag = Annotated[bool, typer.Option(*self.names, help=help)]
+        kind, default = (kind, None) if self.metavar else (flag, False)
+        return inspect.Parameter(self.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def with_fields(
-    settings: list[str] | None,
-    gpu: str | None,
-    num_gpus: str | None,
-    seq: str | None,
-    price: float | None = None,
-) -> list[str]:
-    """Return the values of ``--set`` with those of ``--gpu``, ``--count``, ``--seq`` and ``--price``."""
-    # JSON text is YAML text: a name with a colon or a hash in it stays one value.
-    more = [f"hardware.gpu={json_format.dumps(gpu)}"] if gpu is not None else []
-    more += [f"hardware.count={num_gpus}"] if num_gpus is not None else []
-    more += [f"batch.seq={seq}"] if seq is not None else []
-    more += [f"hardware.price_per_hour={price}"] if price is not None else []
-    return [*(settings or []), *more]
+SEVERAL = "predict and plan compare several, with commas between them."
+RECIPE_OPTIONS = (
+    RecipeOption(("--gpu",), "NAME", ('hardware.gpu="{}"',), SEVERAL),
+    RecipeOption(("--count", "--gpus"), "N", ("hardware.count={}",), SEVERAL),
+    RecipeOption(("--batch",), "B", ("batch.micro={}",)),
+    RecipeOption(("--seq",), "S", ("batch.seq={}",), "8k is 8192."),
+    RecipeOption(("--precision",), "NAME", ('precision="{}"',)),
+    RecipeOption(("--lora",), "", ("adapter=lora",)),
+    RecipeOption(("--qlora",), "", ("adapter=lora", "quantize=nf4")),
+    RecipeOption(("--price",), "USD", ("hardware.price_per_hour={}",), "Default: the catalog's."),
+)
+"""Options of every verb that takes a recipe: one line each."""
+
+
+def takes_recipe(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb the RECIPE_OPTIONS that it has no option of its own for; it gets them in ``settings``."""
+    signature = inspect.signature(verb, eval_str=True)
+    own = {
+        name
+        for parameter in signature.parameters.values()
+        for one in getattr(parameter.annotation, "__metadata__", ())
+        for name in getattr(one, "param_decls", None) or ()
+    }
+    options = [one for one in RECIPE_OPTIONS if not own & set(one.names)]
+
+    @functools.wraps(verb)
+    def run(**given: Any) -> Any:
+        values = {one: given.pop(one.key, None) for one in options}
+        named = {one: value for one, value in values.items() if value is not None and value is not False}
+        settings = given.get("settings") or []
+        check_apart(settings, named)
+        more = [setting for one, value in named.items() for setting in one.values(value)]
+        return verb(**{**given, "settings": [*settings, *more]})
+
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in signature.parameters.values()
+    ]
+    place = [parameter.name for parameter in parameters].index("settings")
+    parameters[place:place] = [one.parameter() for one in options]
+    changed: Any = run
+    changed.__signature__ = signature.replace(parameters=parameters)
+    changed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return changed
+
+
+def check_apart(settings: list[str], named: "dict[RecipeOption, Any]") -> None:
+    """Refuse two of the options, or one and a ``--set``, that set the same field."""
+    from trainfit.spec.parsing.recipe_file import apply_settings
+    from trainfit.spec.plan import flat
+
+    if not named:
+        return
+    sources = {f"--set {setting}": [setting] for setting in settings}
+    options = {one.names[0]: one.values(value) for one, value in named.items()}
+    found: list[tuple[str, str]] = []
+    for source, values in (sources | options).items():
+        for field in flat(apply_settings({}, values)):
+            for before, other in found:
+                is_same = f"{field}.".startswith(f"{other}.") or f"{other}.".startswith(f"{field}.")
+                if is_same and before != source and source in options:
+                    raise typer.BadParameter(f"{before} and {source} both set {other}: keep one of them")
+            found.append((source, field))
+
+
+def variants(settings: list[str]) -> list[list[str]]:
+    """Return the settings for each GPU and count, of which ``a,b`` names several."""
+    found: list[list[str]] = [[]]
+    for setting in settings:
+        field, _, value = setting.partition("=")
+        values = [value]
+        if field.strip() in ("hardware.gpu", "hardware.count") and "," in value:
+            parts = dict.fromkeys(part.strip(" \"'") for part in value.split(","))
+            values = [json_format.dumps(part) if field.endswith("gpu") else part for part in parts if part]
+        found = [[*one, f"{field}={part}"] for one in found for part in values]
+    return found
+
+
+def option_of(field: str, words: Iterable[str]) -> str | None:
+    """Return the option among the command line's ``words`` that sets the recipe's ``field``, or None."""
+    given = {word.partition("=")[0] for word in words}
+    for one in RECIPE_OPTIONS:
+        keys = [setting.partition("=")[0] for setting in one.settings]
+        if any(f"{field}.".startswith(f"{key}.") for key in keys):
+            for name in one.names:
+                if name in given:
+                    return name
+    return None
+
+
+def answer(option: str) -> str | None:
+    """Return how an option that there is not is written here, or None: by what it is called elsewhere."""
+    from trainfit.spec.parsing.synonyms import field_here
+    from trainfit.spec.recipe import Recipe
+
+    name = option.lstrip("-")
+    field = name.replace("-", "_").partition(".")[0]
+    if field == "model":
+        return "the model is the argument RECIPE, such as trainfit predict llama-3.1-8b"
+    here = field_here(name)
+    if here is None:
+        return f"here it is --set {name.replace('-', '_')}=VALUE" if field in Recipe.model_fields else None
+    for one in RECIPE_OPTIONS:
+        if [here] == [setting.partition("=")[0] for setting in one.settings]:
+            return f"here it is {one.names[0]}"
+    return f"here it is --set {here}=VALUE" if FIELD.fullmatch(here) else f"here it is {here}"
 
 
 def read_recipe(text: str, settings: list[str] | None = None) -> "Recipe":
@@ -143,6 +252,15 @@ def print_notes(lines: "Iterable[str]") -> None:
     """Print notes to standard error: standard output is the result's."""
     for line in lines:
         say(printable(line), err=True)
+
+
+def attempt(write: Callable[[], None]) -> OSError | None:
+    """Write a result's files; return a failure, to be raised once the result is printed."""
+    try:
+        write()
+    except OSError as error:
+        return error
+    return None
 
 
 def keep(path: Path | None, kind: Any, recipe: "Recipe", **result: Any) -> None:

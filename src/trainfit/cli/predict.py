@@ -10,7 +10,15 @@ import typer
 from typer import Option
 
 from trainfit.cli import options
-from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings
+from trainfit.cli.options import (
+    EXIT_DOES_NOT_FIT,
+    Check,
+    Json,
+    RecipeArgument,
+    RecordFile,
+    Settings,
+    takes_recipe,
+)
 from trainfit.prediction.start_up import import_little
 from trainfit.spec.errors import InputError
 
@@ -21,17 +29,13 @@ if TYPE_CHECKING:
 DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by default."
 VERBOSE = "Also print conventions, assumptions and the basis of the bounds."
 ADVICE_HELP = "Where it does not fit, name changes and GPUs with which it would. Default: not with --json."
-GPUS_HELP = "Same as --set hardware.gpu=NAME. Several names, with commas between them, are compared."
 TOKENS_HELP = "Also print the time and cost of a run over N tokens, such as 15T or 1.5e12."
 
 
+@takes_recipe
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,
-    gpu: Annotated[str | None, Option(metavar="NAME[,NAME]", help=GPUS_HELP)] = None,
-    count: options.Count = None,
-    seq: options.Seq = None,
-    price: options.Price = None,
     tokens: Annotated[float | None, Option(metavar="N", parser=options.count, help=TOKENS_HELP)] = None,
     calibration: options.CalibrationFile = None,
     json: Json = False,
@@ -47,39 +51,45 @@ def run(
         raise typer.BadParameter("--tokens must be above 0")
     from trainfit.prediction.time.calibrated import using
 
-    names = [None] if gpu is None else list(dict.fromkeys(map(str.strip, gpu.split(","))))
-    several = len(names) > 1
     found: list[Prediction | InputError] = []
-    given = [options.with_fields(settings, name, count, seq, price) for name in names]
+    given = options.variants(settings or [])
+    several = len(given) > 1
     requested = [options.read_recipe(recipe, one) for one in given]
     import_little(compiles=any(one.compile for one in requested))
     with using(calibration):
         for wanted, its_settings in zip(requested, given, strict=True):
             try:
                 with options.work(recipe, its_settings, json=json, record=record):
-                    found.append(_predict(wanted, record, deterministic, use_cache=not no_cache))
+                    found.append(_predict(wanted, deterministic, use_cache=not no_cache))
             except InputError as error:
                 if not several:
                     raise
                 found.append(error)
+        failure = options.attempt(lambda: _keep(found, record))
         if several or isinstance(found[0], InputError):
             _compare(requested, found, tokens, json=json)
         else:
             advised = not json if advice is None else advice
             _show(found[0], tokens, json=json, verbose=verbose, advice=advised)
+    if failure is not None:
+        raise failure
     fits = all(not isinstance(one, InputError) and one.fits for one in found)
     return EXIT_DOES_NOT_FIT if check and not fits else 0
 
 
-def _predict(recipe: "Recipe", record: Path | None, deterministic: bool, *, use_cache: bool) -> "Prediction":
+def _predict(recipe: "Recipe", deterministic: bool, *, use_cache: bool) -> "Prediction":
     from trainfit.api.calls import predict_recipe
     from trainfit.report.console import progress
 
     name = recipe.model.display_name
     with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
-        estimate = predict_recipe(recipe, deterministic=deterministic, use_cache=use_cache)
-    options.keep(record, "predict", estimate.recipe, estimate=estimate)
-    return estimate
+        return predict_recipe(recipe, deterministic=deterministic, use_cache=use_cache)
+
+
+def _keep(found: "list[Prediction | InputError]", record: Path | None) -> None:
+    for one in found:
+        if not isinstance(one, InputError):
+            options.keep(record, "predict", one.recipe, estimate=one)
 
 
 def _show(estimate: "Prediction", tokens: float | None, *, json: bool, verbose: bool, advice: bool) -> None:
@@ -111,10 +121,11 @@ def _compare(
     from trainfit.spec.result import Estimate, OnGpu
 
     compared = [
-        OnGpu(gpu=recipe.hardware.gpu, refused=str(one))
+        OnGpu(gpu=recipe.hardware.gpu, count=recipe.hardware.count, refused=str(one))
         if isinstance(one, InputError)
         else OnGpu(
             gpu=recipe.hardware.gpu,
+            count=recipe.hardware.count,
             estimate=Estimate.model_construct(**dict(one)),
             run=None if tokens is None else run_of(one, tokens),
         )

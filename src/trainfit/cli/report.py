@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from trainfit.cli.options import Json, print_json
+from trainfit.spec.files import check_can_write
 from trainfit.spec.optional import require
 from trainfit.spec.printable import say
 
@@ -27,6 +28,7 @@ def run(
 
     if html is not None:
         require("matplotlib", "plots", field="--html", value=str(html))
+        check_can_write(html, "--html")
     comparisons = compare([record for file in files for record in load(file)])
     if json:
         print_json([_content(one) for one in comparisons])

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from trainfit.cli.options import Json, PeakFlops, Settings, finite, only_json, print_json
+from trainfit.cli.options import (
+    Json,
+    PeakFlops,
+    Settings,
+    attempt,
+    finite,
+    only_json,
+    print_json,
+    takes_recipe,
+)
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.printable import printable, say
 from trainfit.spec.stop import StopSignal, resumable
@@ -40,6 +49,7 @@ SECONDS = {"metavar": "SECONDS", "callback": finite}
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
+@takes_recipe
 def run(
     files: Annotated[list[Path], Argument(metavar="FILE...", help=FILES_HELP)],
     out: Annotated[Path | None, Option(metavar="FOLDER", help=OUT_HELP)] = None,
@@ -101,7 +111,9 @@ def run(
             view.say(f"note: {note}")
         with executing(executor, device or file.device, jobs, ray_address, deadline_s) as trials:
             _run(state, trials, view)
-        page = None if journal.is_file else _report(state, out / REPORT)
+        page = None if journal.is_file else out / REPORT
+        failure = None if page is None else attempt(lambda: _report(state, out / REPORT))
+        page = page if failure is None else None
     if json:
         print_json(_content(state, journal.path, page))
     elif markdown:
@@ -111,6 +123,8 @@ def run(
         say(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
     else:
         _print(state, journal.path, page)
+    if failure is not None:
+        raise failure
     return EXIT_STOPPED if state.stopped else 0
 
 
@@ -182,7 +196,7 @@ class View:
             yield
 
 
-def _report(state: "Run", page: Path) -> Path:
+def _report(state: "Run", page: Path) -> None:
     from trainfit.records import replace_text
     from trainfit.report.html import NO_PLOTS, sweep_page
     from trainfit.report.plot import can_draw
@@ -190,7 +204,6 @@ def _report(state: "Run", page: Path) -> Path:
     replace_text(page, sweep_page(state.sweep.name, state.rows(), notes=state.sweep.notes))
     if not can_draw():
         say(f"note: {NO_PLOTS}", err=True)
-    return page
 
 
 def _content(state: "Run", records: Path, page: Path | None) -> dict[str, Any]:

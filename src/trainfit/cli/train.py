@@ -8,7 +8,7 @@ from typer import Context, Option
 from trainfit.cli import options
 from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, share
 from trainfit.spec.errors import InputError
-from trainfit.spec.files import REMEDIES, StorageError, storage_failure
+from trainfit.spec.files import REMEDIES, StorageError
 from trainfit.spec.optional import is_installed
 from trainfit.spec.printable import printable, say
 from trainfit.spec.stop import resumable
@@ -27,12 +27,13 @@ GPUS_HELP = "Train on N GPUs of this host, one process each; sets hardware.count
 HANG_HELP = "Several GPUs: end after so long without progress."
 
 
+@options.takes_recipe
 def run(
     context: Context,
     recipe: RecipeArgument,
     out: Annotated[Path, Option(metavar="FOLDER", help=OUT_HELP)],
     settings: Settings = None,
-    gpus: Annotated[int | None, Option(min=1, metavar="N", help=GPUS_HELP)] = None,
+    gpus: Annotated[int | None, Option("--gpus", "--count", min=1, metavar="N", help=GPUS_HELP)] = None,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps of the whole run.")] = 100,
     resume: Annotated[bool, Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
     data: Annotated[str, Option(metavar="DATA", help=DATA_HELP)] = "stories",
@@ -96,20 +97,17 @@ def run(
         summary = train_built(built, notes, wanted, peak_flops, progress=first)
         if not first:
             return summary.exit_code
-        try:
-            options.keep(record, "train", built, train=summary.content())
-        except OSError as error:
-            failure = storage_failure(error)
-            if failure is None:
-                raise
-            saved = "the run itself is saved, --resume --record adds its record"
-            raise StorageError(failure, f"{REMEDIES[failure.errno or 0]}; {saved}") from error
+    failure = options.attempt(lambda: options.keep(record, "train", built, train=summary.content()))
     if json:
         options.print_json(summary)
     else:
         from trainfit.report.results import show_training
 
         show_training(built, summary)
+    if failure is not None:
+        saved = "the run itself is saved, --resume --record adds its record"
+        remedy = REMEDIES.get(failure.errno or 0, "name another file with --record")
+        raise StorageError(failure, f"{remedy}; {saved}") from failure
     return summary.exit_code
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from trainfit.cli.options import Json, RecordFile, finite, keep, only_json, print_json
+from trainfit.cli.options import Json, RecordFile, attempt, finite, keep, only_json, print_json
 from trainfit.spec.printable import say
 
 if TYPE_CHECKING:
@@ -34,10 +34,20 @@ def run(
     from trainfit.verification.this_device import gpu_here
     from trainfit.verification.verify import verify
 
-    def keep_both(recipe: Any, estimate: Any, measured: Any) -> None:
-        keep(record, "predict", recipe, estimate=estimate)
-        keep(record, "measure", recipe, measurement=measured)
+    failures: list[OSError] = []
 
+    def keep_both(recipe: Any, estimate: Any, measured: Any) -> None:
+        def write() -> None:
+            keep(record, "predict", recipe, estimate=estimate)
+            keep(record, "measure", recipe, measurement=measured)
+
+        failure = None if failures else attempt(write)  # After the first one nothing more is recorded.
+        failures.extend([failure] if failure is not None else [])
+
+    if record is not None:
+        from trainfit.records import check_can_append
+
+        check_can_append(record)
     with only_json(json):
         row, device = gpu_here(gpu)
         on_cpu = row.vendor == "host"
@@ -49,6 +59,8 @@ def run(
         print_json(result)
     else:
         show(result)
+    if failures:
+        raise failures[0]
     return 0 if result.passed else EXIT_NOT_PASSED
 
 

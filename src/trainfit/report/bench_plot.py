@@ -7,7 +7,7 @@ from itertools import cycle, product
 
 from trainfit.bench.harness.experiment import MEDIAN, Number, Plot
 from trainfit.report.bench_table import cell_text
-from trainfit.report.plot import CATEGORY_COLORS, COLORS, INK, Panel, Series, draw
+from trainfit.report.plot import CATEGORY_COLORS, COLORS, INK, Form, Panel, Series, plot_file
 from trainfit.spec.bench import BenchResult, BenchRow, Cell, Curve
 from trainfit.spec.units import GIB
 
@@ -21,15 +21,16 @@ PART_COLORS = (
 """Colors of stacked numbers, in their order."""
 
 
-def plot_of(result: BenchResult, plots: Sequence[Plot]) -> str | None:
-    """Return the declared plots as one SVG; None where no row has what would be drawn."""
+def plot_of(result: BenchResult, plots: Sequence[Plot], form: Form = "svg") -> bytes | None:
+    """Return the file of the declared plots; None where no row has what would be drawn."""
     panels = [panel for plot in plots for panel in panels_of(result.rows, plot)]
     if not panels:
         return None
     are_alike = len(plots) == 1
     title = plots[0].title if are_alike and len(panels) > 1 else ""
     columns = min(len(panels), MOST_COLUMNS)
-    return draw(panels, f"bench-{result.experiment}", title=title, columns=columns, share_y=are_alike)
+    name = f"bench-{result.experiment}"
+    return plot_file(panels, name, form, title=title, columns=columns, share_y=are_alike)
 
 
 def panels_of(rows: Sequence[BenchRow], plot: Plot) -> list[Panel]:

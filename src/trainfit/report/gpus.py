@@ -1,4 +1,4 @@
-"""A recipe on several kinds of GPU, as a table: verdict, speed, and time and cost of a run."""
+"""A recipe on several kinds or counts of GPUs, as a table: verdict, speed, and time and cost of a run."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -22,18 +22,22 @@ def show(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None, *, out: C
 
     Args:
         recipe: on any of the GPUs.
+        found: for each GPU and count.
         tokens: of the run; None: costs are of a million tokens.
     """
     out = out or console()
     count = recipe.hardware.count
-    on = f"on {count} GPU{'s' * (count > 1)}"
+    same = len({one.count for one in found}) == 1
+    on = f"on {count} GPU{'s' * (count > 1)}" if same else "on several counts of GPUs"
     run = "" if tokens is None else f", {format_count(tokens)} tokens"
     out.print(f"{describe(recipe).rpartition(', on ')[0]}, {on}{run}", style="bold")
     ordered = sorted(found, key=_order)
     best = ordered[0] if _dollars(ordered[0]) is not None and _fits(ordered[0]) else None
     table = Table(_columns(found), ordered, lambda one: one is best).fitted(out.width)
     out.print(table.rich(f"* {CHEAPEST}" if best else ""))
-    refused = [[one.gpu, one.refused] for one in ordered if one.refused]
+    refused = [
+        [one.gpu if same else f"{one.count} x {one.gpu}", one.refused] for one in ordered if one.refused
+    ]
     if refused:
         out.print()
         rows(out, refused, "left", "wrap")
@@ -41,7 +45,7 @@ def show(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None, *, out: C
 
 def _columns(found: Sequence[OnGpu]) -> list[Column]:
     every = [
-        Column("GPU", attrgetter("gpu"), False),
+        *_of_hardware(found),
         Column("verdict", _verdict, False, kind=lambda one: VERDICTS.get(_verdict(one), "")),
         Column("device GiB", lambda one: _of(one, "peak_device_bytes", "{:.1f}", GIB), rank=3),
         Column("of GiB", lambda one: _of(one, "device_bytes", "{:.1f}", GIB), rank=4),
@@ -53,6 +57,12 @@ def _columns(found: Sequence[OnGpu]) -> list[Column]:
         Column("cost $" if any(one.run for one in found) else "$ a million tokens", _cost_text),
     ]
     return list(Table(every, found).filled().columns)
+
+
+def _of_hardware(found: Sequence[OnGpu]) -> list[Column]:
+    """Return the columns of the GPU, and of the count where it differs."""
+    counts = [Column("GPUs", lambda one: f"{one.count:,}")] if len({one.count for one in found}) > 1 else []
+    return [Column("GPU", attrgetter("gpu"), False), *counts]
 
 
 def _fits(one: OnGpu) -> bool:

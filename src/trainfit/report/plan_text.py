@@ -1,14 +1,17 @@
 """A plan as text, as a table for Jupyter, and its frontier as a plot."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from trainfit.report.console import bar, can_draw, console, heading, rows
+from trainfit.report.gpus import CHEAPEST
 from trainfit.report.html import render
-from trainfit.report.plot import COLORS, INK, MUTED, Kind, Panel, Series, draw
+from trainfit.report.plot import COLORS, INK, MUTED, Form, Kind, Panel, Series, plot_file
+from trainfit.report.prediction_text import amount
+from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import batch_text, describe
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.plan import Found, Plan, Rejection, flat, written
@@ -45,6 +48,70 @@ def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) ->
         heading(out, "Not chosen")
         rows(out, [["-", f"{one.choice}: {_reason(one)}"] for one in plan.rejected], "left", "wrap")
     out.print(f"\n{_basis(plan)}", style="dim")
+
+
+def compare(plans: Sequence[Plan], *, out: Console | None = None) -> None:
+    """Print the best recipe on each GPU and count, the cheapest first; those on which nothing fits last."""
+    out = out or console()
+    given = recipe_from(plans[0].given)
+    out.print(
+        f"{given.model.display_name}, {given.batch.seq} tokens: the fastest recipe on each", style="bold"
+    )
+    ordered = sorted(plans, key=_order)
+    table = Table(_columns(plans), ordered, lambda one: one is ordered[0] and _dollars(one) is not None)
+    out.print(table.fitted(out.width).rich(f"* {CHEAPEST}" if _dollars(ordered[0]) is not None else ""))
+    heading(out, "Changes")
+    rows(out, [[_hardware(one), ", ".join(one.found[0].changes) if one.found else _least(one)]
+               for one in ordered], "left", "wrap")  # fmt: skip
+    out.print("\nOne GPU and one count alone: the plan in full, and plan.yaml.", style="dim")
+
+
+def _columns(plans: Sequence[Plan]) -> list[Column]:
+    def of(form: Callable[[Found], str]) -> Callable[[Plan], str]:
+        return lambda plan: form(plan.found[0]) if plan.found else NOTHING
+
+    every = [
+        Column("GPUs", _hardware, False),
+        Column("verdict", lambda plan: "fits" if plan.found else "nothing fits", False,
+               kind=lambda plan: "good" if plan.found else "bad"),
+        Column("device GiB", of(lambda one: f"{one.estimate.peak_device_bytes / GIB:.1f}"), rank=3),
+        Column("of GiB", lambda plan: f"{plan.limit_bytes / GIB:.1f}", rank=4),
+        Column("tokens/s predicted", of(lambda one: or_dash(one.estimate.tokens_per_s, "{:,.0f}"))),
+        Column("MFU", of(lambda one: or_dash(one.estimate.mfu, "{:.1%}")), rank=2),
+        Column("time", lambda plan: or_dash(_run_s(plan), format_seconds), rank=1),
+        Column("cost $" if plans[0].run_tokens else "$ a million tokens",
+               lambda plan: or_dash(_dollars(plan), amount if plan.run_tokens else "{:.4g}")),
+    ]  # fmt: skip
+    return list(Table(every, plans).filled().columns)
+
+
+def _hardware(plan: Plan) -> str:
+    hardware = recipe_from(plan.given).hardware
+    return f"{hardware.count} x {hardware.gpu}"
+
+
+def _least(plan: Plan) -> str:
+    least = plan.least
+    return "nothing fits" + (f"; least: {format_bytes(least.estimate.peak_device_bytes)}" if least else "")
+
+
+def _run_s(plan: Plan) -> float | None:
+    speed = plan.found[0].estimate.tokens_per_s if plan.found else None
+    return plan.run_tokens / speed if plan.run_tokens and speed else None
+
+
+def _dollars(plan: Plan) -> float | None:
+    """Return the run's dollars; without its tokens, those of a million."""
+    money = plan.found[0].estimate.cost if plan.found else None
+    if money is None or plan.run_tokens is None:
+        return None if money is None else money.per_million_tokens
+    run_s = _run_s(plan)
+    return None if run_s is None else money.per_hour * run_s / 3600
+
+
+def _order(plan: Plan) -> tuple[bool, bool, float]:
+    dollars = _dollars(plan)
+    return not plan.found, dollars is None, dollars or 0.0
 
 
 def _limit(plan: Plan) -> str:
@@ -174,8 +241,8 @@ def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
     rows(out, lines, "left", "wrap")
 
 
-def plotted(plan: Plan) -> str:
-    """Return the frontier of memory against speed, with the limit, as SVG."""
+def plotted(plan: Plan, form: Form) -> bytes:
+    """Return the file of a plot: the frontier of memory against speed, with the limit."""
     groups: dict[str, list[Found]] = {"numerics unchanged": [], "numerics changed": []}
     for one in plan.frontier:
         groups["numerics changed" if one.numerics else "numerics unchanged"].append(one)
@@ -199,7 +266,7 @@ def plotted(plan: Plan) -> str:
     )
     hardware = f"{given.hardware.count} x {given.hardware.gpu}"
     title = f"{given.model.display_name}, {given.batch.seq} tokens, {hardware}"
-    return draw([panel], "plan", title=title, size=(9, 5))
+    return plot_file([panel], "plan", form, title=title, size=(9, 5))
 
 
 def _series(label: str, some: Sequence[Found], kind: Kind, color: str, **looks: Any) -> Series:

@@ -1,4 +1,4 @@
-"""Draw plots from declared panels and series, as SVG, with matplotlib (the extra ``plots``)."""
+"""Draw plots from declared panels and series, as SVG, PNG or PDF, with matplotlib (the extra ``plots``)."""
 
 import io
 import math
@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from trainfit.spec.optional import is_installed, optional
+from trainfit.spec.errors import InputError
+from trainfit.spec.files import check_can_write
+from trainfit.spec.optional import is_installed, optional, require
 
 EXTRA = "plots"
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e7eb"
@@ -39,6 +42,8 @@ STYLE: dict[str, Any] = {
 Kind = Literal["line", "step", "scatter", "bar", "area", "band"]
 """An ``area`` is stacked on the areas before it; a ``band`` is between ``low`` and ``high``."""
 Bar = tuple[float, float, float, float]  # Position, start, length and width
+Form = Literal["svg", "png", "pdf"]
+"""Formats of a plot's file, by the suffix of its name."""
 can_draw = partial(is_installed, "matplotlib")
 
 
@@ -84,24 +89,68 @@ class Panel:
         return (y, x) if self.is_horizontal else (x, y)
 
 
-def draw(
+def check_plot_file(path: Path, field: str = "--plot") -> Form:
+    """Return the format that the file's name asks for, before long work.
+
+    Raises:
+        InputError: another format, no such folder, or matplotlib is not installed.
+        OSError: not writable.
+    """
+    check_can_write(path, field)
+    form: Any = path.suffix.lower().lstrip(".")
+    if form not in get_args(Form):
+        known = ", ".join(f"{path.stem}.{one}" for one in get_args(Form))
+        problem = "no format of a plot" if form else "names no format"
+        raise InputError(problem, f"write one of {known}", field=field, value=str(path))
+    require("matplotlib", EXTRA, field=field, value=str(path))
+    return form
+
+
+def draw(panels: Sequence[Panel], name: str, *, is_themed: bool = False, **options: Any) -> str:
+    """Return panels as one SVG element.
+
+    Args:
+        name: keeps the ids of several plots on one page apart.
+        is_themed: no background, and colors of text and lines from the page's CSS variables; else on white.
+        options: as ``drawn`` takes them.
+    """
+    title = options.pop("title", "")  # A page has headings of its own.
+    text = drawn(panels, name, "svg", title="" if is_themed else title, **options).decode()
+    # For a page: ids of its own; outlines to a tenth of a point and no indents, a third fewer bytes.
+    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text[text.index("<svg") :])
+    text = re.sub(r' d="[^"]+"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), text)
+    text = re.sub(r"\n +", "\n", text)
+    for color, variable in PAGE_COLORS.items() if is_themed else ():
+        text = text.replace(color, f"var(--{variable}, {color})")
+    label = re.sub(r'[<>&"]', " ", title or name)
+    style = "" if is_themed else 'style="background: #fff" '
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style}', 1)
+
+
+def plot_file(panels: Sequence[Panel], name: str, form: Form, **options: Any) -> bytes:
+    """Return the content of a file of the panels; ``options`` as ``drawn`` takes them."""
+    if form == "svg":
+        return draw(panels, name, **options).encode()
+    return drawn(panels, name, form, **options)
+
+
+def drawn(
     panels: Sequence[Panel],
     name: str,
+    form: Form,
     *,
     title: str = "",
     columns: int = 0,
     size: tuple[float, float] | None = None,
     share_y: bool = False,
-    is_themed: bool = False,
-) -> str:
-    """Return panels as one SVG element on white.
+) -> bytes:
+    """Return panels as matplotlib writes them: SVG without a background, PNG and PDF on white.
 
     Args:
-        name: keeps the ids of several plots on one page apart.
+        name: makes the ids of an SVG the same every time.
         columns: panels a row; 0: all in one row.
         size: inches of the figure.
         share_y: one scale for all panels.
-        is_themed: no background, and colors of text and lines from the page's CSS variables.
     """
     matplotlib: Any = optional("matplotlib", EXTRA)
     matplotlib.use("Agg")
@@ -121,23 +170,17 @@ def draw(
                 axes.set_ylabel("")
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
-        _draw_heads(figure, grid, "" if is_themed else title)  # A page has headings of its own.
+        _draw_heads(figure, grid, title)
         for panel, axes in zip(panels, grid.flat, strict=False):
             _draw_texts(figure, axes, panel)
-        file = io.StringIO()
-        metadata = {"Date": None, "Creator": None}
-        figure.savefig(file, format="svg", metadata=metadata, facecolor="none", dpi=144, bbox_inches="tight")
+        file = io.BytesIO()
+        metadata = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None, "Creator": None}}[form]
+        face = "none" if form == "svg" else "white"
+        figure.savefig(
+            file, format=form, metadata=metadata, facecolor=face, dpi=144, bbox_inches="tight"
+        )  # fmt: skip
         plt.close(figure)
-    text = file.getvalue()
-    # For a page: ids of its own; outlines to a tenth of a point and no indents, a third fewer bytes.
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text[text.index("<svg") :])
-    text = re.sub(r' d="[^"]+"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), text)
-    text = re.sub(r"\n +", "\n", text)
-    for color, variable in PAGE_COLORS.items() if is_themed else ():
-        text = text.replace(color, f"var(--{variable}, {color})")
-    label = re.sub(r'[<>&"]', " ", title or name)
-    style = "" if is_themed else 'style="background: #fff" '
-    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style}', 1)
+    return file.getvalue()
 
 
 def _named(panel: Panel) -> Panel:

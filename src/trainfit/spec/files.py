@@ -150,8 +150,33 @@ def writing(path: str | Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file; an OSError names it."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file; an OSError names it."""
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
+
+
+def check_can_write(path: Path, field: str) -> None:
+    """Refuse, before long work, a file that could not be written after it. Writes nothing.
+
+    Args:
+        field: the option that names it.
+
+    Raises:
+        InputError: a folder, or in none.
+        OSError: not writable.
+    """
+    if not path.parent.is_dir():
+        raise InputError("no such folder", "make it, or name another", field=field, value=str(path.parent))
+    if path.is_dir():
+        raise InputError("is a folder", "name a file", field=field, value=str(path))
+    there = path if path.exists() else path.parent
+    if not os.access(there, os.W_OK):
+        raise StorageError(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there)),
+                           f"make it writable, or name another place with {field}")  # fmt: skip
 
 
 class Appender:

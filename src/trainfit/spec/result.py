@@ -222,9 +222,10 @@ class Run(Value):
 
 
 class OnGpu(Value):
-    """The prediction of a recipe on one of several kinds of GPU, and a run's time and cost on it."""
+    """The prediction of a recipe on one of several kinds or counts of GPUs, and a run's time and cost."""
 
     gpu: str
+    count: Count = 1
     estimate: Estimate | None = None
     run: Run | None = None  # None: no tokens given, or no speed known
     refused: str = ""  # Why there is no estimate

@@ -1,6 +1,8 @@
-"""Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy."""
+"""Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy.
 
-import difflib
+Where that is an unknown key, the others are named too.
+"""
+
 import functools
 import operator
 import re
@@ -10,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.parsing.synonyms import field_here, value_here
+from trainfit.spec.parsing.synonyms import field_here, near, value_here
 
 EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
@@ -22,6 +24,7 @@ EXPECTED = {
 """Expected value by the type of pydantic's error."""
 REMEDIES = {"true or false": "write one of the two, without quotes", "a list": "write a list such as [a, b]"}
 WITHOUT_KEYS = "leave the line out, or write its keys below it"
+MAX_KEYS = 20  # Unknown keys that a message names after the first
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
@@ -38,6 +41,7 @@ def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, fil
         problem, remedy = item["ctx"]["problem"], item["ctx"]["remedy"]
     elif item["type"] == "extra_forbidden":
         problem, remedy = _unknown_key(kind, data, path)
+        remedy += _other_unknown_keys(kind, data, placed, path)
     elif item["type"] == "missing":
         problem, remedy = "missing", f"add {path[-1]!r}"
     else:
@@ -84,8 +88,21 @@ def _unknown_key(kind: type[BaseModel], data: Any, path: list[Any]) -> tuple[str
     here = field_here(".".join(str(part) for part in path))
     if here is not None:
         return "unknown key", f"here it is {here}"
-    near = difflib.get_close_matches(key, known, n=1)
-    return "unknown key", f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+    meant = near(key, known)
+    return "unknown key", f"did you mean {meant!r}?" if meant else f"known keys here: {', '.join(known)}"
+
+
+def _other_unknown_keys(kind: type[BaseModel], data: Any, placed: list[Any], first: list[Any]) -> str:
+    """Return the unknown keys after the ``first`` with their remedies, without a list of the known keys."""
+    found: dict[str, str] = {}
+    for path, item in placed:
+        if item["type"] == "extra_forbidden" and path != first:
+            problem, remedy = _unknown_key(kind, data, path)
+            is_list = remedy.startswith("known keys")
+            found[".".join(map(str, path))] = "" if problem != "unknown key" or is_list else f" ({remedy})"
+    named = [f"{field}{remedy}" for field, remedy in found.items()]
+    more = f", and {len(named) - MAX_KEYS:,} more" if len(named) > MAX_KEYS else ""
+    return f"; also unknown: {', '.join(named[:MAX_KEYS])}{more}" if named else ""
 
 
 def _models_at(kind: type[BaseModel], path: Iterable[Any]) -> list[type[BaseModel]]:
@@ -152,8 +169,8 @@ def _remedy(kind: type[BaseModel], path: list[Any], item: Any, value: Any) -> st
         choices = _choices(item).split(", ")
         if value in ("true", "false") and value in choices:
             return f"write {value} without quotes"
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        return f"did you mean {near[0]}?" if near else "write one of these"
+        meant = near(str(value), choices)
+        return f"did you mean {meant}?" if meant else "write one of these"
     return _bound_remedy(item)
 
 

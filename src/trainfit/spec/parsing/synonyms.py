@@ -4,16 +4,17 @@ Short forms (``batch: 4``, ``precision: BF16``) are written out before a recipe 
 by key and ids do not depend on the form. Names of other tools (synonyms.toml) are answered in the refusal.
 """
 
+import difflib
 import functools
+import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-STEPS = "no field of a recipe, but an option: trainfit train --steps"
-
+LEAST_LIKE = 0.7  # Share of the letters in common (difflib) from which a word is a slip of another
 MAIN_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
     "batch": ("micro", (int, float)),
     "optimizer": ("name", (str,)),
@@ -32,9 +33,26 @@ def main_key(field: str, value: Any) -> str | None:
     return key if is_bare and not _is_null(field, value) else None
 
 
+THOUSANDS = re.compile(r"(\d+)k", re.IGNORECASE)
+"""Tokens of a sequence in units of 1,024: ``8k``."""
+
+
 def written_out(data: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe's ``data`` with every short form of a whole field as its mapping."""
-    return {field: _field(field, value) for field, value in data.items()}
+    whole = {field: _field(field, value) for field, value in data.items()}
+    batch, adapter = whole.get("batch"), whole.get("adapter")
+    if isinstance(batch, dict) and "seq" in batch:
+        whole["batch"] = {**batch, "seq": tokens_of(batch["seq"])}
+    if isinstance(adapter, dict) and str(adapter.get("kind")).lower() == "qlora":
+        whole["adapter"] = {**adapter, "kind": "lora"}
+        whole["quantize"] = whole.get("quantize") or "nf4"
+    return whole
+
+
+def tokens_of(length: Any) -> Any:
+    """Return 8192 for ``8k``; anything else as it is."""
+    found = THOUSANDS.fullmatch(length.strip()) if isinstance(length, str) else None
+    return length if found is None else int(found[1]) * 1024
 
 
 def _is_null(field: str, value: Any) -> bool:
@@ -84,8 +102,14 @@ def _kinds(annotation: Any) -> Iterator[type[BaseModel]]:
 
 @functools.cache
 def synonyms() -> dict[str, Any]:
-    """Return the tables of synonyms.toml: ``fields``, and ``values`` by field."""
+    """Return the tables of synonyms.toml: ``verbs``, ``fields``, and ``values`` by field."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def near(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that ``word`` is a slip of, or None: ``bacth`` of ``batch``."""
+    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=LEAST_LIKE)
+    return found[0] if found else None
 
 
 def field_here(path: str) -> str | None:
@@ -93,6 +117,12 @@ def field_here(path: str) -> str | None:
     known = {key: here for here, keys in synonyms()["fields"].items() for key in keys}
     folded = path.lower().replace("-", "_")
     return known.get(folded) or known.get(folded.rpartition(".")[2])
+
+
+def verb_here(word: str) -> str | None:
+    """Return the command here for another tool's, or None: ``estimate`` is ``predict``."""
+    known = {other: here for here, others in synonyms()["verbs"].items() for other in others}
+    return known.get(word.lower().replace("_", "-"))
 
 
 def value_here(field: str, value: object) -> str | None:
