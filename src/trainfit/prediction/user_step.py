@@ -29,9 +29,11 @@ from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Estimate, PeakHolder, Phases, TracedCode
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.user import UserGpu, user_gpu
-from trainfit.virtual.user.memory_stats import EmptyCacheAllocator
+from trainfit.virtual.user.lacking import lack_of, line_of
 from trainfit.virtual.user.steps import TraceComplete
+from trainfit.virtual.user.torch_cuda import EmptyCacheAllocator
 
+LEAVE_OUT = "leave it out of the traced code, or trace a version without it"
 NUM_HOLDERS = 10
 NOT_MODELLED = {
     "convolution": "convolutions: cuDNN's workspaces are not modelled, nor the copies it makes of layouts it "
@@ -60,7 +62,7 @@ def trace(
     row = _on_nodes(row, world_size, nodes)
     with user_gpu(row, prefers_cudnn=prefers_cudnn(row), max_steps=steps, num_ranks=world_size) as virtual:
         with contextlib.suppress(TraceComplete):
-            step()
+            _run(step)
         segments, whole = virtual.steps.segments(), virtual.steps.num_steps()
         ledger = virtual.tracer.finish()
     name = _name_of(step)
@@ -76,6 +78,20 @@ def trace(
     ledger.assumptions = _assumptions(ledger, virtual, whole)
     found = _estimate(name, row, ledger, virtual, whole)
     return found if world_size is None else found.model_copy(update={"num_gpus": world_size})
+
+
+def _run(step: Callable[[], Any]) -> None:
+    """Run the callable; what fails because the virtual GPU lacks something says so."""
+    try:
+        step()
+    except InputError:
+        raise
+    except Exception as error:
+        lack = lack_of(error)
+        if lack is None:
+            raise
+        where = f"; it is called in {line}" if (line := line_of(error)) else ""
+        raise InputError(f"{lack}{where}", LEAVE_OUT, field="step", value=_name_of(step)) from error
 
 
 def _on_nodes(gpu: Gpu, world_size: int | None, nodes: int | None) -> Gpu:

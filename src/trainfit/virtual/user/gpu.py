@@ -28,14 +28,14 @@ from trainfit.virtual.trace.process_state import (
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
-from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.files import files
 from trainfit.virtual.user.libraries import libraries
-from trainfit.virtual.user.memory_stats import MemoryStats
 from trainfit.virtual.user.placement import CUDA, is_device, is_marked
 from trainfit.virtual.user.process_groups import single_rank
 from trainfit.virtual.user.steps import StepFollower
 from trainfit.virtual.user.tensors import UserTensorMode, real_of
+from trainfit.virtual.user.torch_cuda import MemoryStats, cuda_module
+from trainfit.virtual.user.torch_cuda.streams import own_pools
 from trainfit.virtual.user.tracer import UserTracer
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         if num_ranks is None:
             enter(single_rank())
         enter(report_fallbacks(tracer.notes))
-        enter(cuda_module(gpu, traits, memory_stats, local_ranks))
+        enter(cuda_module(gpu, traits, memory_stats, steps, local_ranks))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
@@ -102,7 +102,9 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         enter(tracer)
         enter(compiling(traits, tracer, scopes))
         virtual = UserGpu(tracer, steps, memory_stats)
-        if num_ranks is not None:
+        if num_ranks is None:
+            enter(own_pools(tracer, torch.cuda.current_stream))
+        else:
             virtual.buckets = enter(virtual_rank(num_ranks, local_ranks, tracer, steps))
         yield virtual
 

@@ -34,7 +34,6 @@ from trainfit.virtual.user.tracer import UserTracer
 STATES = "_get_managed_states"  # Returns the parameters and buffers that fully_shard moves to the GPU
 BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 """Operations of two ranks, of which only one is traced."""
-NCCL_VERSION = (2, 28, 9)  # Of torch 2.13 for CUDA; logged only
 Objects = list[Any]
 Replacement = tuple[Any, str, Any]  # Owner, name and the function in place of it
 
@@ -94,7 +93,6 @@ def _of_groups(num_ranks: int, notes: set[str]) -> list[Replacement]:
         (dist.TCPStore, "__init__", _refused_store),
         (dist.Work, "is_completed", lambda work: True),
         (spawn, "start_processes", _run_first),
-        (importlib.import_module("torch.cuda.nccl"), "version", lambda: NCCL_VERSION),
         *((owner, name, function) for name, function in _OBJECTS.items() for owner in (c10d, dist)),
         *((distributed_checkpoint, name, _noting(notes, note)) for name, note in _CHECKPOINTS.items()),
     ]

@@ -102,6 +102,9 @@ class StepFollower:
         if self._engine_depth:
             return  # Recomputation.
         self._register(module)
+        self._pass_begins()
+
+    def _pass_begins(self) -> None:
         if self._scopes.phase == "forward":
             return
         if self._scopes.phase == "backward":
@@ -109,6 +112,17 @@ class StepFollower:
         if (self._num_updates if self.has_optimizer else self._num_turns) >= self._max_steps:
             raise TraceComplete
         self._begin("forward")
+
+    def replays(self, phase: str) -> None:
+        """Begin a phase of a CUDA graph that is replayed; an update in it is one of the step."""
+        if self._engine_depth:
+            return  # The graph of a backward, in the backward.
+        if phase == "forward":
+            self._pass_begins()
+            return
+        self._begin(phase)
+        if phase == "optimizer":
+            self._num_updates += 1
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._engine_depth:

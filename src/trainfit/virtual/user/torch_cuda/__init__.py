@@ -1,0 +1,6 @@
+"""``torch.cuda``, ``torch.accelerator`` and what lies beside them on the virtual GPU."""
+
+from trainfit.virtual.user.torch_cuda.memory_stats import EmptyCacheAllocator, MemoryStats
+from trainfit.virtual.user.torch_cuda.module import cuda_module
+
+__all__ = ["EmptyCacheAllocator", "MemoryStats", "cuda_module"]
