@@ -18,7 +18,7 @@ from trainfit.virtual.cuda.attention_kernel import attention_kernel
 from trainfit.virtual.cuda.bytes_moved import bytes_moved
 from trainfit.virtual.cuda.flops import count
 from trainfit.virtual.cuda.op_kinds import FREE, UNWRITTEN, base_name, written
-from trainfit.virtual.cuda.op_layout import layout, product_shape
+from trainfit.virtual.cuda.op_layout import layout, product_dtype, product_shape
 from trainfit.virtual.trace.op_entries import dtype_of
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -117,8 +117,9 @@ class OpTimer(TorchDispatchMode):
         capability = self.gpu.compute_capability if self.gpu else None
         attention = attention_kernel(func, args, kwargs, capability)
         counted = count(func, args, kwargs, out, attention.kernel)
+        dtype = product_dtype(func, dtype_of(args, out), capability)
         return OpTime(
-            str(func), dtype_of(args, out), layout(func, args, out), product_shape(func, args), *attention,
+            str(func), dtype, layout(func, args, out), product_shape(func, args), *attention,
             flops=counted.causal if counted else 0, num_bytes=bytes_moved(func, args, kwargs, out),
             seconds=0.0, part=self.part,
         )  # fmt: skip

@@ -35,7 +35,10 @@ from trainfit.techniques import registry
 
 PARTS = (
     "prediction",
-    *(f"catalog/{name}" for name in ("rates.toml", "attention.toml", "links.toml", "calibrations")),
+    *(
+        f"catalog/{name}"
+        for name in ("rates.toml", "operation_kinds.toml", "attention.toml", "links.toml", "calibrations")
+    ),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
     *(f"planning/{name}.py" for name in ("estimates", "continued")),
 )

@@ -18,7 +18,7 @@ from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import is_measured
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
-from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline
+from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline, without_rows
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
@@ -263,7 +263,11 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
         return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
     if recipe.empty_cache_every is not None:
         repeated += ("the time that the driver takes to get memory back and give it again is not counted",)
-    rates = (*attention_time.assumptions(ledger, gpu, is_measured), *communication.assumptions(ledger, gpu))
+    rates = (
+        *attention_time.assumptions(ledger, gpu, is_measured),
+        *without_rows(ledger, gpu),
+        *communication.assumptions(ledger, gpu),
+    )
     return (
         *repeated,
         *_emulated(recipe, gpu),

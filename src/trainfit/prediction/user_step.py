@@ -20,7 +20,7 @@ from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.device_time import is_measured
-from trainfit.prediction.time.roofline import roofline
+from trainfit.prediction.time.roofline import roofline, without_rows
 from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
@@ -121,7 +121,9 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
         ledger.segments = [s._replace(step="steady") if s.step == "first" else s for s in ledger.segments]
     time = roofline(ledger, gpu)
     found = summary(gpu, ledger, replays, time, fits=fits)
-    rates = attention_time.assumptions(ledger, gpu, is_measured) if time else ()
+    rates = (
+        (*attention_time.assumptions(ledger, gpu, is_measured), *without_rows(ledger, gpu)) if time else ()
+    )
     rates += communication.assumptions(ledger, gpu)
     code = TracedCode(name=name, gpu=gpu.name, num_steps=num_steps, holders=_holders(ledger, replayed))
     return found.model_copy(

@@ -1,7 +1,8 @@
 """Seconds of one operation on the GPU: as calibrated, else by its share of the data sheet. No torch here.
 
 The calibrated operation that is nearest in size gives the rate (op_times.py); attention of which none
-is near takes attention_time.py's. A factor for products, attention and other operations leads from
+is near takes attention_time.py's, and another operation without rows the roofline of its kind
+(catalog/operation_kinds.toml). A factor for products, attention and other operations leads from
 operations timed one by one to those of a step. A GPU without a calibration takes another's time, by what both
 data sheets allow.
 """
@@ -10,19 +11,24 @@ from functools import lru_cache
 from typing import Literal
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.operation_kinds import OTHER, OperationKind, kind_of, operation_kinds
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.attention_time import compute_share
 from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
-from trainfit.prediction.time.op_times import ALIGNED
+from trainfit.prediction.time.op_times import ALIGNED, base_of
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.cuda.op_kinds import UNWRITTEN
+from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST, UNWRITTEN
 
 FP8 = 0.645
 """Share of the fp8 peak where no fp8 product was calibrated (`bench gpu --only sustained=fp8`, one H200)."""
 UNKNOWN = 0.59
 """Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
+DEPTHWISE_FILTERS = 2
+"""Filters of a group up to which a convolution of several groups is depthwise."""
+LEAST_FILTERS = 16
+"""Filters of a group that the kernels of tensor cores compute at once."""
 NOT_FASTER_BYTES = 2**28
 """Operations of more bytes leave nothing in the cache, so a step does not run them faster than alone."""
 Part = Literal["products", "attention", "memory"]
@@ -104,11 +110,35 @@ def _casts_to_fp8(op: Op) -> bool:
 
 
 def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:
+    """Return the roofline of an operation without rows, at the shares of its kind."""
     (compute_s, move_s), (compute, move) = least_s(op, gpu), _share_ratios(op, gpu)
     compute_s, move_s = compute_s / compute, move_s / move
     if op.kernel:
         return max(compute_s / compute_share(op, gpu), move_s / UNKNOWN)
-    return max(compute_s / (FP8 if dtype == "fp8" else UNKNOWN), move_s / UNKNOWN)
+    if dtype == "fp8":
+        return max(compute_s / FP8, move_s / UNKNOWN)
+    kind = operation_kinds()[roofline_kind(op)]
+    if kind.units == "cuda" and dtype != "fp64":
+        compute_s = op.causal_flops / peak_flops_per_s(gpu, "fp32")
+    return max(_padded(op, kind) * compute_s / kind.compute, kind.passes * move_s / kind.memory)
+
+
+def roofline_kind(op: Op) -> str:
+    """Return the kind whose shares an operation without rows takes."""
+    kind = kind_of(base_of(op)) if op.name.startswith("aten.") else None
+    if kind == "convolution" and op.shape:
+        groups, _, num_filters, _ = op.shape
+        if groups > 1 and num_filters <= DEPTHWISE_FILTERS:
+            return "depthwise"
+        return kind if op.layout == CHANNELS_LAST else "channels-first"
+    return kind or ("product" if op.shape else OTHER)
+
+
+def _padded(op: Op, kind: OperationKind) -> float:
+    """Return how much more a kernel of tensor cores computes than its FLOPs: groups of few filters."""
+    if kind.units == "cuda" or not op.shape or op.shape[0] == 1 or kind_of(base_of(op)) != "convolution":
+        return 1.0
+    return max(1.0, LEAST_FILTERS / op.shape[2])
 
 
 def least_s(op: Op, gpu: Gpu) -> tuple[float, float]:
@@ -136,6 +166,8 @@ def _shares(op: Op, gpu: Gpu) -> tuple[float, float]:
 
 def _uses_mma(op: Op) -> bool:
     """Return whether a 16-bit kernel has Ampere's tensor-core instructions, on every later GPU as well."""
+    if kind_of(base_of(op)) == "convolution":
+        return False
     return op.kernel in ("flash", "efficient") or any(length % ALIGNED for length in op.shape[1:])
 
 

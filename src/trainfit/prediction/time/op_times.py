@@ -3,6 +3,11 @@
 A row is found by operation, dtype and layout, and for attention by head size and mask. Among these the
 nearest in size count, each by the rate that it reached beyond a fixed time; the logarithms of the seconds
 are averaged, the nearer the more. Compiled kernels are nearer, the more words their names share.
+
+Elementwise operations and copies stand for one another. An operation of another kind
+(catalog/operation_kinds.toml) has its own rows or none: ``aten.sort`` in float32 takes the rows of
+``aten.sort`` in int64 by their bytes, and ``aten.convolution``, which was not timed, takes its roofline
+(device_time.py), never an addition's seconds a byte for its FLOPs.
 """
 
 import functools
@@ -11,6 +16,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trainfit.catalog.load import gpu
+from trainfit.catalog.operation_kinds import kind_of
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.experts import is_looped, num_groups, one_group, padding
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
@@ -120,7 +126,7 @@ def _tile(op: Op | OpTime) -> int:
     """Return the length of an attention kernel's tiles; 0 where its time shows none."""
     if not op.kernel or not op.seq:
         return 0
-    return ATTENTION_TILES.get(op.kernel, (0, 0))["backward" in _base(op)]
+    return ATTENTION_TILES.get(op.kernel, (0, 0))["backward" in base_of(op)]
 
 
 def work_of(op: Op | OpTime, gpu_name: str) -> float:
@@ -130,7 +136,7 @@ def work_of(op: Op | OpTime, gpu_name: str) -> float:
     """
     if op.shape:
         more = 1.0
-        if "grouped_mm" in _base(op):
+        if "grouped_mm" in base_of(op):
             more = padding(op)
         elif op.dtype == "float32":
             more = _waves(op.shape)
@@ -170,7 +176,11 @@ def _bytes_per_s(gpu_name: str) -> float:
 
 def keys(op: Op | OpTime) -> Iterable[Key]:
     """Yield what rows of an operation are found by, the most exact first."""
-    base, dtype = _base(op), BITS_16.get(op.dtype, op.dtype)
+    base, dtype = base_of(op), BITS_16.get(op.dtype, op.dtype)
+    if kind_of(base) == "convolution":
+        yield base, dtype, op.layout
+        yield base, dtype
+        return
     if base == ADDED:
         yield base, dtype, op.layout
         if isinstance(op, OpTime):
@@ -197,9 +207,18 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
     yield base, dtype, None
     if base in FAMILIES:
         yield FAMILIES[base], dtype, op.layout
+    if (op.flops if isinstance(op, OpTime) else op.causal_flops) or not is_elementwise(name):
+        yield base, None, None
+        return
     if not _is_list(base):
         yield "elementwise", dtype, op.layout
     yield "list" if _is_list(base) else "elementwise", None, None
+
+
+def is_elementwise(name: str) -> bool:
+    """Return whether an operation's time follows from its bytes as an addition's does; copies too."""
+    namespace, _, rest = name.partition(".")
+    return namespace == "aten" and kind_of(rest.partition(".")[0].rstrip("_")) is None
 
 
 def _traits(name: str) -> Traits | None:
@@ -214,7 +233,8 @@ def _is_list(base: str) -> bool:
     return base.startswith(("_foreach", "_fused", "_amp_foreach"))
 
 
-def _base(op: Op | OpTime) -> str:
+def base_of(op: Op | OpTime) -> str:
+    """Return an operation's name without namespace, overload and trailing underscore."""
     name = op.op if isinstance(op, OpTime) else op.name
     parts = name.split(".")
     return parts[1].rstrip("_") if len(parts) > 1 else name
@@ -234,7 +254,7 @@ class OpTimes:
         for row in rows:
             point = _point(row, gpu_name)
             for key in dict.fromkeys(keys(row)):
-                if key[0] != "elementwise" or _base(row) in ("add", "mul", "sub", "div", "neg"):
+                if key[0] != "elementwise" or base_of(row) in ("add", "mul", "sub", "div", "neg"):
                     self._points.setdefault(key, []).append(point)
 
     def seconds(self, op: Op) -> float | None:
@@ -246,12 +266,16 @@ class OpTimes:
         known = [key for key in keys(op) if key in self._points]
         fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
         for key in known:
-            if op.shape or op.kernel or _is_list(_base(op)) or size[0] <= self._largest(key) + FAR:
-                copied_s = _copied_s(op, self._gpu_name) if _base(op) == ADDED != key[0] else 0.0
+            if op.shape or op.kernel or _is_list(base_of(op)) or size[0] <= self._largest(key) + FAR:
+                copied_s = _copied_s(op, self._gpu_name) if base_of(op) == ADDED != key[0] else 0.0
                 return self._seconds(key, size, work, fixed_s, _traits(op.name)) + copied_s
         if not known:
             return None
         return self._seconds(max(known, key=self._largest), size, work, fixed_s, _traits(op.name))
+
+    def has(self, op: Op) -> bool:
+        """Return whether something like an operation was measured."""
+        return any(key in self._points for key in keys(one_group(op) if is_looped(op) else op))
 
     def _largest(self, key: Key) -> float:
         return max(point.size[0] for point in self._points[key])

@@ -6,6 +6,7 @@ PEAK_DTYPE = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
+    "tf32": "tf32",
     "float64": "fp64",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
@@ -13,7 +14,8 @@ PEAK_DTYPE = {
 """The peak of a catalog's row that a dtype of torch has."""
 WIDER = {
     "fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"),
-    "fp16": ("fp16", "fp32", "bf16"), "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32"),
+    "fp16": ("fp16", "fp32", "bf16"), "tf32": ("tf32", "fp32", "bf16", "fp16"),
+    "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32"),
 }  # fmt: skip
 """Peaks of the data sheet that stand for one that it does not have, the next wider dtype first."""
 

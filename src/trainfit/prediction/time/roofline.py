@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import link
+from trainfit.catalog.operation_kinds import operation_kinds
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
-from trainfit.prediction.time.device_time import least_s, op_s, part_of, uses_tensor_cores
+from trainfit.prediction.time.device_time import least_s, op_s, part_of, roofline_kind, uses_tensor_cores
 from trainfit.prediction.time.host_time import Issue, collective_issue_s, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
@@ -27,6 +28,8 @@ HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP = 19e-6, 68e-6
 recomputation counts them."""
 HOST_BOUND = 0.1
 """Share of a step that the GPU waits for the host, from which the host decides the step."""
+LEAST_SAID = 0.01
+"""Share of the GPU's time from which a kind of operations that was not timed is listed."""
 SLOWEST_HOST = 1.8
 """Times that the slowest of six calibrated hosts takes for its work, over the catalog's."""
 
@@ -120,6 +123,34 @@ def device_seconds(ledger: Ledger, gpu: Gpu) -> dict[int, float]:
     """Return the seconds on the GPU of each entry of the steady step but copies, by its ``id``."""
     known = calibrated(gpu)
     return _device_s(ledger, gpu, known, _issue_s(ledger, known))
+
+
+def without_rows(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
+    """Return the kinds of the steady step's operations that no calibrated row is of, as an assumption.
+
+    Attention has its own (attention_time.py). Kinds that take less than ``LEAST_SAID`` of the GPU's time are
+    not listed.
+    """
+    known, seconds = calibrated(gpu), device_seconds(ledger, gpu)
+    total_s, by_kind = 0.0, dict[str, float]()
+    for op in ledger.steady_ops:
+        taken_s = ledger.times(op) * seconds.get(id(op), 0.0)
+        total_s += taken_s
+        if taken_s and not op.kernel and (op.num_bytes or op.causal_flops) and not known.times.has(op):
+            kind = roofline_kind(op)
+            by_kind[kind] = by_kind.get(kind, 0.0) + taken_s
+    kinds = sorted(
+        (one for one in by_kind if by_kind[one] >= LEAST_SAID * total_s), key=lambda one: -by_kind[one]
+    )
+    if not kinds:
+        return ()
+    rows = operation_kinds()
+    rooflines = [
+        f"{one.replace('-', ' ')} {by_kind[one] / total_s:.0%} of the GPU's time "
+        f"({rows[one].compute:.0%} of the peak, {rows[one].memory / rows[one].passes:.0%} of the bandwidth)"
+        for one in kinds
+    ]
+    return (f"step time: operations of kinds that were not timed take rooflines: {', '.join(rooflines)}",)
 
 
 def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated, issue: dict[int, float]) -> dict[int, float]:

@@ -51,6 +51,9 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     if kind == "may copy":
         is_view = out.untyped_storage()._cdata == args[0].untyped_storage()._cdata
         return 0 if is_view else _stored(args[0]) + _stored(out)
+    if kind == "convolution backward":
+        # Each gradient is a kernel that reads the output's gradient.
+        return _sum(args) + _sum(out) + _stored(args[0]) * max(0, sum(map(bool, args[10])) - 1)
     if kind == "whole":
         return _stored(args[0]) * (1 if args[0].is_contiguous() else 3) + _stored(out)
     moved = _sum(args) + _sum(kwargs) if kwargs else _sum(args)
@@ -67,6 +70,8 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
     name = base_name(func)
     if name in MAY_COPY:
         return "may copy", ()
+    if name == "convolution_backward":
+        return "convolution backward", ()
     if name in WHOLE and func._overloadname == "default":
         return "whole", ()
     is_elsewhere = func._schema.name.startswith(ELSEWHERE) and func.namespace != "fsdp"

@@ -76,12 +76,12 @@ VECTOR_WORK = frozenset(
     cudnn_batch_norm_backward cummax _cummax_helper cummin _cummin_helper cumprod cumsum dequantize_nf4
     dequantize_rows diag dist div elu elu_backward _embedding_bag _embedding_bag_backward
     _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward embedding_renorm eq
-    equal floor_divide _fused_dropout _fused_rms_norm _fused_rms_norm_backward ge gelu gelu_backward glu
-    glu_backward grid_sampler_2d grid_sampler_2d_backward gt hardshrink hardsigmoid hardswish hardtanh
-    hardtanh_backward heaviside histc histogram huber_loss huber_loss_backward _is_all_true _is_any_true isin
-    isinf isnan kthvalue le leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward
-    log_softmax _log_softmax _log_softmax_backward_data logcumsumexp _logcumsumexp lt masked_fill
-    _masked_scale _masked_softmax _masked_softmax_backward max max_pool2d_with_indices
+    equal _fft_c2c _fft_c2r _fft_r2c floor_divide _fused_dropout _fused_rms_norm _fused_rms_norm_backward ge
+    gelu gelu_backward glu glu_backward grid_sampler_2d grid_sampler_2d_backward gt hardshrink hardsigmoid
+    hardswish hardtanh hardtanh_backward heaviside histc histogram huber_loss huber_loss_backward _is_all_true
+    _is_any_true isin isinf isnan kthvalue le leaky_relu leaky_relu_backward log_sigmoid_backward
+    log_sigmoid_forward log_softmax _log_softmax _log_softmax_backward_data logcumsumexp _logcumsumexp lt
+    masked_fill _masked_scale _masked_softmax _masked_softmax_backward max max_pool2d_with_indices
     max_pool2d_with_indices_backward median min mish mode mse_loss mse_loss_backward mul multinomial nanmedian
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional
     _native_batch_norm_legit_no_training native_dropout native_dropout_backward native_group_norm
@@ -101,6 +101,9 @@ VECTOR_WORK = frozenset(
     """.split()
 )
 """Elementwise work, reductions, norms, losses, pooling, sorting: their FLOPs are not counted."""
+
+CHANNELS_LAST = "channels last"
+"""Layout of a convolution whose input is stored so, as the kernels of tensor cores read it."""
 
 HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 """Copies between the GPU and pinned host memory (offload/copies.py)."""

@@ -1,25 +1,39 @@
-"""What an operation's speed depends on, other than bytes and FLOPs: a product's shape, layouts in memory.
+"""What an operation's speed depends on, other than bytes and FLOPs: a product's shape and dtype, layouts.
 
 The same functions describe a fake tensor's operation in the ledger and a real one that ``calibrate`` times.
 """
 
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST
 from trainfit.virtual.trace.tensors import tensors_of
 
 PRODUCTS = {
     "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0,
 }  # fmt: skip
 """Name of an operation of aten -> position of the first factor."""
+CONVOLUTIONS = {"convolution": (0, 1, 6), "convolution_backward": (1, 2, 7)}
+"""Name of an operation of aten -> positions of input, weight and whether it is transposed; the number of
+groups comes two after that."""
+TF32_CAPABILITY = (8, 0)
 REDUCTIONS = frozenset(
     {"sum", "mean", "amax", "linalg_vector_norm", "_softmax", "_log_softmax", "norm", "var"}
 )
 
 
 def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return batch, m, n, k of a matrix product; empty for other operations."""
+    """Return batch, m, n, k of a matrix product, or of a convolution as one; empty for other operations.
+
+    A convolution is a product for each of its groups, of [points of all images, channels x filter elements]
+    and a group's filters: ``Conv2d(64, 128, 3)`` on [8, 64, 30, 30] is (1, 8 x 28 x 28, 128, 64 x 9).
+    """
+    convolved = _convolved(func, args)
+    if convolved is not None:
+        return convolved
     factors = _factors(func, args)
     if factors is None:
         return ()
@@ -35,6 +49,9 @@ def layout(func: Any, args: tuple[Any, ...], out: Any) -> str:
     ``strided`` where elements are not read in the order of memory, ``outer`` where a reduction keeps the last
     dimension, ``mixed`` where dtypes differ, ``broadcast`` where a tensor is expanded; else empty.
     """
+    at = _convolution_at(func)
+    if at is not None:
+        return CHANNELS_LAST if _has_channels_last(args[at[0]]) else ""
     factors = _factors(func, args)
     if factors is not None:
         return "".join("t" if each.stride(-1) != 1 and each.stride(-2) == 1 else "n" for each in factors)
@@ -54,6 +71,52 @@ def layout(func: Any, args: tuple[Any, ...], out: Any) -> str:
     if any(orders[id(each)] != orders[id(out)] for each in sized if each.shape == out.shape):
         return "strided"
     return "broadcast" if any(each.shape != out.shape or 0 in each.stride() for each in sized) else ""
+
+
+def product_dtype(func: Any, dtype: str, capability: tuple[int, int] | None) -> str:
+    """Return ``tf32`` where products or convolutions of fp32 tensors run so; else ``dtype``.
+
+    As PyTorch is set; its default is tf32 for convolutions and fp32 for products.
+    """
+    if dtype != "float32" or capability is None or capability < TF32_CAPABILITY:
+        return dtype
+    if _convolution_at(func) is not None:
+        precision = torch.backends.cudnn.conv.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
+        return "tf32" if precision == "tf32" else dtype
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "aten" or name not in PRODUCTS:
+        return dtype
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else dtype
+
+
+def _convolution_at(func: Any) -> tuple[int, int, int] | None:
+    namespace, _, name = func._schema.name.partition("::")
+    return CONVOLUTIONS.get(name) if namespace == "aten" else None
+
+
+def _convolved(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+    at = _convolution_at(func)
+    if at is None:
+        return None
+    x, weight, transposed, groups = args[at[0]], args[at[1]], args[at[2]], args[at[2] + 2]
+    if transposed:
+        points = x.shape[2:]
+    elif at[0]:
+        points = args[0].shape[2:]  # The output's gradient.
+    else:
+        points = [
+            (length + 2 * pad - dilation * (size - 1) - 1) // stride + 1
+            for length, size, stride, pad, dilation in zip(
+                x.shape[2:], weight.shape[2:], *args[3:6], strict=True
+            )
+        ]
+    return groups, x.shape[0] * prod(points), weight.shape[0] // groups, prod(weight.shape[1:])
+
+
+def _has_channels_last(x: Tensor) -> bool:
+    if x.ndim not in (4, 5) or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
 
 
 def _factors(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:

@@ -6,7 +6,7 @@ from trainfit.ledger.ledger import Op
 from trainfit.virtual.cuda.attention_kernel import AttentionKernel
 from trainfit.virtual.cuda.bytes_moved import bytes_moved
 from trainfit.virtual.cuda.flops import OpFlops
-from trainfit.virtual.cuda.op_layout import layout, product_shape
+from trainfit.virtual.cuda.op_layout import layout, product_dtype, product_shape
 from trainfit.virtual.trace.scope import Scope
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -23,12 +23,14 @@ def op_entries(
     phase: str,
     segment: int,
     attention: AttentionKernel,
+    capability: tuple[int, int] | None,
     host: dict[str, Any],
 ) -> list[Op]:
     """Return one entry; for an operation on a list of several groups' parameters, one per group.
 
     Args:
         counted: the result of ``flops.count``.
+        capability: the GPU's; None: a CPU.
         owners: scope of each parameter of an operation on a list; else one scope, or none.
         host: fields that count the host's work before it.
     """
@@ -54,7 +56,7 @@ def op_entries(
             )
             for number, (group, num_bytes) in enumerate(shares)
         ]
-    num_bytes = bytes_moved(func, args, kwargs, out)
+    num_bytes, dtype = bytes_moved(func, args, kwargs, out), product_dtype(func, dtype, capability)
     full, causal = (counted.full, counted.causal) if counted else (0, 0)
     # Model FLOPs exclude recomputation and updates (Muon multiplies matrices).
     extra = scope.recomputing or scope.updating

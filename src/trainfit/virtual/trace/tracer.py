@@ -216,7 +216,8 @@ class Tracer(TorchDispatchMode):
 
     def _add_ops(self, func: Any, args: Any, kwargs: Any, out: Any, scope: Scope, owners: list[Scope]) -> int:
         """Append the operation's entries and return the index of the last one."""
-        attention = attention_kernel(func, args, kwargs, self.gpu.compute_capability if self.gpu else None)
+        capability = self.gpu.compute_capability if self.gpu else None
+        attention = attention_kernel(func, args, kwargs, capability)
         counted = count(func, args, kwargs, out, attention.kernel)
         if counted is None:
             self._unknown.add(str(func))
@@ -226,7 +227,7 @@ class Tracer(TorchDispatchMode):
             counted = counted if share is None else visible_only(counted, share)
         self.ledger.ops += op_entries(
             func, args, kwargs, out, counted=counted, scope=scope, owners=owners, phase=self.scopes.phase,
-            segment=self.live.segment, attention=attention, host=self._host_calls(),
+            segment=self.live.segment, attention=attention, capability=capability, host=self._host_calls(),
         )  # fmt: skip
         if self.ledger.ops[-1].name in COPY_DIRECTIONS:
             for t in args:
