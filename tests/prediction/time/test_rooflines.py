@@ -13,6 +13,7 @@ from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.op_times import OpTimes
 from trainfit.spec.calibration import OpTime
+from trainfit.spec.hardware import PeakDtype
 from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST
 from trainfit.virtual.cuda.op_layout import layout, product_dtype, product_shape
 
@@ -26,7 +27,7 @@ CONVOLUTION = Op(
 )  # fmt: skip
 
 
-def roofline_s(op: Op, peak: str = "bf16") -> float:
+def roofline_s(op: Op, peak: PeakDtype = "bf16") -> float:
     """Return the longer of FLOPs and bytes at an H200's data sheet, without the shares of a kind."""
     assert H200.memory_bytes_per_s is not None
     return max(op.causal_flops / H200.peak_flops_per_s[peak], op.num_bytes / H200.memory_bytes_per_s)
