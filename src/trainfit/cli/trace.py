@@ -1,26 +1,57 @@
 """``trainfit trace``: predict a training script of the user's own, without a GPU and without a recipe."""
 
+import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import typer
 from typer import Argument, Option
+from typer.core import TyperCommand
 
+from trainfit.cli.launch import Launch, launch_of
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, only_json, print_json
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
-SCRIPT_HELP = "A Python file that trains a torch module on cuda, run as __main__."
+SCRIPT_HELP = (
+    "A Python file that trains a torch module on cuda, run as __main__; also -m MODULE, or a command line of "
+    "torchrun, accelerate launch or python."
+)
 NODES_HELP = "Hosts that share the ranks equally; default: with the catalog's GPUs each."
 RANKS_HELP = "Trace rank 0 of N, one a GPU, as under torchrun; default: one process."
+SEPARATOR = "--"
+SEPARATED = "trainfit.separated"
+"""In the context: ``--`` stands before the script, so that every word behind it is the script's."""
 
-OPTIONS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
+
+class TraceCommand(TyperCommand):
+    """A command whose own options end at the script, at ``-m MODULE`` and at ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {name: param for param in self.params for name in param.opts}
+        position = 0
+        while (
+            position < len(args)
+            and args[position].startswith("-")
+            and args[position] not in ("-m", SEPARATOR)
+        ):
+            option: Any = options.get(args[position])
+            position += 2 if option is not None and not option.is_flag else 1
+        ctx.meta[SEPARATED] = args[position : position + 1] == [SEPARATOR]
+        if args[position : position + 1] == ["-m"]:
+            args = [*args[:position], SEPARATOR, *args[position:]]
+        return super().parse_args(ctx, args)
+
+
+OPTIONS = {"cls": TraceCommand, "context_settings": {"allow_interspersed_args": False}}
 
 
 def run(
+    ctx: typer.Context,
     script: Annotated[str, Argument(metavar="SCRIPT", help=SCRIPT_HELP)],
     arguments: Annotated[
         list[str] | None, Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
@@ -35,16 +66,21 @@ def run(
     check: Check = False,
 ) -> int:
     """Predict a training script's memory, FLOPs and time. Needs no GPU; options stand before SCRIPT."""
-    path = Path(script)
-    if not path.is_file():
-        raise InputError("no such file", "name a Python file that trains", field="SCRIPT", value=script)
     from trainfit.api.calls import trace
+    from trainfit.catalog.load import gpu as find_gpu
     from trainfit.report.prediction_text import show
 
-    def train() -> None:
-        _run_script(path, arguments or [])
+    launch = launch_of([script, *(arguments or [])], find_gpu(gpu).gpus_per_host)
+    if not ctx.meta[SEPARATED]:
+        _check_order(ctx, launch)
+    if launch.ranks is not None:
+        world_size = _same(world_size, launch.ranks, "world-size")
+        nodes = _same(nodes, launch.nodes, "nodes")
 
-    train.__qualname__ = path.name
+    def train() -> None:
+        _run_script(launch)
+
+    train.__qualname__ = launch.target if launch.is_module else Path(launch.target).name
     with only_json(json):
         estimate = trace(train, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes)
     if json:
@@ -54,24 +90,63 @@ def run(
     return EXIT_DOES_NOT_FIT if check and not estimate.fits else 0
 
 
-def _run_script(path: Path, arguments: list[str]) -> None:
-    """Run the file as Python does, with its folder first on the path and its own ``sys.argv``.
+def _check_order(ctx: typer.Context, launch: Launch) -> None:
+    """Refuse an option of trainfit's that follows the script, unless the script's text has it too."""
+    own = {name for param in ctx.command.params for name in param.opts if name.startswith("--")}
+    text = launch.file.read_text(errors="replace") if launch.file is not None else ""
+    for word in launch.arguments:
+        name = word.partition("=")[0]
+        if name not in own:
+            continue
+        order = f"trainfit's own options stand before it: trainfit trace {name} ... {launch.target}"
+        if name in text or name.replace("-", "_").replace("__", "--", 1) in text:
+            say(f"trainfit: note: {name} after {launch.target} is the script's; {order}", err=True)
+        else:
+            raise typer.BadParameter(
+                f"{name} stands after {launch.target}: {order}; if it is the script's, write {SEPARATOR} "
+                "before the script"
+            )
+
+
+def _same(given: int | None, launched: int | None, option: str) -> int | None:
+    if given is not None and given != launched:
+        problem = f"the launcher's options say {launched}"
+        raise InputError(problem, f"leave --{option} out", field=f"--{option}", value=given)
+    return launched
+
+
+def _run_script(launch: Launch) -> None:
+    """Run the file or module as Python does, with its folder first on the path and its own ``sys.argv``.
 
     Raises:
         InputError: the script raised an exception, whose traceback is printed on standard error.
     """
+    from trainfit.virtual.user.lacking import lack_of, line_of
+
+    folder = Path.cwd() if launch.is_module else Path(launch.target).resolve().parent
     kept = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.resolve().parent)]
+    sys.argv, sys.path[:0] = [launch.target, *launch.arguments], [str(folder)]
+    os.environ.update(launch.environment)  # Restored after the trace.
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        if launch.is_module:
+            runpy.run_module(launch.target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(launch.target, run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
             problem = f"the script ended with exit code {error.code}"
-            raise InputError(problem, "correct it, or its arguments", file=str(path)) from None
-    except InputError:
-        raise
+            raise InputError(problem, "correct it, or its arguments", file=launch.target) from None
+    except InputError as error:
+        raise error.in_file(line_of(error) or launch.target) from error.__cause__
     except Exception as error:
         say("".join(traceback.format_exception(error)), err=True, end="")
-        raise InputError(f"{type(error).__name__}: {error}", "correct the script", file=str(path)) from None
+        lack, file = lack_of(error), line_of(error) or launch.target
+        if lack is not None:
+            raise InputError(lack, LEAVE_OUT, file=file) from None
+        raise InputError(f"{type(error).__name__}: {error}", CORRECT, file=file) from None
     finally:
         sys.argv, sys.path[:] = kept
+
+
+LEAVE_OUT = "leave it out, or trace a version of the script without it"
+CORRECT = "correct the script, unless it fails for lack of values: those on the device read as 0"
