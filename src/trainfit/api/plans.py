@@ -15,6 +15,7 @@ from trainfit.spec.parsing.synonyms import written_out
 from trainfit.spec.plan import flat
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB
+from trainfit.spec.value import texts
 
 Tune = Literal["full", "lora", "qlora"]
 ALWAYS_FIXED = ("hardware", "seed", "model.config", "batch.seq")
@@ -47,7 +48,7 @@ def plan(
     memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     keep_quality: bool = False,
-    vary: Sequence[str] = (),
+    vary: Sequence[str] | str = (),
     margin: float | None = None,
     tokens: float | None = None,
     calibration: str | Path | None = None,
@@ -67,7 +68,7 @@ def plan(
         memory_gib: memory of each GPU that may be used; None: all of it.
         host_memory_gib: pinned host memory that may be used for each GPU; None: as much as the GPU has.
         keep_quality: exclude what changes the numerics.
-        vary: fields that may vary, such as ``["batch.micro"]``; empty: every field.
+        vary: fields that may vary, such as ``["batch.micro"]`` or ``"recompute,loss"``; empty: every field.
         margin: share of the memory that stays free; None: 2 %.
         tokens: of the whole training run, for its time and cost.
         calibration: as ``predict`` takes it.
@@ -107,7 +108,7 @@ def plan_recipe(
     host_memory_gib: float | None = None,
     margin: float | None = None,
     keep_quality: bool = False,
-    vary: Sequence[str] = (),
+    vary: Sequence[str] | str = (),
     tokens: float | None = None,
     use_cache: bool = True,
     processes: int | None = None,
@@ -119,6 +120,8 @@ def plan_recipe(
     from trainfit.planning.search import plan as search
 
     _check(memory_gib, host_memory_gib, margin)
+    parts = [part.strip() for one in texts(vary, field="vary") for part in one.split(",")]
+    vary = tuple(part for part in parts if part)
     recipe = _tuned(recipe.without_open_fields(), tune, given)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
     if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
@@ -129,7 +132,7 @@ def plan_recipe(
         margin=MARGIN if margin is None else margin,
         tokens_per_step=tokens_per_step,
         keep_quality=keep_quality,
-        vary=tuple(vary),
+        vary=vary,
         fixed=tuple(name for name in (*ALWAYS_FIXED, *given) if name not in vary),
     )
     stage = ""

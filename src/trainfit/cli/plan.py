@@ -98,7 +98,7 @@ def run(
                     wanted, given_fields({}, its_settings), tune=tune, memory_gib=memory_gib,
                     host_memory_gib=host_memory_gib, keep_quality=keep_quality,
                     tokens_per_step=None if tokens_per_step is None else round(tokens_per_step),
-                    vary=[field.strip() for field in vary.split(",")] if vary else [], margin=margin,
+                    vary=vary or (), margin=margin,
                     tokens=tokens, use_cache=not no_cache,
                     say=functools.partial(_say, say, name),
                 ))  # fmt: skip
