@@ -36,11 +36,14 @@ FIGURES = {
     "Time": ("Seconds of one optimizer step.", comparisons.time_bars),
 }  # fmt: skip
 SWEEP_FIGURES = {
-    "Memory": ("Peak allocated memory of a step, predicted without a GPU and measured.", sweep.memory_bars),
-    "Speed": ("More is better.", sweep.speed_bars),
+    "Memory": ("The peak of a step. The dashed line is the GPU's memory.", sweep.memory_bars),
+    "Speed": ("Tokens a second of all GPUs; more is better.", sweep.speed_bars),
     "Perplexity": ("Of documents kept from training.", sweep.perplexity_bars),
     "Memory against speed": (f"Both measured. {BEATEN}", sweep.front_scatter),
-    "Memory against speed, predicted": (f"Of variants that fit. {BEATEN}", sweep.predicted_scatter),
+    "Memory against speed, predicted": (
+        f"Without what is far over the GPU's memory. {BEATEN}",
+        sweep.predicted_scatter,
+    ),
 }
 """Captions and functions of the plots, by heading."""
 

@@ -9,17 +9,18 @@ from rich.console import Console
 from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.gpus import CHEAPEST
 from trainfit.report.html import render
-from trainfit.report.plot import COLORS, INK, MUTED, Form, Kind, Panel, Series, plot_file
+from trainfit.report.plot import INK, MEASURED, MUTED, PREDICTED, WRONG, Form, Kind, Panel, Series, plot_file
 from trainfit.report.prediction_text import amount
 from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import batch_text, describe
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.plan import Found, Plan, Rejection, flat, written
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds
+from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds, size_unit
 from trainfit.techniques import registry
 
 LONGEST_REASON = 160
+ZOOM = 1.15  # Recipes over this multiple of the limit are not plotted
 
 
 def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) -> None:
@@ -243,42 +244,59 @@ def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
 
 def plotted(plan: Plan, form: Form) -> bytes:
     """Return the file of a plot: the frontier of memory against speed, with the limit."""
-    groups: dict[str, list[Found]] = {"numerics unchanged": [], "numerics changed": []}
-    for one in plan.frontier:
-        groups["numerics changed" if one.numerics else "numerics unchanged"].append(one)
-    series = [_series("frontier", plan.frontier, "step", MUTED)]
+    given = recipe_from(plan.given)
+    hardware = f"{given.hardware.count} x {given.hardware.gpu}"
+    title = f"{given.model.display_name}, {given.batch.seq:,} tokens, {hardware}"
+    return plot_file([frontier_panel(plan)], "plan", form, title=title, size=(9, 5))
+
+
+def frontier_panel(plan: Plan) -> Panel:
+    """Return the plot of memory against speed, as far as a little over the limit."""
+    shown = [one for one in plan.frontier if one.estimate.peak_device_bytes <= ZOOM * plan.limit_bytes]
+    shown = shown or list(plan.frontier[:3])
+    name, unit = size_unit([plan.limit_bytes, *(one.estimate.peak_device_bytes for one in shown)])
+    fit, over = ([one for one in shown if (one.estimate.peak_device_bytes <= plan.usable_bytes) == fits]
+                 for fits in (True, False))  # fmt: skip
+    groups: dict[str, tuple[list[Found], dict[str, Any]]] = {
+        "numerics unchanged": ([one for one in fit if not one.numerics], {"color": PREDICTED}),
+        "numerics changed": ([one for one in fit if one.numerics], {"color": MEASURED}),
+        "over the limit": (over, {"color": WRONG, "is_hollow": True}),
+    }
+    labels = _labels(shown) if shown else {}
+    series = [_series("frontier", shown, "step", unit, color=MUTED, marker=" ")]
     series += [
-        _series(label, some, "scatter", color, text=[_short(one) for one in some])
-        for (label, some), color in zip(groups.items(), COLORS, strict=False)
+        _series(label, some, "scatter", unit, text=[labels[id(one)] for one in some], **looks)
+        for label, (some, looks) in groups.items()
         if some
     ]
-    if plan.found:
-        series.append(_series("chosen", plan.found[:1], "scatter", INK, marker="*"))
-    given = recipe_from(plan.given)
-    limit = plan.limit_bytes / GIB
-    most = max([limit, *(one.estimate.peak_device_bytes / GIB for one in plan.frontier)])
-    panel = Panel(
+    series += [_series("chosen", plan.found[:1], "scatter", unit, color=INK, marker="*")] * bool(plan.found)
+    usable = f"limit less {plan.margin:.1%}: {format_bytes(plan.usable_bytes)}"
+    most = max([plan.limit_bytes, *(one.estimate.peak_device_bytes for one in shown)])
+    left_out = len(plan.frontier) - len(shown)
+    more = f"; {left_out} more are far over the limit" if left_out else ""
+    return Panel(
         series,
-        x_label="peak on the device, GiB (less is better)",
-        y_label="tokens a second (more is better)",
-        x_limits=(None, 1.12 * most),
-        events={plan.usable_bytes / GIB: "", limit: f"limit, margin {plan.margin:.0%}"},
+        x_label=f"peak on the device, {name} (less is better{more})",
+        y_label="tokens/s (more is better)",
+        x_limits=(None, 1.06 * most / unit),
+        limits={plan.usable_bytes / unit: usable},
     )
-    hardware = f"{given.hardware.count} x {given.hardware.gpu}"
-    title = f"{given.model.display_name}, {given.batch.seq} tokens, {hardware}"
-    return plot_file([panel], "plan", form, title=title, size=(9, 5))
 
 
-def _series(label: str, some: Sequence[Found], kind: Kind, color: str, **looks: Any) -> Series:
-    sizes = [one.estimate.peak_device_bytes / GIB for one in some]
-    return Series(label, [one.estimate.tokens_per_s for one in some], sizes, kind, color=color, **looks)
+def _series(label: str, some: Sequence[Found], kind: Kind, unit: int, **looks: Any) -> Series:
+    sizes = [one.estimate.peak_device_bytes / unit for one in some]
+    return Series(label, [one.estimate.tokens_per_s for one in some], sizes, kind, **looks)
 
 
-def _short(one: Found) -> str:
-    recipe = one.as_recipe()
-    words = registry.describe(recipe).split(", ")
-    kept = [*one.numerics, *(word for word in words[1:] if "recompute" in word or "host" in word)]
-    return ", ".join([f"batch {recipe.batch.micro}", *kept])
+def _labels(some: Sequence[Found]) -> dict[int, str]:
+    """Return what differs between the recipes, of each by its ``id``: the batch, and words not of all."""
+    recipes = [one.as_recipe() for one in some]
+    words = [registry.describe(recipe).split(", ") for recipe in recipes]
+    common = set(words[0]).intersection(*words[1:]) if len(words) > 1 else set(words[0])
+    return {
+        id(one): ", ".join([f"batch {recipe.batch.micro:,}", *(word for word in mine if word not in common)])
+        for one, recipe, mine in zip(some, recipes, words, strict=True)
+    }
 
 
 def html(plan: Plan) -> str:
