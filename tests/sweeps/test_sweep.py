@@ -33,6 +33,7 @@ from trainfit.sweeps.journal import LOGS, RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, run_part
 from trainfit.sweeps.rows import rows_of
 from trainfit.sweeps.run import Run
+from trial_start import forked
 
 ENDINGS = (
     BASE
@@ -77,7 +78,7 @@ class Forks:
             self.ran.append((request.part, request.variant))
             script = INSTEAD.get(request.variant) if request.part == "measure" else None
             if script is None:
-                yield request, run_part(request, process.forked)
+                yield request, run_part(request, forked)
             else:
                 quick = request.model_copy(update={"timeout_s": 1.0})
                 yield request, run_part(quick, lambda folder, module, script=script: shell(script, folder))

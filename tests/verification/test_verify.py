@@ -4,7 +4,6 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import gpu, gpu_of_device, gpus
 from trainfit.cli.main import main
 from trainfit.measurement.environment import host_environment
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.records import read
 from trainfit.spec.errors import InputError
@@ -24,6 +22,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
 from trainfit.verification import this_device, verify
 from trainfit.verification.verify import Check, conclude, suite
+from trial_start import forked, processes
 
 Captured = pytest.CaptureFixture[str]
 
@@ -131,7 +130,7 @@ def test_a_cpu_is_verified_to_the_byte(
 ) -> None:
     monkeypatch.setattr(this_device, "device_name", lambda: None)
     monkeypatch.setattr(verify, "measure", partial(measure, start=forked))
-    monkeypatch.setattr(verify, "get_context", lambda _: get_context("fork"))
+    monkeypatch.setattr(verify, "get_context", lambda _: processes())
     records = tmp_path / "verify.sqlite"
     assert main(["verify", "--count", "1", "--json", "--record", str(records)]) == 0
     captured = capsys.readouterr()

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainfit.report.words import batch_text
 from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Estimate, Measurement, Record
 from trainfit.spec.value import parse
@@ -72,7 +73,7 @@ class Comparison:
             return ""
         where, named = self.measured.environment, self.predicted.versions
         # Without its build (``+cu128``).
-        ran = {name: (getattr(where, name) or "").partition("+")[0] for name in ("torch", "transformers")}
+        ran = {name: release(getattr(where, name) or "") for name in ("torch", "transformers")}
         other = [name for name in named if ran.get(name) and named[name] != ran[name]]
         predicted, measured = (", ".join(f"{name} {held[name]}" for name in other) for held in (named, ran))
         return f"predicted for {predicted}, measured with {measured}" if other else ""

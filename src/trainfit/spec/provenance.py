@@ -60,6 +60,15 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def release(version: str) -> str:
+    """Return a version without its build: 2.13.0 of 2.13.0+cu130, 2.13.0+cpu and 2.13.0.
+
+    Versions are compared by it: a CPU build predicts for a CUDA build. The metadata of PyPI's packages leaves
+    out the build, which ``torch.__version__`` has.
+    """
+    return version.partition("+")[0]
+
+
 def now() -> str:
     """Return the time as ISO 8601 in UTC, to the microsecond: ``2026-11-20T23:12:00.000000+00:00``."""
     return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -221,6 +221,8 @@ class Tracer(TorchDispatchMode):
         counted = count(func, args, kwargs, out, attention.kernel)
         if counted is None:
             self._unknown.add(str(func))
+        elif self.masks.is_of_positions(func, args):
+            counted = counted._replace(model_full=0, model_causal=0)
         elif counted.model_full:
             share = self.visible_share
             share = self.masks.visible_share(func, args, kwargs) if share is None else share

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils, swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -16,6 +16,7 @@ from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import transformers_sees_real_tensors
+from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import PlacementState, is_host
@@ -72,7 +73,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
     local_ranks = min(num_ranks or 1, gpu.gpus_per_host)
     scopes, placement = ScopeTracker(), PlacementState()
     # Imports PyTorch's compiler, which must see the real torch.cuda.
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = CpuFakeMode(allow_non_fake_inputs=True)
     learn_torch_cuda()
     tracer = UserTracer(traits, scopes, placement, fake)
     memory_stats = MemoryStats(tracer, gpu.usable_bytes)
