@@ -123,9 +123,8 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
     if any(carried_values(t) is None for t in tensors):
-        known = getattr(out, VALUE, None)
-        if known is not None and func._schema.is_mutable:
-            setattr(known.untyped_storage(), OVERWRITTEN, True)
+        if func._schema.is_mutable:
+            forget_values(out)
         return
     real_args, real_kwargs = tree_map_only(Tensor, carried_values, (args, kwargs))
     setattr(out, VALUE, on_host(func, real_args, real_kwargs))
@@ -140,9 +139,16 @@ def _carry_overwritten(func: Any, args: Any, kwargs: Any, tensors: list[Tensor])
         return
     if torch.Tag.nondeterministic_seeded in func.tags or any(carried_values(t) is None for t in tensors):
         for t in written:
-            setattr(getattr(t, VALUE).untyped_storage(), OVERWRITTEN, True)
+            forget_values(t)
     else:
         on_host(func, *tree_map_only(Tensor, carried_values, (args, kwargs)))
+
+
+def forget_values(t: Tensor) -> None:
+    """Take the values of a tensor, and of those that share its memory, for overwritten with unknown ones."""
+    known = getattr(t, VALUE, None)
+    if known is not None:
+        setattr(known.untyped_storage(), OVERWRITTEN, True)
 
 
 def known_value(t: Tensor) -> Any:

@@ -1,5 +1,6 @@
 """The tracer: a dispatch mode that records every operation of a step on fake tensors in a ledger."""
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -86,11 +87,20 @@ class Tracer(TorchDispatchMode):
         ledger.pinned = tuple((storage.nbytes(), group) for storage, group in self._host.values())
         return ledger
 
-    def launched(self, name: str, num_bytes: int, dtype: str) -> None:
-        """Record a kernel of compiled code, which is no operation of PyTorch."""
+    def launched(self, name: str, num_bytes: int, dtype: str, product: tuple[int, ...] = ()) -> None:
+        """Record a kernel that is no operation of PyTorch: of compiled code, of the user or a library.
+
+        Args:
+            product: of a matrix product: batch, m, n, k.
+        """
         scope, segment = self.scopes.current(), self.live.segment
         self.live.current_group = scope.group
-        op = Op(name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, **self._host_calls())
+        flops = 2 * math.prod(product) if product else 0
+        needed = self.scopes.phase in ("forward", "backward") and not (scope.recomputing or scope.updating)
+        op = Op(
+            name, scope.module, segment, scope.group, flops, flops, flops * needed, flops * needed, num_bytes,
+            dtype, is_update=scope.updating, shape=product, **self._host_calls(),
+        )  # fmt: skip
         self.ledger.ops.append(op)
 
     def count_read(self) -> None:

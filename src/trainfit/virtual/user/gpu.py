@@ -28,6 +28,7 @@ from trainfit.virtual.trace.process_state import (
 )
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
+from trainfit.virtual.user.bitsandbytes_library import bitsandbytes_library
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.files import files
 from trainfit.virtual.user.libraries import libraries
@@ -38,6 +39,7 @@ from trainfit.virtual.user.tensors import UserTensorMode, real_of
 from trainfit.virtual.user.torch_cuda import MemoryStats, cuda_module
 from trainfit.virtual.user.torch_cuda.streams import own_pools
 from trainfit.virtual.user.tracer import UserTracer
+from trainfit.virtual.user.triton_launches import triton_launches
 
 if TYPE_CHECKING:
     from trainfit.virtual.cluster.ddp import FirstBuckets
@@ -92,10 +94,12 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
             enter(single_rank())
         enter(report_fallbacks(tracer.notes))
         enter(cuda_module(gpu, traits, memory_stats, steps, local_ranks))
+        enter(triton_launches(traits, tracer))
+        quantized = enter(bitsandbytes_library(tracer))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
-        enter(_fake_parameters(tracer, steps))
+        enter(_fake_parameters(tracer, steps, quantized.before_optimizer))
         enter(_reports_cuda(tracer))
         enter(UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host))
         enter(scopes)
@@ -111,7 +115,9 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
 
 
 @contextmanager
-def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
+def _fake_parameters(
+    tracer: UserTracer, steps: StepFollower, before_optimizer: Callable[[Any], None]
+) -> Iterator[None]:
     """Make parameters on the host fake, and keep Parameter objects when a module moves, as with CUDA."""
     original: Callable[..., Any] = nn.Parameter.__new__
 
@@ -126,6 +132,7 @@ def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         steps.has_optimizer = True
+        before_optimizer(self)
         init_optimizer(self, *args, **kwargs)
 
     with (

@@ -4,11 +4,14 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._library.triton import triton_ops_to_kernels
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -46,6 +49,8 @@ class UserTracer(Tracer):
         self._fake = fake
         self.is_inside = False  # True while PyTorch's own code runs, which must see fake tensors on the CPU
         self.notes: set[str] = set()  # Deviations of the trace from a real run
+        self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
+        """Namespace of a library's operators -> what runs them on device tensors."""
         self.before_collective: Callable[[Any], None] = lambda func: None
         """Called with each operation of ``torch.distributed``, those on host tensors included."""
 
@@ -56,13 +61,17 @@ class UserTracer(Tracer):
             return self._dispatch(func, types, args, kwargs or {})
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, value: bool = True) -> Iterator[None]:
         """Let fake tensors report the CPU."""
-        outer, self.is_inside = self.is_inside, True
+        outer, self.is_inside = self.is_inside, value
         try:
             yield
         finally:
             self.is_inside = outer
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Let fake tensors report "cuda" in user code that PyTorch's own code calls."""
+        return self.inside(False)
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
@@ -75,6 +84,12 @@ class UserTracer(Tracer):
             with self.placement.moving():
                 return self._traced(func, types, args, kwargs)
         tensors = tensors_of((args, kwargs))
+        if func.namespace in self.libraries and any(map(is_device, tensors)):
+            return self.libraries[func.namespace](func, args, kwargs)
+        body = _python_body(func)
+        if body is not None and any(map(is_device, tensors)):
+            with self.outside(), self:
+                return body(*args, **kwargs)
         if func in LIFTS and is_host(args[0]):
             return on_host(func, args, kwargs)  # from_numpy and torch.tensor, which move the result later
         if self.placement.is_leaving:
@@ -147,6 +162,21 @@ class UserTracer(Tracer):
             twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
         mark(twin)
         return twin
+
+
+@lru_cache(maxsize=4096)
+def _python_body(func: Any) -> Callable[..., Any] | None:
+    """Return the Python implementation of a custom operator that is recorded as its parts, else None.
+
+    These are ``torch.library.triton_op``, and a ``custom_op`` that has no fake implementation.
+    """
+    defined: Any = OPDEFS.get(func._schema.name)
+    if defined is None:
+        return None
+    if func._schema.name in triton_ops_to_kernels:
+        return defined._abstract_fn  # The same function, which ``triton_op`` registers for fake tensors.
+    own = defined._backend_fns
+    return own.get("cuda") or own.get(None) if defined._abstract_fn is None else None
 
 
 def _marked(out: Any) -> Any:
