@@ -20,7 +20,7 @@ from trainfit.virtual.cuda.scratch.libraries import Workspaces
 from trainfit.virtual.trace.counted_mode import CountedMode
 from trainfit.virtual.trace.dry_run import DryRun, dry_run
 from trainfit.virtual.trace.gradient_accumulation import accumulate_in_place, sole_reference_counts
-from trainfit.virtual.trace.host_tensors import PlacementState, carry_values, is_host, on_host
+from trainfit.virtual.trace.host_tensors import PlacementState, carry_values, is_host, known_value, on_host
 from trainfit.virtual.trace.masks.tracker import MaskTracker
 from trainfit.virtual.trace.op_entries import op_entries
 from trainfit.virtual.trace.scope import Scope, ScopeTracker
@@ -53,6 +53,8 @@ class Tracer(TorchDispatchMode):
         visible."""
         self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
         """Called with each operation of ``torch.distributed``."""
+        self.on_unknown: Callable[[], None] = lambda: None
+        """Called where a value is read that is not known."""
         self._unknown: set[str] = set()
         self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = self._in_mode = 0
         self._host: dict[int, tuple[Any, int]] = {}
@@ -148,6 +150,8 @@ class Tracer(TorchDispatchMode):
             return out
         if func in READS_VALUE:
             self.count_read()
+            if known_value(args[0]) is None:
+                self.on_unknown()
             return read(args[0])
         func = accumulate_in_place(func, args, kwargs)
         launched = dry_run(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None

@@ -7,7 +7,6 @@ that it calls are entries in the ledger, with the bytes and the FLOPs that follo
 optimizer states are managed memory, which is counted as memory of the host.
 """
 
-import ctypes
 import importlib
 import logging
 import math
@@ -17,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.spec.errors import InputError
@@ -32,8 +30,8 @@ FLOATS = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2
 SCALE_BYTES = 4
 """Of a block's largest value (absmax)."""
 PAGED = (
-    "paged optimizer states of bitsandbytes: managed memory, counted as memory of the host; on a GPU they stay "
-    "on the device as long as there is room"
+    "paged optimizer states of bitsandbytes: managed memory, counted as memory of the host; on a GPU they "
+    "stay on the device as long as there is room"
 )
 
 
@@ -66,7 +64,7 @@ class BitsAndBytes:
             self.get_ready()
 
     def get_ready(self) -> None:
-        """Replace the native library and empty what bitsandbytes remembers of the GPU, until the trace ends."""
+        """Replace the native library and what bitsandbytes remembers of a GPU, until the trace ends."""
         if self._is_ready:
             return
         self._is_ready = True
@@ -96,7 +94,7 @@ class BitsAndBytes:
                 f"bitsandbytes has no CUDA kernel of {func}", "use another of its functions", field="step",
                 value=str(func),
             )  # fmt: skip
-        with self._tracer.outside(), self._tracer:
+        with self._tracer.python_body():
             return func.redispatch(torch._C.DispatchKeySet(kernel), *args, **kwargs)
 
     def _update(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -215,5 +213,5 @@ def _kernel_key(func: Any) -> Any:
 
 def _clear_caches(module: Any) -> None:
     for value in vars(module).values():
-        if hasattr(value, "cache_clear"):
+        if not isinstance(value, NativeLibrary) and hasattr(value, "cache_clear"):
             value.cache_clear()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,8 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         enter(fake)
         enter(_fake_parameters(tracer, steps, quantized.before_optimizer))
         enter(_reports_cuda(tracer))
-        enter(UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host))
+        tracer.functions = UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host)
+        enter(tracer.functions)
         enter(scopes)
         enter(steps)
         enter(tracer)
@@ -128,6 +130,22 @@ def _fake_parameters(
         steps.parameter_made(parameter)
         return parameter
 
+    make_subclass = torch.Tensor._make_subclass
+
+    def make(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
+        # How libraries make parameters of classes of their own (bitsandbytes' Params4bit).
+        if is_host(data) and issubclass(cls, nn.Parameter) and data.device.type == "cpu":
+            data = tracer.twin_on_host(data)
+        if not isinstance(data, FakeTensor):
+            return make_subclass(cls, data, require_grad, **kwargs)
+        with torch.no_grad():
+            made = data.detach()
+        made.__class__ = _fake_class(cls)
+        made.requires_grad_(require_grad)
+        if issubclass(cls, nn.Parameter):
+            steps.parameter_made(made)
+        return made
+
     init_optimizer: Callable[..., None] = torch.optim.Optimizer.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,6 +155,7 @@ def _fake_parameters(
 
     with (
         replaced(nn.Parameter, "__new__", staticmethod(new)),
+        replaced(torch.Tensor, "_make_subclass", staticmethod(make)),
         replaced(nn.Module, "_apply", _applied(steps)),
         replaced(torch.optim.Optimizer, "__init__", init),
     ):
@@ -176,6 +195,12 @@ def _applied(steps: StepFollower) -> Callable[..., Any]:
         return self
 
     return apply
+
+
+@cache
+def _fake_class(cls: type) -> Any:
+    """Return a class of fake tensors with the methods of another subclass of ``torch.Tensor``."""
+    return cls if issubclass(cls, FakeTensor) else type(cls.__name__, (cls, FakeTensor), {})
 
 
 @contextmanager

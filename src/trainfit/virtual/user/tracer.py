@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +38,7 @@ INDEXING = tuple(
 )
 ACROSS_SIDES = (*INDEXING, "aten::copy_", "aten::_to_copy", "aten::set_", "aten::is_same_size", "aten::equal")
 """Operations whose tensors may be on different devices."""
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 ALL_SELECTED = "a mask that depends on the data is taken to select everything"
 
 
@@ -49,6 +50,8 @@ class UserTracer(Tracer):
         self._fake = fake
         self.is_inside = False  # True while PyTorch's own code runs, which must see fake tensors on the CPU
         self.notes: set[str] = set()  # Deviations of the trace from a real run
+        self.functions: AbstractContextManager[Any] = nullcontext()
+        """The mode that translates calls above autograd (``UserTensorMode``)."""
         self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
         """Namespace of a library's operators -> what runs them on device tensors."""
         self.before_collective: Callable[[Any], None] = lambda func: None
@@ -69,9 +72,22 @@ class UserTracer(Tracer):
         finally:
             self.is_inside = outer
 
-    def outside(self) -> AbstractContextManager[None]:
-        """Let fake tensors report "cuda" in user code that PyTorch's own code calls."""
-        return self.inside(False)
+    @contextmanager
+    def python_body(self) -> Iterator[None]:
+        """Trace the Python code of an operator, which runs below its dispatch, as other code of the user.
+
+        Autograd's keys are entered again, without gradients: they decompose composite operations.
+        """
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD)
+        with ExitStack() as stack:
+            stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, AUTOGRAD, excluded)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, False)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.inside(False))
+            if self.functions not in torch.overrides._get_current_function_mode_stack():
+                stack.enter_context(self.functions)
+            stack.enter_context(self)
+            yield
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
@@ -88,7 +104,7 @@ class UserTracer(Tracer):
             return self.libraries[func.namespace](func, args, kwargs)
         body = _python_body(func)
         if body is not None and any(map(is_device, tensors)):
-            with self.outside(), self:
+            with self.python_body():
                 return body(*args, **kwargs)
         if func in LIFTS and is_host(args[0]):
             return on_host(func, args, kwargs)  # from_numpy and torch.tensor, which move the result later

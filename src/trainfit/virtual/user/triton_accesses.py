@@ -125,24 +125,24 @@ class _Kernel(ast.NodeVisitor):
         for name, access in _accesses(callee, self._callers).items():
             self._add(passed.get(name, set()), access)
 
-    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
+    def visit_Assign(self, node: ast.Assign) -> None:
         pointed = self._pointed(node.value)
         for target in node.targets:
             self._bind(target, node.value, pointed)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:  # noqa: N802
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self._bind(node.target, None, self._pointed(node.value) | self._pointed(node.target))
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:  # noqa: N802
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self._bind(node.target, node.value, self._pointed(node.value))
 
-    def visit_Expr(self, node: ast.Expr) -> None:  # noqa: N802
+    def visit_Expr(self, node: ast.Expr) -> None:
         self._pointed(node.value)
 
-    def visit_Return(self, node: ast.Return) -> None:  # noqa: N802
+    def visit_Return(self, node: ast.Return) -> None:
         self._pointed(node.value)
 
-    def visit_Assert(self, node: ast.Assert) -> None:  # noqa: N802
+    def visit_Assert(self, node: ast.Assert) -> None:
         self._pointed(node.test)
 
     def _bind(self, target: ast.AST, value: ast.AST | None, pointed: set[str]) -> None:

@@ -5,6 +5,7 @@ nothing can run: a launch moves the bytes of its tensor arguments (``triton_acce
 fake. An autotuner takes its first configuration, after one call that stands for its benchmark.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -94,12 +95,11 @@ class Launches:
     def __init__(self, tracer: UserTracer):
         self._tracer = tracer
         self._names: set[str] = set()
-        self._tuned: set[str] = set()
         self._is_muted = False
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> "CompiledKernel":
         """Do what ``JITFunction.run`` does up to the launch: bind the arguments and compute the grid."""
-        signature = getattr(kernel, "signature", None) or _signature(kernel.fn)
+        signature = inspect.signature(kernel.fn)
         names = signature.parameters
         own = {name: value for name, value in kwargs.items() if name in names}
         unknown = kwargs.keys() - own.keys() - _options()
@@ -124,7 +124,9 @@ class Launches:
         """
         for number, value in enumerate(arguments.values()):
             if is_host(value) or is_marked(value):
-                raise ValueError(f"Pointer argument (at {number}) cannot be accessed from Triton (cpu tensor?)")
+                raise ValueError(
+                    f"Pointer argument (at {number}) cannot be accessed from Triton (cpu tensor?)"
+                )
         if self._is_muted or any(int(number) == 0 for number in grid):
             return
         name = kernel.fn.__name__
@@ -162,8 +164,8 @@ class Launches:
         if not self._names:
             return []
         return [
-            f"Triton kernels of the script ({', '.join(sorted(self._names))}): not launched; their time is that "
-            "of their arguments' bytes, and their FLOPs are not counted"
+            f"Triton kernels of the script ({', '.join(sorted(self._names))}): not launched; their time is "
+            "that of their arguments' bytes, and their FLOPs are not counted"
         ]
 
 
@@ -184,7 +186,7 @@ class CompiledKernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **_: Any) -> None:
-            names = list((getattr(self._kernel, "signature", None) or _signature(self._kernel.fn)).parameters)
+            names = list(inspect.signature(self._kernel.fn).parameters)
             if len(args) < len(names):
                 constants = {p.name for p in self._kernel.params if p.is_constexpr}
                 names = [name for name in names if name not in constants]
@@ -256,17 +258,11 @@ class Driver:
 
     def __getattr__(self, name: str) -> Any:
         raise InputError(
-            f"Triton's driver of the virtual GPU has no {name!r}: kernels are recorded, not compiled or launched",
+            f"Triton's driver of the virtual GPU has no {name!r}: kernels are recorded, not compiled",
             "launch them as kernel[grid](...)",
             field="step",
             value=f"triton.runtime.driver.active.{name}",
         )
-
-
-def _signature(fn: Any) -> Any:
-    import inspect
-
-    return inspect.signature(fn)
 
 
 def _options() -> set[str]:
