@@ -41,8 +41,6 @@ def bitsandbytes_library(tracer: UserTracer) -> Iterator["BitsAndBytes"]:
     logger = logging.getLogger(NAME)
     level = logger.level
     with ExitStack() as stack:
-        # It looks this function up when it is imported; PyTorch for CPU does not have it.
-        stack.enter_context(replaced(torch._C, "_cuda_getCurrentRawStream", lambda device=0: 0))
         # Its binaries for CUDA cannot be loaded without CUDA, and are not needed.
         stack.callback(logger.setLevel, level)
         logger.setLevel(logging.CRITICAL + 1)
