@@ -17,7 +17,7 @@ from tiny_recipe import TINY_LLAMA
 from trainfit.api.calls import train_options, training_flops
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
-from trainfit.report import results
+from trainfit.report.plot import WRONG
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import texts
@@ -195,8 +195,13 @@ def test_a_table_holds_the_verdict_and_escapes_what_a_recipe_says(recipe_file: P
     assert estimate.breakdown.gradients or ">gradients</th>" not in html
     too_much = {"fits": False, "peak_device_bytes": estimate.device_bytes + 2**30}
     refused = estimate.model_copy(update=too_much)._repr_html_()
-    assert f"color: {results.BAD}" in refused
+    assert f"color: {WRONG}" in refused
+    assert f"background: {WRONG}" in refused  # The bar on the device.
     assert "DOES NOT FIT on h200" in refused
+    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%", html)]
+    assert max(widths) == widths[-1] == 100  # The device
+    assert widths[0] == pytest.approx(100 * estimate.breakdown.weights / estimate.device_bytes, abs=0.01)
+    assert len(re.findall(r'<td[^>]*style="padding: ', html)) == html.count("<td")  # No cells run together.
     assert "1.00 GiB" in refused
 
 

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainfit.report import comparisons, sweep
 from trainfit.report.compare import GOAL, PHASE_NAMES, Comparison, Summary, summarise
-from trainfit.report.plot import can_draw
+from trainfit.report.plot import MUTED, WRONG, can_draw
 from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.report.words import batch_text
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NO_PLOTS = (
     "No plots: matplotlib is not installed; pip install 'trainfit[plots]', then run the same command again"
 )
+GOOD = "#1e7d57"
 BEATEN = "What is to the right of and below the line is beaten by something on it."
 FIGURES = {
     "Predicted against measured":
@@ -68,6 +69,28 @@ def _shown(value: Any) -> Any:
 def render(template: str, **values: Any) -> str:
     """Fill ``templates/TEMPLATE.html.j2``."""
     return _templates().get_template(f"{template}.html.j2").render(**values)
+
+
+class Line(NamedTuple):
+    """A line of a result's table in a notebook."""
+
+    name: str
+    value: str | None = None  # None: a heading
+    note: str = ""
+    bar: float | None = None  # Share of the widest bar
+    color: str = MUTED
+
+
+def notebook_table(title: str, verdict: str, lines: Sequence[Line], *, good: bool, figure: str = "") -> str:
+    """Return a result's table for a notebook: a caption, the verdict in green or red, then the lines.
+
+    Args:
+        figure: SVG below the table.
+    """
+    from markupsafe import Markup
+
+    color = GOOD if good else WRONG
+    return render("jupyter", title=title, verdict=verdict, rows=lines, color=color, figure=Markup(figure))
 
 
 def _page(command: str, figures: dict[str, Any], rows: Sequence[Any], *, lead: str, **values: Any) -> str:

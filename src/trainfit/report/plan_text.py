@@ -8,8 +8,21 @@ from rich.console import Console
 
 from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.gpus import CHEAPEST
-from trainfit.report.html import render
-from trainfit.report.plot import INK, MEASURED, MUTED, PREDICTED, WRONG, Form, Kind, Panel, Series, plot_file
+from trainfit.report.html import Line, notebook_table
+from trainfit.report.plot import (
+    INK,
+    MEASURED,
+    MUTED,
+    PREDICTED,
+    WRONG,
+    Form,
+    Kind,
+    Panel,
+    Series,
+    draw,
+    plot_file,
+)
+from trainfit.report.plot import can_draw as can_plot
 from trainfit.report.prediction_text import amount
 from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import batch_text, describe
@@ -300,16 +313,34 @@ def _labels(some: Sequence[Found]) -> dict[int, str]:
 
 
 def html(plan: Plan) -> str:
-    """Return the table that Jupyter shows."""
+    """Return what a notebook shows: the best recipe, the frontier as bars, what was not chosen, a plot."""
     given = recipe_from(plan.given)
-    if not plan.found:
+    best = plan.found[0] if plan.found else None
+    if best is None:
+        lines = [Line("limit", _limit(plan))]
         least = plan.least
-        lines = [("limit", _limit(plan))]
-        lines += [("least", format_bytes(least.estimate.peak_device_bytes))] if least else []
-        return render("jupyter", title=describe(given), verdict="nothing fits", rows=lines, color="#c0392b")
-    best = plan.found[0]
-    lines = [tuple(line) for line in _answer(plan, best)]
-    lines += [(" · ".join(_line(plan, one)[:3]), _words(one)) for one in plan.found[1:]]
-    lines += [("not chosen", f"{one.choice}: {_reason(one)}") for one in plan.rejected]
+        lines += (
+            [Line("least", format_bytes(least.estimate.peak_device_bytes), _words(least))] if least else []
+        )
+    else:
+        lines = [Line(name, value) for name, value in _answer(plan, best)]
+    if plan.frontier:
+        lines.append(Line(f"Memory against speed, of {plan.num_traced} traced recipes"))
+        whole = max(plan.limit_bytes, *(one.estimate.peak_device_bytes for one in plan.frontier))
+        lines += [_bar(plan, one, whole) for one in plan.frontier]
+    if plan.rejected:
+        lines.append(Line("Not chosen"))
+        lines += [Line(one.choice, _reason(one)) for one in plan.rejected]
     title = f"{given.model.display_name} on {given.hardware.count} x {given.hardware.gpu}"
-    return render("jupyter", title=title, verdict=describe(best.as_recipe()), rows=lines, color="#1e7d57")
+    verdict = f"NOTHING FITS: {describe(given)}" if best is None else describe(best.as_recipe())
+    figure = ""
+    if can_plot() and len(plan.frontier) > 1:
+        figure = draw([frontier_panel(plan)], f"plan-{given.id}", title="Memory against speed", size=(9, 5))
+    return notebook_table(title, verdict, lines, good=best is not None, figure=figure)
+
+
+def _bar(plan: Plan, one: Found, whole: float) -> Line:
+    size = one.estimate.peak_device_bytes
+    color = PREDICTED if size <= plan.usable_bytes else WRONG
+    name = f"{_differing(plan, one)}{' *' * bool(one.numerics)}"
+    return Line(name, f"{one.estimate.tokens_per_s:,.0f} tokens/s", format_bytes(size), size / whole, color)
