@@ -5,7 +5,6 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from trainfit.records import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Measurement
+from trainfit.spec.result import Estimate, Measurement
 from trainfit.verification import this_device, verify
 from trainfit.verification.verify import Check, conclude, suite
 from trial_start import forked, processes
@@ -75,7 +74,10 @@ def test_a_suite_follows_from_its_seed_and_fits_the_card(monkeypatch: pytest.Mon
     def invented(data: dict[str, Any]) -> Any:
         chance = random.Random(json.dumps(data))
         size, step_s = round(chance.uniform(0, scale * card.usable_bytes)), chance.uniform(0, 3)
-        estimate = SimpleNamespace(peak_device_bytes=size, device_bytes=card.usable_bytes, step_s=step_s)
+        estimate = Estimate.model_construct(
+            peak_allocated_bytes=size, peak_reserved_bytes=size, peak_device_bytes=size,
+            device_bytes=card.usable_bytes, step_s=step_s,
+        )  # fmt: skip
         return recipe_from(data), estimate
 
     monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
@@ -103,7 +105,7 @@ def test_a_suite_follows_from_its_seed_and_fits_the_card(monkeypatch: pytest.Mon
 
 def test_errors_are_signed_and_a_refusal_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [Recipe.model_validate({"model": {"config": "gpt2"}, "seed": seed}) for seed in (0, 1)]
-    pairs = [(recipe, SimpleNamespace(peak_allocated_bytes=1250)) for recipe in recipes]
+    pairs = [(recipe, Estimate.model_construct(peak_allocated_bytes=1250)) for recipe in recipes]
 
     def measured(recipe: Recipe, **_: object) -> Measurement:
         if recipe.id == recipes[1].id:

@@ -52,7 +52,7 @@ def _larger_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
 
     def can(row: Gpu) -> bool:
         supported = "bf16" in row.peak_flops_per_s or "bf16" not in own.peak_flops_per_s
-        room = found.peak_device_bytes <= row.usable_bytes * (1 - MARGIN)
+        room = found.highest.device <= row.usable_bytes * (1 - MARGIN)
         return row.basis != "accounted" and row.vendor == own.vendor and supported and room
 
     able = sorted(filter(can, gpus().values()), key=lambda one: (one.usable_bytes, one.price_per_hour or 1e9))
@@ -67,7 +67,7 @@ def more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
     own, held, count = find_gpu(recipe.hardware.gpu), found.breakdown, recipe.hardware.count
     sharded = (held.weights + held.gradients + held.optimizer) * count
     nccl = 0 if count > 1 else NCCL_BYTES + COMMUNICATOR_BYTES
-    room = own.usable_bytes * (1 - MARGIN) - (found.peak_device_bytes - sharded / count) - nccl
+    room = own.usable_bytes * (1 - MARGIN) - (found.highest.device - sharded / count) - nccl
     if room <= 0:
         return []
     least = max(2 * count, 2 ** math.ceil(math.log2(sharded / room)))

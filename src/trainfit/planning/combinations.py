@@ -81,7 +81,7 @@ class Traced(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        return self.result.estimate.peak_device_bytes if self.result.estimate else 0
+        return self.result.estimate.highest.device if self.result.estimate else 0
 
 
 class Combinations:
@@ -219,4 +219,4 @@ class Combinations:
         estimate = one.result.estimate
         if estimate is None or not estimate.fits or estimate.host_bytes > self.host_bytes:
             return False
-        return estimate.peak_device_bytes <= self.usable_bytes
+        return estimate.highest.device <= self.usable_bytes

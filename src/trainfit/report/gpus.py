@@ -47,7 +47,7 @@ def _columns(found: Sequence[OnGpu]) -> list[Column]:
     every = [
         *_of_hardware(found),
         Column("verdict", _verdict, False, kind=lambda one: VERDICTS.get(_verdict(one), "")),
-        Column("device GiB", lambda one: _of(one, "peak_device_bytes", "{:.1f}", GIB), rank=3),
+        Column("device GiB", lambda one: or_dash(_device_gib(one), "{:.1f}"), rank=3),
         Column("of GiB", lambda one: _of(one, "device_bytes", "{:.1f}", GIB), rank=4),
         Column("tokens/s predicted", lambda one: _of(one, "tokens_per_s", "{:,.0f}"), rank=2),
         Column("MFU", lambda one: or_dash(one.estimate and one.estimate.mfu, "{:.1%}"), rank=1),
@@ -63,6 +63,10 @@ def _of_hardware(found: Sequence[OnGpu]) -> list[Column]:
     """Return the columns of the GPU, and of the count where it differs."""
     counts = [Column("GPUs", lambda one: f"{one.count:,}")] if len({one.count for one in found}) > 1 else []
     return [Column("GPU", attrgetter("gpu"), False), *counts]
+
+
+def _device_gib(one: OnGpu) -> float | None:
+    return None if one.estimate is None else one.estimate.highest.device / GIB
 
 
 def _fits(one: OnGpu) -> bool:

@@ -29,6 +29,7 @@ from trainfit.report.words import batch_text, describe
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.plan import Found, Plan, Rejection, flat, written
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds, size_unit
 from trainfit.techniques import registry
 
@@ -88,7 +89,7 @@ def _columns(plans: Sequence[Plan]) -> list[Column]:
         Column("GPUs", _hardware, False),
         Column("verdict", lambda plan: "fits" if plan.found else "nothing fits", False,
                kind=lambda plan: "good" if plan.found else "bad"),
-        Column("device GiB", of(lambda one: f"{one.estimate.peak_device_bytes / GIB:.1f}"), rank=3),
+        Column("device GiB", of(lambda one: f"{one.estimate.highest.device / GIB:.1f}"), rank=3),
         Column("of GiB", lambda plan: f"{plan.limit_bytes / GIB:.1f}", rank=4),
         Column("tokens/s predicted", of(lambda one: or_dash(one.estimate.tokens_per_s, "{:,.0f}"))),
         Column("MFU", of(lambda one: or_dash(one.estimate.mfu, "{:.1%}")), rank=2),
@@ -106,7 +107,7 @@ def _hardware(plan: Plan) -> str:
 
 def _least(plan: Plan) -> str:
     least = plan.least
-    return "nothing fits" + (f"; least: {format_bytes(least.estimate.peak_device_bytes)}" if least else "")
+    return "nothing fits" + (f"; least: {format_bytes(least.estimate.highest.device)}" if least else "")
 
 
 def _run_s(plan: Plan) -> float | None:
@@ -140,7 +141,7 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
     mfu = f", {estimate.mfu:.1%} MFU" if estimate.mfu else ""
     step_tokens = recipe.batch.tokens * recipe.mesh.data_ranks
     every = " in all" * (estimate.num_gpus > 1)
-    free = plan.limit_bytes - estimate.peak_device_bytes
+    free = plan.limit_bytes - estimate.highest.device
     lines = [
         [
             "speed",
@@ -149,8 +150,8 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
         ],
         [
             "memory",
-            f"{format_bytes(estimate.peak_device_bytes)} of {_limit(plan)}; "
-            f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free",
+            f"{format_bytes(estimate.highest.device)} of {_limit(plan)}; "
+            f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free{_expected(estimate)}",
         ],
     ]
     if estimate.host_bytes:
@@ -169,6 +170,12 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
     return lines
 
 
+def _expected(estimate: Estimate) -> str:
+    """Return the lower of two peaks; the limit is compared with the higher one."""
+    peaks = estimate.two_peaks
+    return "" if peaks is None else f"; {format_bytes(peaks.expected.device)} are expected: {peaks.reason}"
+
+
 def _cost(plan: Plan, tokens_per_s: float | None, one: Found) -> str:
     money = one.estimate.cost
     text = f"{money.per_million_tokens:.4g} $ a million tokens" if money else ""
@@ -185,7 +192,7 @@ def _line(plan: Plan, one: Found) -> list[str]:
     return [
         f"{estimate.tokens_per_s:,.0f} tokens/s",
         f"{estimate.mfu:.1%} MFU" if estimate.mfu else "",
-        format_bytes(estimate.peak_device_bytes),
+        format_bytes(estimate.highest.device),
         f"{_differing(plan, one)}{mark}",
     ]
 
@@ -207,11 +214,11 @@ def _differing(plan: Plan, one: Found) -> str:
 def _frontier(out: Console, plan: Plan) -> list[list[str]]:
     """Return a line a recipe: its speed, memory, and a bar of both against the limit."""
     width = max(10, min(30, out.width - 60))
-    whole = max(plan.limit_bytes, *(one.estimate.peak_device_bytes for one in plan.frontier))
+    whole = max(plan.limit_bytes, *(one.estimate.highest.device for one in plan.frontier))
     limit = round(plan.usable_bytes / whole * width)
     lines: list[list[str]] = []
     for one in plan.frontier:
-        size = one.estimate.peak_device_bytes
+        size = one.estimate.highest.device
         drawn = bar(size / whole, width, blocks=can_draw(out)).ljust(width + 1)
         mark = "│" if can_draw(out) else "|"
         drawn = (
@@ -246,7 +253,7 @@ def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
     least = plan.least
     lines = [["limit", _limit(plan)]]
     if least is not None:
-        lines.append(["least", f"{format_bytes(least.estimate.peak_device_bytes)}: {_words(least)}"])
+        lines.append(["least", f"{format_bytes(least.estimate.highest.device)}: {_words(least)}"])
     if given.adapter is None:
         lines.append(["try", "--tune lora or --tune qlora, more GPUs (--count), or a shorter --seq"])
     else:
@@ -265,10 +272,10 @@ def plotted(plan: Plan, form: Form) -> bytes:
 
 def frontier_panel(plan: Plan) -> Panel:
     """Return the plot of memory against speed, as far as a little over the limit."""
-    shown = [one for one in plan.frontier if one.estimate.peak_device_bytes <= ZOOM * plan.limit_bytes]
+    shown = [one for one in plan.frontier if one.estimate.highest.device <= ZOOM * plan.limit_bytes]
     shown = shown or list(plan.frontier[:3])
-    name, unit = size_unit([plan.limit_bytes, *(one.estimate.peak_device_bytes for one in shown)])
-    fit, over = ([one for one in shown if (one.estimate.peak_device_bytes <= plan.usable_bytes) == fits]
+    name, unit = size_unit([plan.limit_bytes, *(one.estimate.highest.device for one in shown)])
+    fit, over = ([one for one in shown if (one.estimate.highest.device <= plan.usable_bytes) == fits]
                  for fits in (True, False))  # fmt: skip
     groups: dict[str, tuple[list[Found], dict[str, Any]]] = {
         "numerics unchanged": ([one for one in fit if not one.numerics], {"color": PREDICTED}),
@@ -284,7 +291,7 @@ def frontier_panel(plan: Plan) -> Panel:
     ]
     series += [_series("chosen", plan.found[:1], "scatter", unit, color=INK, marker="*")] * bool(plan.found)
     usable = f"limit less {plan.margin:.1%}: {format_bytes(plan.usable_bytes)}"
-    most = max([plan.limit_bytes, *(one.estimate.peak_device_bytes for one in shown)])
+    most = max([plan.limit_bytes, *(one.estimate.highest.device for one in shown)])
     left_out = len(plan.frontier) - len(shown)
     more = f"; {left_out} more are far over the limit" if left_out else ""
     return Panel(
@@ -297,7 +304,7 @@ def frontier_panel(plan: Plan) -> Panel:
 
 
 def _series(label: str, some: Sequence[Found], kind: Kind, unit: int, **looks: Any) -> Series:
-    sizes = [one.estimate.peak_device_bytes / unit for one in some]
+    sizes = [one.estimate.highest.device / unit for one in some]
     return Series(label, [one.estimate.tokens_per_s for one in some], sizes, kind, **looks)
 
 
@@ -319,14 +326,12 @@ def html(plan: Plan) -> str:
     if best is None:
         lines = [Line("limit", _limit(plan))]
         least = plan.least
-        lines += (
-            [Line("least", format_bytes(least.estimate.peak_device_bytes), _words(least))] if least else []
-        )
+        lines += [Line("least", format_bytes(least.estimate.highest.device), _words(least))] if least else []
     else:
         lines = [Line(name, value) for name, value in _answer(plan, best)]
     if plan.frontier:
         lines.append(Line(f"Memory against speed, of {plan.num_traced} traced recipes"))
-        whole = max(plan.limit_bytes, *(one.estimate.peak_device_bytes for one in plan.frontier))
+        whole = max(plan.limit_bytes, *(one.estimate.highest.device for one in plan.frontier))
         lines += [_bar(plan, one, whole) for one in plan.frontier]
     if plan.rejected:
         lines.append(Line("Not chosen"))
@@ -340,7 +345,7 @@ def html(plan: Plan) -> str:
 
 
 def _bar(plan: Plan, one: Found, whole: float) -> Line:
-    size = one.estimate.peak_device_bytes
+    size = one.estimate.highest.device
     color = PREDICTED if size <= plan.usable_bytes else WRONG
     name = f"{_differing(plan, one)}{' *' * bool(one.numerics)}"
     return Line(name, f"{one.estimate.tokens_per_s:,.0f} tokens/s", format_bytes(size), size / whole, color)

@@ -182,7 +182,10 @@ def _bars(value: Estimate | Measurement, whole: float) -> list[html.Line]:
 
 def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = ()) -> str:
     """Return the table of a prediction: verdict, speed, cost, memory at the peak by category, warnings."""
-    lines: list[Line | html.Line] = [["speed", predictions.speed(recipe, estimate)]]
+    lines: list[Line | html.Line] = [
+        *predictions.two_peaks(estimate),
+        ["speed", predictions.speed(recipe, estimate)],
+    ]
     if estimate.tokens_per_s:
         lines.append(["cost", predictions.cost(recipe, estimate)])
     lines.append(html.Line("Memory at the peak"))

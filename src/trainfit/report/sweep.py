@@ -63,6 +63,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column(f"predicted {name}", memory("predicted_bytes", 3), rank=4),
         Column(f"measured {name}", memory("measured_bytes", 3)),
         Column("error", number("error", percent), rank=1),
+        Column("peak met", number("peak_met", str), False, rank=9),
         Column("samples/s predicted", number("predicted_samples_per_s"), rank=8),
         Column(
             "tokens/s predicted", number("predicted_tokens_per_s", _count), rank=1 if predicted_only else 7
