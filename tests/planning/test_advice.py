@@ -1,17 +1,30 @@
 """A recipe that does not fit: the changes and GPUs named do hold it, as predicted, and none smaller would."""
 
 import json
+import time
 
 import pytest
 
 import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
-from trainfit.planning.advice import Change, _Search, changes_that_fit, first_fitting, is_as_good, more_gpus
+from trainfit.planning.advice import (
+    Change,
+    _Search,
+    advise,
+    changes_that_fit,
+    first_fitting,
+    is_as_good,
+    more_gpus,
+)
 from trainfit.planning.combinations import MARGIN, Combinations, Goal
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.expected import expected
+from trainfit.planning.recompute import OutOfTimeError
+from trainfit.planning.recompute import plan as plan_recompute
+from trainfit.report.prediction_text import show_advice
 from trainfit.spec.plan import Advice, Found
+from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Estimate
 
 LLAMA = {
@@ -40,8 +53,55 @@ def test_what_is_named_holds_the_recipe() -> None:
     assert found.gpu is not None
     assert trainfit.predict(found.gpu.as_recipe()).fits
     bound = large.peak_device_bytes / (1 - MARGIN)
-    smaller = [row for row in gpus().values() if bound <= row.usable_bytes < found.gpu.estimate.device_bytes]
-    assert all(row.vendor != "nvidia" or "bf16" not in row.peak_flops_per_s for row in smaller)
+    named = next(row for row in gpus().values() if row.name == found.gpu.as_recipe().hardware.gpu)
+    assert named.price_per_hour
+    assert named.basis == "measured"
+    smaller = [row for row in gpus().values() if bound <= row.usable_bytes < named.usable_bytes]
+    assert not [row for row in smaller if row.price_per_hour and row.basis == "measured"]
+
+
+def test_several_gpus_are_told_of_fit_too() -> None:
+    """It is the fastest that recomputation alone can do, however many other changes fit."""
+    config = LLAMA | {"num_hidden_layers": 3, "vocab_size": 1000}
+    own = {"model": {"config": config}, "batch": {"micro": 32, "seq": 4096}}
+    large = trainfit.predict({**own, "hardware": {"gpu": "rtx-4090", "count": 2}})
+    assert not large.fits
+    found = large.advice()
+    rates = {one.changes: one.estimate.tokens_per_s or 0.0 for one in found.changes}
+    assert rates["recompute: fit",] >= rates.get(("recompute: full",), 0.0)
+    assert found.is_complete
+
+
+def test_no_more_than_its_time_is_taken() -> None:
+    said: list[str] = []
+    large = trainfit.predict(LARGE)
+    with Estimates(0) as estimates:
+        before = time.monotonic()
+        found = advise(large.recipe, large, estimates, said.append, limit_s=0.0)
+        assert time.monotonic() - before < 30
+    assert (found.changes, found.is_complete) == ((), False)
+    assert said == ["a larger GPU", "more GPUs"]
+    with pytest.raises(OutOfTimeError):
+        plan_recompute(large.recipe.model_copy(update={"recompute": "fit"}), until_s=0.0)
+
+
+def test_the_text_says_where_nothing_is_enough_and_what_the_next_command_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = trainfit.load_recipe(LARGE)
+    other = recipe.model_copy(update={"hardware": Hardware(gpu="rtx-5090")}).content()
+    estimate = Estimate.model_construct(
+        tokens_per_s=1000.0, peak_device_bytes=2**34, host_bytes=2**33, num_gpus=1
+    )
+    gpu = Found(recipe=other, changes=("hardware.gpu: rtx-5090",), numerics=(), estimate=estimate)
+    show_advice(recipe, Advice(changes=(), gpu=gpu, gpus=None, is_complete=False))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[1] == "on rtx-4090 none of the changes tried is enough; trainfit plan tries more"
+    assert lines[2].startswith("16.00 GiB  1,000 tokens/s  hardware.gpu: rtx-5090")
+    assert "pins 8.00 GiB of the host's memory for each GPU" in " ".join(lines)
+    assert "modelled, no step was measured on it" in " ".join(lines)
+    assert lines[-2] == "stopped after a minute; trainfit plan tries more"
+    assert lines[-1] == "take one: --set hardware.gpu=rtx-5090"
 
 
 def test_where_no_single_change_is_enough_two_together_are_named() -> None:

@@ -201,7 +201,9 @@ def test_a_reader_who_leaves_is_not_taken_for_what_does_not_fit() -> None:
         )  # fmt: skip
     finally:
         os.close(writer)
-    assert (ended.returncode, ended.stderr) == (74, "")
+    progress = ("predicting tiny-llama-demo on cpu: one step on the virtual GPU (",)
+    assert ended.returncode == 74
+    assert [line for line in ended.stderr.splitlines() if not line.startswith(progress)] == []
 
 
 def test_an_optimizer_added_from_outside_is_named_without_its_moments() -> None:

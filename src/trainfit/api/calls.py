@@ -5,12 +5,15 @@ Torch is imported by the function that needs it: ``predict`` only where the reci
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from trainfit.api.planned import planned
 from trainfit.api.recipes import RecipeFields, Source, errors_name, wanted
 from trainfit.api.results import Measured, Prediction, TrainingRun
+from trainfit.report.console import progress as show_progress
+from trainfit.report.words import assumed
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.optional import is_installed
 from trainfit.spec.recipe import Recipe
@@ -54,8 +57,10 @@ def predict_recipe(recipe: Recipe, *, deterministic: bool = False, use_cache: bo
 
     built, notes = planned(recipe)
     estimate = estimated(built, use_cache=use_cache, deterministic=deterministic)
-    estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *notes)})
-    return Prediction.of(built, estimate, notes)
+    not_given = assumed(recipe)
+    more = (*notes, *([f"assumed: {not_given}"] if not_given else []))
+    estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *more)})
+    return Prediction.of(built, estimate, notes, not_given)
 
 
 def measure(
@@ -66,6 +71,7 @@ def measure(
     device: str = "auto",
     timeout_s: float | None = None,
     peak_flops: float | None = None,
+    force: bool = False,
     **fields: Unpack[RecipeFields],
 ) -> Measured:
     """Run the recipe's step on this machine, in a process of its own, and return its memory and time.
@@ -78,6 +84,7 @@ def measure(
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
         timeout_s: end the trial after so many seconds.
         peak_flops: the device's dense peak, FLOP/s, for MFU and HFU; None: the catalog's.
+        force: on a CPU, also where the predicted step does not fit in this machine's memory.
 
     Raises:
         InputError: as ``predict``, or the recipe asks for what this machine does not have.
@@ -86,23 +93,37 @@ def measure(
     with errors_name(recipe, fields):
         built, notes = planned(chosen, device)
         return measure_built(
-            built, notes, device, peak_flops, steps=steps, warmup=warmup, timeout_s=timeout_s
+            built, notes, device, peak_flops, steps=steps, warmup=warmup, timeout_s=timeout_s, force=force
         )
 
 
 def measure_built(
-    built: Recipe, notes: tuple[str, ...], device: str, peak_flops: float | None, **limits: Any
+    built: Recipe,
+    notes: tuple[str, ...],
+    device: str,
+    peak_flops: float | None,
+    *,
+    force: bool = False,
+    **limits: Any,
 ) -> Measured:
     """Return the measurement of a recipe without open fields.
 
     Args:
         notes: how open fields were planned.
+        force: do not check a CPU's memory first; on a GPU running out of it is a result.
         limits: ``steps``, ``warmup`` and ``timeout_s`` as ``measure`` takes them.
     """
     from trainfit.api.flops import step_flops
+    from trainfit.measurement.environment import runs_on_cuda
+    from trainfit.measurement.machine import check_ranks
     from trainfit.measurement.run import measure as run
+    from trainfit.verification.this_machine import check_memory
 
+    if built.hardware.count > 1:
+        check_ranks(built.hardware.count, device, "hardware.count")
     model, hardware, peak = step_flops(built, device, peak_flops)
+    if not force and not runs_on_cuda(device):
+        check_memory(built, device)
     flops = {"model_flops": model, "hardware_flops": hardware, "peak_flops_per_s": peak}
     return Measured.of(built, run(built, device=device, **flops, **limits), notes)
 
@@ -127,6 +148,7 @@ def train(
     peak_flops: float | None = None,
     progress: bool = False,
     observers: "Sequence[Observer]" = (),
+    force: bool = False,
     **fields: Unpack[RecipeFields],
 ) -> TrainingRun:
     """Train a recipe on data in this process and return how the run went.
@@ -146,6 +168,7 @@ def train(
         peak_flops: the device's dense peak, FLOP/s, for MFU and HFU; None: the catalog's.
         progress: draw a progress bar on standard error.
         observers: called at every step, evaluation and checkpoint (``training.observer.Observer``) of rank 0.
+        force: also where the predicted step does not fit in this machine's memory.
 
     Raises:
         SystemExit: another of several processes failed; it reports why.
@@ -162,7 +185,9 @@ def train(
     chosen = wanted(recipe, fields, stacklevel=3)
     with errors_name(recipe, fields):
         built, notes = planned(chosen, device)
-        return train_built(built, notes, options, peak_flops, progress=progress, observers=observers)
+        return train_built(
+            built, notes, options, peak_flops, progress=progress, observers=observers, force=force
+        )
 
 
 def train_options(data: str, **fields: Any) -> "TrainOptions":
@@ -180,8 +205,14 @@ def train_built(
     *,
     progress: bool,
     observers: "Sequence[Observer]" = (),
+    force: bool = False,
 ) -> TrainingRun:
-    """Train a recipe without open fields; ``notes``: how they were planned."""
+    """Train a recipe without open fields.
+
+    Args:
+        notes: how they were planned.
+        force: do not check this machine's memory first.
+    """
     from trainfit.training.log import JsonlLog, TensorBoard
     from trainfit.training.loop import train as run
     from trainfit.training.progress import ProgressBar
@@ -189,7 +220,13 @@ def train_built(
 
     if launched_rank():  # Rank 0 alone reports.
         return TrainingRun.of(built, run(built, options), notes)
-    flops = training_flops(built, options, peak_flops)
+    predicting = f"predicting a step of {built.model.display_name}: its FLOPs, and whether it fits here"
+    with show_progress(predicting) if progress else nullcontext():
+        flops = training_flops(built, options, peak_flops)
+        if not force and flops is not None:  # Not where it is unknown: in a process that already is a rank.
+            from trainfit.verification.this_machine import check_memory
+
+            check_memory(built, options.device, deterministic=options.deterministic)
     bar = ProgressBar() if progress else None
     log = JsonlLog() if bar is None else JsonlLog(bar.note)
     boards = [TensorBoard()] if options.tensorboard else []

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from trainfit.api.recipes import RecipeFields, Source, errors_name, fields_of, wanted
 from trainfit.api.results import Printed
+from trainfit.measurement.machine import check_processes
+from trainfit.report.words import assumed
 from trainfit.spec import plan as values
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import apply_settings
@@ -15,7 +17,6 @@ from trainfit.spec.parsing.synonyms import written_out
 from trainfit.spec.plan import flat
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB
-from trainfit.spec.value import texts
 
 Tune = Literal["full", "lora", "qlora"]
 ALWAYS_FIXED = ("hardware", "seed", "model.config", "batch.seq")
@@ -48,7 +49,7 @@ def plan(
     memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     keep_quality: bool = False,
-    vary: Sequence[str] | str = (),
+    vary: Sequence[str] = (),
     margin: float | None = None,
     tokens: float | None = None,
     calibration: str | Path | None = None,
@@ -68,7 +69,7 @@ def plan(
         memory_gib: memory of each GPU that may be used; None: all of it.
         host_memory_gib: pinned host memory that may be used for each GPU; None: as much as the GPU has.
         keep_quality: exclude what changes the numerics.
-        vary: fields that may vary, such as ``["batch.micro"]`` or ``"recompute,loss"``; empty: every field.
+        vary: fields that may vary, such as ``["batch.micro"]``; empty: every field.
         margin: share of the memory that stays free; None: 2 %.
         tokens: of the whole training run, for its time and cost.
         calibration: as ``predict`` takes it.
@@ -108,7 +109,7 @@ def plan_recipe(
     host_memory_gib: float | None = None,
     margin: float | None = None,
     keep_quality: bool = False,
-    vary: Sequence[str] | str = (),
+    vary: Sequence[str] = (),
     tokens: float | None = None,
     use_cache: bool = True,
     processes: int | None = None,
@@ -120,8 +121,10 @@ def plan_recipe(
     from trainfit.planning.search import plan as search
 
     _check(memory_gib, host_memory_gib, margin)
-    parts = [part.strip() for one in texts(vary, field="vary") for part in one.split(",")]
-    vary = tuple(part for part in parts if part)
+    if processes is not None:
+        check_processes(processes, "processes")
+    chosen = {"adapter": recipe.adapter} if tune else {}  # It says what is trained.
+    not_given = assumed(recipe.model_copy(update=chosen), varies_batch=True)
     recipe = _tuned(recipe.without_open_fields(), tune, given)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
     if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
@@ -132,7 +135,7 @@ def plan_recipe(
         margin=MARGIN if margin is None else margin,
         tokens_per_step=tokens_per_step,
         keep_quality=keep_quality,
-        vary=vary,
+        vary=tuple(vary),
         fixed=tuple(name for name in (*ALWAYS_FIXED, *given) if name not in vary),
     )
     stage = ""
@@ -147,7 +150,7 @@ def plan_recipe(
 
     with Estimates(processes, use_cache=use_cache, on_progress=on_progress) as estimates:
         found = search(recipe, goal, estimates, on_stage)
-    return Plan.model_construct(**{**dict(found), "run_tokens": tokens})
+    return Plan.model_construct(**{**dict(found), "run_tokens": tokens, "assumed": not_given})
 
 
 def _check(memory_gib: float | None, host_memory_gib: float | None, margin: float | None) -> None:

@@ -55,6 +55,7 @@ class _OfRecipe(Printed):
 
     _recipe: Recipe | None
     _notes: tuple[str, ...] = ()
+    _assumed: str = ""
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Value) and (isinstance(self, type(other)) or isinstance(other, type(self))):
@@ -77,11 +78,16 @@ class _OfRecipe(Printed):
         """Choices made for open fields, and keys of the model's config that are ignored."""
         return self._notes
 
+    @property
+    def assumed(self) -> str:
+        """Line on what was not given, such as the GPU, and is at its default; empty: everything was given."""
+        return self._assumed
+
     @classmethod
-    def of(cls, recipe: Recipe | None, value: Value, notes: tuple[str, ...] = ()) -> Self:
+    def of(cls, recipe: Recipe | None, value: Value, notes: tuple[str, ...] = (), assumed: str = "") -> Self:
         """Return ``value``, of the plain kind, as this kind; ``recipe`` is None for the user's own code."""
         made = cls.model_construct(value.model_fields_set, **dict(value))
-        made._recipe, made._notes = recipe, notes
+        made._recipe, made._notes, made._assumed = recipe, notes, assumed
         return made
 
 
@@ -110,13 +116,18 @@ class Prediction(_OfRecipe, Estimate):
         return drawn(lambda out: self._print(out, verbose=verbose), width)
 
     def _print(self, out: Console, *, verbose: bool = False) -> None:
-        show_prediction(self._recipe, self, notes=self.notes, verbose=verbose, out=out)
+        show_prediction(self._recipe, self, notes=self.notes, assumed=self.assumed, verbose=verbose, out=out)
 
     def _repr_html_(self) -> str:
         return results.prediction_html(self._recipe, self, self.notes)
 
-    def advice(self) -> "Advice":
-        """Return how a recipe that does not fit would: changes, a larger GPU, more GPUs. Takes some seconds.
+    def advice(self, say: Callable[[str], None] = lambda text: None) -> "Advice":
+        """Return how a recipe that does not fit would: changes, a larger GPU, more GPUs.
+
+        It takes some seconds, and after a minute begins nothing more.
+
+        Args:
+            say: called with what is tried next.
 
         Raises:
             InputError: the speed of its GPU is not known.
@@ -125,7 +136,7 @@ class Prediction(_OfRecipe, Estimate):
         from trainfit.planning.estimates import Estimates
 
         with Estimates(processes=0) as estimates:  # This process has traced the recipe already.
-            return advise(self.recipe, self, estimates)
+            return advise(self.recipe, self, estimates, say)
 
 
 class Measured(_OfRecipe, Measurement):

@@ -25,6 +25,7 @@ def run(
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,
+    force: options.Force = False,
 ) -> int:
     """Measure a recipe's memory and time on this machine.
 
@@ -44,8 +45,9 @@ def run(
         built, notes = planned(requested, device)
         options.print_notes(notes)
         result = measure_built(
-            built, notes, device, peak_flops, steps=steps, warmup=warmup, timeout_s=timeout
-        )
+            built, notes, device, peak_flops, steps=steps, warmup=warmup, timeout_s=timeout,
+            force=force,
+        )  # fmt: skip
     failure = options.attempt(lambda: options.keep(record, "measure", built, measurement=result))
     if json:
         options.print_json(result)

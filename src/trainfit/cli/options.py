@@ -69,6 +69,8 @@ CalibrationFile = Annotated[
 ]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 where it does not fit.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+FORCE_HELP = "Begin although the predicted step does not fit in this machine's memory."
+Force = Annotated[bool, typer.Option("--force", help=FORCE_HELP)]
 RECORD_HELP = "Append the result to this SQLite file."
 RecordFile = Annotated[Path | None, typer.Option("--record", metavar="FILE", help=RECORD_HELP)]
 

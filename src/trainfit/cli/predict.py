@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by default."
 VERBOSE = "Also print conventions, assumptions and the basis of the bounds."
 ADVICE_HELP = "Where it does not fit, name changes and GPUs with which it would. Default: not with --json."
+ADVISING = "predicting what would fit (a minute at most; --no-advice leaves it out)"
 TOKENS_HELP = "Also print the time and cost of a run over N tokens, such as 15T or 1.5e12."
 
 
@@ -106,11 +107,11 @@ def _show(estimate: "Prediction", tokens: float | None, *, json: bool, verbose: 
     from trainfit.report.console import progress
     from trainfit.report.prediction_text import show, show_advice
 
-    show(estimate.recipe, estimate, run=run, notes=estimate.notes, verbose=verbose)
+    show(estimate.recipe, estimate, run=run, notes=estimate.notes, assumed=estimate.assumed, verbose=verbose)
     if advised:
-        with progress("predicting what would fit"):
-            found = estimate.advice()
-        show_advice(found)
+        with progress(ADVISING) as say:
+            found = estimate.advice(lambda text: say(f"{ADVISING}: {text}"))
+        show_advice(estimate.recipe, found)
 
 
 def _compare(

@@ -57,8 +57,9 @@ def run(
         list[str] | None, Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
     ] = None,
     gpu: Annotated[
-        str, Option(metavar="NAME", help="A measured or modelled GPU of trainfit gpus.")
-    ] = DEFAULT_GPU,
+        str | None,
+        Option(metavar="NAME", help=f"A measured or modelled GPU of trainfit gpus ({DEFAULT_GPU})."),
+    ] = None,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
     world_size: Annotated[int | None, Option(min=1, metavar="N", help=RANKS_HELP)] = None,
     nodes: Annotated[int | None, Option(min=1, metavar="N", help=NODES_HELP)] = None,
@@ -68,8 +69,11 @@ def run(
     """Predict a training script's memory, FLOPs and time. Needs no GPU; options stand before SCRIPT."""
     from trainfit.api.calls import trace
     from trainfit.catalog.load import gpu as find_gpu
+    from trainfit.report.console import progress
     from trainfit.report.prediction_text import show
 
+    assumed = "" if gpu else f"GPU {DEFAULT_GPU}: not given; --gpu, before the script"
+    gpu = gpu or DEFAULT_GPU
     launch = launch_of([script, *(arguments or [])], find_gpu(gpu).gpus_per_host)
     if not ctx.meta[SEPARATED]:
         _check_order(ctx, launch)
@@ -81,12 +85,13 @@ def run(
         _run_script(launch)
 
     train.__qualname__ = launch.target if launch.is_module else Path(launch.target).name
-    with only_json(json):
+    watched = progress(f"tracing {train.__qualname__} on {gpu}, {steps} optimizer steps", live=False)
+    with only_json(json), watched:
         estimate = trace(train, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes)
     if json:
         print_json(estimate)
     else:
-        show(None, estimate)
+        show(None, estimate, assumed=assumed)
     return EXIT_DOES_NOT_FIT if check and not estimate.fits else 0
 
 

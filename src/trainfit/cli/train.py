@@ -36,7 +36,7 @@ def run(
     gpus: Annotated[int | None, Option("--gpus", "--count", min=1, metavar="N", help=GPUS_HELP)] = None,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps of the whole run.")] = 100,
     resume: Annotated[bool, Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
-    data: Annotated[str, Option("--data", metavar="DATA", help=DATA_HELP)] = "stories",
+    data: Annotated[str, Option(metavar="DATA", help=DATA_HELP)] = "stories",
     device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where to train.")] = "auto",
     tokenizer: Annotated[
         Path | None, Option(metavar="FILE", help="A tokenizer.json; default: train one.")
@@ -60,9 +60,17 @@ def run(
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,
+    force: options.Force = False,
 ) -> int:
     """Train a recipe on data; stop it any time and --resume."""
-    from trainfit.training.ranks.launch import end_with_launcher, is_launched, launched_rank, one_report
+    from trainfit.measurement.machine import check_ranks
+    from trainfit.training.ranks.launch import (
+        end_with_launcher,
+        is_launched,
+        launched_rank,
+        one_report,
+        started_by_us,
+    )
 
     end_with_launcher()
     if clip_norm is not None:
@@ -70,6 +78,9 @@ def run(
     if gpus is not None:
         settings = _with_count(recipe, settings, gpus)
         if gpus > 1 and not is_launched():
+            check_ranks(gpus, device, "--gpus")
+            if not force:
+                _check_memory(recipe, settings, device, deterministic)
             return _launch(context.obj, gpus, out)
     first = launched_rank() == 0
     if tensorboard is None:
@@ -94,7 +105,9 @@ def run(
         with one_report():
             built, notes = planned(requested, device)
         options.print_notes(notes if first else ())
-        summary = train_built(built, notes, wanted, peak_flops, progress=first)
+        summary = train_built(
+            built, notes, wanted, peak_flops, progress=first, force=force or started_by_us()
+        )
         if not first:
             return summary.exit_code
     failure = options.attempt(lambda: options.keep(record, "train", built, train=summary.content()))
@@ -122,6 +135,18 @@ def _with_count(recipe: str, settings: list[str] | None, gpus: int) -> list[str]
             remedy = f"use --gpus {count}, or --set hardware.count={gpus}"
             raise InputError(f"--gpus {gpus} is another number", remedy, field="hardware.count", value=count)
     return [*(settings or []), f"hardware.count={gpus}"]
+
+
+def _check_memory(recipe: str, settings: list[str] | None, device: str, deterministic: bool) -> None:
+    """Refuse, before ranks are started, a recipe that this machine's memory does not hold."""
+    from trainfit.api.planned import planned
+    from trainfit.report.console import progress
+    from trainfit.verification.this_machine import check_memory
+
+    with options.work(recipe, settings, json=False, record=None):
+        requested = options.read_recipe(recipe, settings)
+        with progress(f"predicting whether {requested.model.display_name} fits here"):
+            check_memory(planned(requested, device)[0], device, deterministic=deterministic)
 
 
 def _launch(words: list[str], gpus: int, out: Path) -> int:

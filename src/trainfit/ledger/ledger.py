@@ -203,27 +203,24 @@ class Ledger:
     peer_bytes: int = 0
     """Device memory outside the allocator that other ranks read and write."""
     held: list[tuple[int, int]] = field(default_factory=list)
-    """Storages that another thread may hold longer: index, and after how many events it frees them then."""
+    """Storages another thread may free sooner than these events say: index, and after how many events."""
     expanded: list[LiveEvent] | None = field(default=None, init=False, repr=False, compare=False)
     """What ``expand`` returned."""
 
-    def freed_later(self) -> "Ledger | None":
-        """Return the ledger with the frees of ``held`` at their latest; None: no storage is held."""
+    def freed_sooner(self) -> "Ledger | None":
+        """Return the ledger with the frees of ``held`` at their earliest; None: no storage is held."""
         if not self.held:
             return None
-        held, last = {storage for storage, _ in self.held}, len(self.events)
-        frees = {one.storage: one for one in self.events if one.kind == FREE and one.storage in held}
-        later: dict[int, list[Event]] = {}
+        sooner: dict[int, list[int]] = {}
         for storage, number in self.held:
-            if storage in frees:
-                segment = self.events[min(number, last - 1)].segment
-                later.setdefault(number, []).append(frees[storage]._replace(segment=segment))
-        events = list[Event]()
+            sooner.setdefault(number, []).append(storage)
+        held, events = {storage for storage, _ in self.held}, list[Event]()
         for number, event in enumerate(self.events):
-            events += later.get(number, ())
-            if event is not frees.get(event.storage):
+            freed = sooner.get(number, ())
+            events += [Event(FREE, storage, event.group, event.segment) for storage in freed]
+            if event.kind != FREE or event.storage not in held:
                 events.append(event)
-        return replace(self, events=[*events, *later.get(last, ())], held=[])
+        return replace(self, events=events, held=[])
 
     @property
     def repeat(self) -> int:

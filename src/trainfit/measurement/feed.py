@@ -10,6 +10,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from trainfit.measurement.machine import check_processes
 from trainfit.spec.recipe import Loader, Recipe
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Feed:
         from torch.utils.data import DataLoader
 
         options = recipe.loader
+        check_processes(options.workers, "loader.workers")
         self._micro, self._device = recipe.batch.micro, device
         self._pinned = options.pin_memory and device.type == "cuda"
         loader: Any = DataLoader(

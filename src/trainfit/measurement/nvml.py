@@ -33,6 +33,11 @@ class Nvml:
         info = self._query("nvmlDeviceGetMemoryInfo")
         return None if info is None else int(info.used)
 
+    def total_bytes(self) -> int | None:
+        """Return the memory of the GPU."""
+        info = self._query("nvmlDeviceGetMemoryInfo")
+        return None if info is None else int(info.total)
+
     def name(self) -> str | None:
         """Return the GPU's name, such as ``NVIDIA H200``, as torch prints it."""
         name = self._query("nvmlDeviceGetName")

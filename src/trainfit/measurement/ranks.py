@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.measurement.fork_server import ready_to_fork
+from trainfit.measurement.machine import check_processes
 from trainfit.measurement.process import LOG
 from trainfit.measurement.trial import (
     ERROR,
@@ -98,6 +99,7 @@ def _devices(device: str, count: int) -> list[str]:
         raise InputError(problem, remedy, field="device", value=device)
     found = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and not found):
+        check_processes(count, "hardware.count")
         return ["cpu"] * count
     if found < count:
         raise InputError(

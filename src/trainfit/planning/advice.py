@@ -1,9 +1,12 @@
 """The changes with which a recipe that is too large fits, and the GPUs on which it does."""
 
 import itertools
+import json
 import math
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
@@ -26,52 +29,91 @@ TRIES = 2
 FULL = '"full"'
 ENOUGH = 2
 """Changes from which none is traced that is expected not to be enough, and none together with another."""
+LIMIT_S = 60.0
+"""Time after which no further recipe is traced; one that is being traced is finished."""
+HOST_BYTES = 256 * 2**30
+"""Pinned memory for each GPU that a change may take: a host of eight GPUs with 2 TiB has so much."""
 MOST_OF_FAMILY = 2
 """Options of one technique, such as two and four tensor-parallel ranks, that are named at most."""
 
 
-def advise(recipe: Recipe, found: Estimate, estimates: Estimates) -> Advice:
+def _silent(text: str) -> None:
+    """Report no progress."""
+
+
+def advise(
+    recipe: Recipe,
+    found: Estimate,
+    estimates: Estimates,
+    say: Callable[[str], None] = _silent,
+    limit_s: float = LIMIT_S,
+) -> Advice:
     """Return how a recipe that does not fit would.
 
     Args:
         found: the recipe's own prediction.
+        say: called with what is tried next.
+        limit_s: time after which nothing more is tried.
 
     Raises:
         InputError: as ``planning.search.plan``.
     """
+    until_s = time.monotonic() + limit_s
+    say("a larger GPU")
+    gpu = first_fitting(recipe, _larger_gpus(recipe, found), estimates)
+    say("more GPUs")
+    gpus = first_fitting(recipe, more_gpus(recipe, found), estimates)
+    goal = Goal(host_bytes=HOST_BYTES)
+    changes = changes_that_fit(recipe, found, goal, estimates, say=say, until_s=until_s)
     return Advice(
-        changes=tuple(changes_that_fit(recipe, found, Goal(), estimates)),
-        gpu=first_fitting(recipe, _larger_gpus(recipe, found), estimates),
-        gpus=first_fitting(recipe, more_gpus(recipe, found), estimates),
-    )
+        changes=tuple(changes), gpu=gpu, gpus=gpus, is_complete=time.monotonic() < until_s,
+    )  # fmt: skip
 
 
 def _larger_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
-    """Return the smallest GPUs whose memory the predicted peak leaves a margin of."""
+    """Return the smallest GPUs whose memory the predicted peak leaves a margin of.
+
+    Those that can be rented at a known price, and on which steps were measured, come first.
+    """
     own = find_gpu(recipe.hardware.gpu)
 
     def can(row: Gpu) -> bool:
         supported = "bf16" in row.peak_flops_per_s or "bf16" not in own.peak_flops_per_s
-        room = found.highest.device <= row.usable_bytes * (1 - MARGIN)
+        room = found.peak_device_bytes <= row.usable_bytes * (1 - MARGIN)
         return row.basis != "accounted" and row.vendor == own.vendor and supported and room
 
-    able = sorted(filter(can, gpus().values()), key=lambda one: (one.usable_bytes, one.price_per_hour or 1e9))
+    def order(row: Gpu) -> tuple[bool, int, float]:
+        is_known = row.price_per_hour is not None and row.basis == "measured"
+        return not is_known, row.usable_bytes, row.price_per_hour or math.inf
+
+    able = sorted(filter(can, gpus().values()), key=order)
     # A price of one's own is of the GPU that the recipe names.
     return [{"hardware.gpu": one.name, "hardware.price_per_hour": None} for one in able[:TRIES]]
 
 
 def more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
-    """Return the smallest numbers of GPUs that may hold the recipe with its state sharded over them."""
+    """Return the smallest numbers of GPUs that may hold the recipe with its state sharded over them.
+
+    Where the activations alone are too large, or these numbers may not be enough, the same with full
+    recomputation.
+    """
     if recipe.parallel not in (Parallel(), Parallel(strategy="fsdp")):
         return []
     own, held, count = find_gpu(recipe.hardware.gpu), found.breakdown, recipe.hardware.count
     sharded = (held.weights + held.gradients + held.optimizer) * count
     nccl = 0 if count > 1 else NCCL_BYTES + COMMUNICATOR_BYTES
-    room = own.usable_bytes * (1 - MARGIN) - (found.highest.device - sharded / count) - nccl
-    if room <= 0:
-        return []
-    least = max(2 * count, 2 ** math.ceil(math.log2(sharded / room)))
-    return [{"hardware.count": least * 2**more} for more in range(TRIES)]
+    peaks: list[tuple[dict[str, object], float]] = [({}, found.peak_device_bytes)]
+    if recipe.recompute == "none":
+        with suppress(InputError):
+            recomputed = changed(recipe, {"recompute": "full"})
+            peaks.append(({"recompute": "full"}, expected(recipe, found, recomputed).device_bytes))
+    tried: list[dict[str, object]] = []
+    for values, peak_bytes in peaks:
+        room = own.usable_bytes * (1 - MARGIN) - (peak_bytes - sharded / count) - nccl
+        if room > 0:
+            least = max(2 * count, 2 ** math.ceil(math.log2(sharded / room)))
+            tried += [{"hardware.count": least * 2**more, **values} for more in range(TRIES)]
+    return tried
 
 
 def first_fitting(recipe: Recipe, several: Iterable[dict[str, object]], estimates: Estimates) -> Found | None:
@@ -80,7 +122,7 @@ def first_fitting(recipe: Recipe, several: Iterable[dict[str, object]], estimate
         try:
             other = changed(recipe, values)
         except InputError:
-            return None
+            continue
         (result,) = estimates.of([Request(other, exact=False)])
         at = result.estimate
         if at is not None and abs(at.headroom_bytes) < MARGIN * at.device_bytes:
@@ -107,6 +149,15 @@ class Change(NamedTuple):
     batch: tuple[int, int] | None = None
 
     @property
+    def label(self) -> str:
+        """The change as a recipe writes it."""
+        if self.option is not None:
+            return self.option.label
+        return (
+            f"recompute: {json.loads(self.level)}" if self.level else f"batch.micro: {(self.batch or [0])[0]}"
+        )
+
+    @property
     def family(self) -> str:
         """Of two changes of one family there is at most one in a recipe."""
         return self.option.family if self.option else "recompute" if self.level else "batch"
@@ -120,10 +171,20 @@ class _Search:
 
     Args:
         own: the recipe's own prediction.
+        say: called with what is traced next.
+        until_s: nothing is traced later (``time.monotonic``).
     """
 
-    def __init__(self, combinations: Combinations, own: Estimate, most: int):
+    def __init__(
+        self,
+        combinations: Combinations,
+        own: Estimate,
+        most: int,
+        say: Callable[[str], None] = _silent,
+        until_s: float = math.inf,
+    ):
         self.combinations, self.own, self.most = combinations, own, most
+        self.say, self.until_s = say, until_s
         self.fitting: list[Found] = []
         self.alone: dict[Change, Traced] = {}
         """Changes that were traced alone."""
@@ -177,8 +238,9 @@ class _Search:
 
     def _trace(self, changes: Changes) -> None:
         families = [one.family for one in changes if one.option]
-        if any(self._families[each] >= MOST_OF_FAMILY for each in families):
+        if any(self._families[each] >= MOST_OF_FAMILY for each in families) or self._is_late():
             return
+        self.say(" and ".join(one.label for one in changes))
         (one,) = self.combinations.trace([self.key(changes)])
         if isinstance(one, InputError):
             return
@@ -186,31 +248,57 @@ class _Search:
             self.alone[changes[0]] = one
         if not self.combinations.fits(one):
             return
-        recipe, estimates = self.combinations.recipe, self.combinations.estimates
-        found = as_found(recipe, one)
+        found = as_found(self.combinations.recipe, one)
         if any(is_as_good(other, found) for other in self.fitting):
             return
         self.fitting.append(found)
         self._families.update(families)
-        if self.combinations.goal.memory_bytes is None and changes == (Change(level=FULL),):
-            (result,) = estimates.of([Request(recipe.model_copy(update={"recompute": "fit"}))])
-            self.fitting += filter(None, [_found(result, {"recompute": "fit"})])
+
+    def _is_late(self) -> bool:
+        return time.monotonic() >= self.until_s
+
+    def plan_recompute(self) -> None:
+        """Plan ``recompute: fit``, if full recomputation is, or may be, enough in the whole GPU's memory.
+
+        It is the fastest of all that recomputation alone can do, and takes several times as long to find.
+        """
+        combinations, full = self.combinations, (Change(level=FULL),)
+        if combinations.goal.memory_bytes is not None or FULL not in combinations.space.levels[1:]:
+            return
+        known = self.alone.get(full[0])
+        one = self.expected(full)
+        size = known.device_bytes if known else TOLERANCE * one.device_bytes if one else math.inf
+        if size > combinations.usable_bytes or self._is_late():
+            return
+        self.say("recompute: fit")
+        recipe = combinations.recipe.model_copy(update={"recompute": "fit"})
+        (result,) = combinations.estimates.of([Request(recipe, until_s=self.until_s)])
+        self.fitting += filter(None, [_found(result, {"recompute": "fit"})])
 
 
 def changes_that_fit(
-    recipe: Recipe, own: Estimate, goal: Goal, estimates: Estimates, *, most: int = MOST_CHANGES
+    recipe: Recipe,
+    own: Estimate,
+    goal: Goal,
+    estimates: Estimates,
+    *,
+    most: int = MOST_CHANGES,
+    say: Callable[[str], None] = _silent,
+    until_s: float = math.inf,
 ) -> list[Found]:
     """Return the recipe with changes that fit: one each, or two where hardly any single one is enough.
 
     Those that keep the mathematics come first, of these the fastest. A change is another level of
     recomputation, a smaller micro-batch with as many more of them, or one option of a technique. Only what is
     expected to be enough is traced (``expected``). Options that are slow to trace, and other models, are not
-    tried. Where full recomputation fits in the GPU's memory, so does ``fit``, which is faster.
+    tried. Where full recomputation may fit in the GPU's memory, ``recompute: fit``, which is faster, is too.
 
     Args:
         own: the recipe's own prediction.
         goal: limits; without ``tokens_per_step`` the recipe's own tokens are kept.
         most: number of recipes returned.
+        say: called with what is tried next.
+        until_s: nothing is tried later (``time.monotonic``).
 
     Raises:
         InputError: as ``planning.search.plan``.
@@ -218,7 +306,7 @@ def changes_that_fit(
     if goal.tokens_per_step is None:
         goal = Goal(**{**vars(goal), "tokens_per_step": recipe.batch.tokens * recipe.mesh.data_ranks})
     combinations = Combinations(recipe, goal, estimates)
-    search, usable = _Search(combinations, own, most), combinations.usable_bytes
+    search, usable = _Search(combinations, own, most, say, until_s), combinations.usable_bytes
     micro, count = recipe.batch.micro, recipe.batch.accumulate
     dividing = [
         each for each in combinations.batches(()) if each[0] < micro and each[0] * each[1] == micro * count
@@ -235,6 +323,7 @@ def changes_that_fit(
         lacking = [one for one in changes if one not in known or not combinations.fits(known[one])]
         pairs = itertools.combinations(lacking, 2)
         search.trace((one, other) for one, other in pairs if one.family != other.family)
+    search.plan_recompute()
     return sorted(search.fitting, key=lambda one: (bool(one.numerics), -_rate(one)))[:most]
 
 

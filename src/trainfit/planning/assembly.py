@@ -32,6 +32,7 @@ def assembled(
     exact = [one for one in fastest(combinations, best) if one.candidate.key in combinations.exact]
     best = exact[0] if exact else None
     least = min(every, key=lambda one: one.device_bytes)
+    over_host = max(filter(combinations.fits_but_for_host, every), key=_rate, default=None)
     return Plan(
         given=recipe.content(),
         limit_bytes=int(combinations.limit_bytes),
@@ -43,6 +44,7 @@ def assembled(
         frontier=tuple(found(recipe, one) for one in pareto(every, lambda one: (one.device_bytes, one.rate))),
         largest=found(recipe, largest) if largest else None,
         least=None if exact else found(recipe, least),
+        over_host=None if exact or over_host is None else found(recipe, over_host),
         rejected=tuple(_rejections(ranking, best, rejected)),
         num_ranked=ranking.num_ranked,
         num_traced=len(combinations.traced),
@@ -53,6 +55,10 @@ def fastest(combinations: Combinations, best: Traced | None) -> list[Traced]:
     """Return the chosen recipe and the fastest others that fit, as many as are reported."""
     fitting = sorted((one for one in combinations.traced.values() if combinations.fits(one)), key=_slowness)
     return [*([best] if best else []), *(one for one in fitting if one is not best)][:NUM_FOUND]
+
+
+def _rate(one: Traced) -> float:
+    return one.rate
 
 
 def _slowness(one: Traced) -> float:

@@ -81,7 +81,7 @@ class Traced(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        return self.result.estimate.highest.device if self.result.estimate else 0
+        return self.result.estimate.peak_device_bytes if self.result.estimate else 0
 
 
 class Combinations:
@@ -217,6 +217,9 @@ class Combinations:
     def fits(self, one: Traced) -> bool:
         """Return whether a traced recipe is within the limits, the margin kept."""
         estimate = one.result.estimate
-        if estimate is None or not estimate.fits or estimate.host_bytes > self.host_bytes:
-            return False
-        return estimate.highest.device <= self.usable_bytes
+        return estimate is not None and self.fits_but_for_host(one) and estimate.host_bytes <= self.host_bytes
+
+    def fits_but_for_host(self, one: Traced) -> bool:
+        """Return whether the device holds a traced recipe, whatever of the host's memory it pins."""
+        estimate = one.result.estimate
+        return estimate is not None and estimate.fits and estimate.peak_device_bytes <= self.usable_bytes

@@ -7,6 +7,7 @@ since each further one adds the same. The parent needs no torch.
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -78,6 +79,8 @@ class Result(NamedTuple):
     """Seconds of the optimizer's phase on the GPU, and of waiting for gradients that are reduced once a step,
     part of the step; 0 where a budget was solved."""
     refused: InputError | None = None
+    is_complete: bool = True
+    """False: the request's time was over. Not cached."""
 
 
 class Request(NamedTuple):
@@ -85,6 +88,8 @@ class Request(NamedTuple):
 
     recipe: Recipe
     exact: bool = True
+    until_s: float = math.inf
+    """Of ``time.monotonic()``: later no plan of recomputation is traced. Only in this process."""
 
     @property
     def key(self) -> tuple[str, bool]:
@@ -185,7 +190,8 @@ class Estimates:
     def _take(self, request: Request, result: Result) -> None:
         self.num_traced += 1
         self._known[request.key] = result
-        _save(request, result)
+        if result.is_complete:
+            _save(request, result)
         self.on_progress(len(self._known))
 
     def _submit(self, request: Request, *, ahead: bool = False) -> Future[dict[str, Any]]:
@@ -238,10 +244,13 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
     recipe = request.recipe
     try:
         if recipe.plans_recompute:
-            from trainfit.planning.recompute import plan
+            from trainfit.planning.recompute import OutOfTimeError, plan
 
-            recipe, found = plan(recipe)
-            return Result(recipe, found)
+            try:
+                planned = plan(recipe, request.until_s)
+            except OutOfTimeError as error:
+                return Result(recipe, None, refused=error, is_complete=False)
+            return Result(planned.recipe, planned.estimate, is_complete=planned.is_complete)
         if not request.exact:
             return _for_ranking(recipe, use_cache)
         found, update_s = _traced(recipe, recipe.batch.accumulate, use_cache)

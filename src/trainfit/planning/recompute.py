@@ -11,6 +11,7 @@ A larger budget is never predicted slower: the candidates and their order do not
 """
 
 import math
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,8 @@ class Plan(NamedTuple):
     recipe: Recipe
     """With the plan in place of the budget."""
     estimate: Estimate
+    is_complete: bool = True
+    """False: the time was over before the search had ended; a faster plan may fit."""
 
 
 class Candidates(NamedTuple):
@@ -81,15 +84,19 @@ def resolve(recipe: Recipe) -> Recipe:
 
 
 @frozen_gc()
-def plan(recipe: Recipe) -> Plan:
+def plan(recipe: Recipe, until_s: float = math.inf) -> Plan:
     """Return the fastest plan found within the recipe's GiB budget, or within its GPU's memory.
 
+    Args:
+        until_s: no plan that has to fit on its GPU is traced later, by ``time.monotonic()``.
+
     Raises:
+        OutOfTimeError: by then none was found to fit.
         InputError: no plan is within it (the least reachable is named), or the blocks are not repeated.
     """
     found = candidates(recipe)
     if not isinstance(recipe.recompute, BudgetGib):
-        return _fitting(recipe, found)
+        return _fitting(recipe, found, until_s)
     budget_bytes = recipe.recompute.budget_gib * GIB
     off = 0.0
     """Excess of a traced peak over its evaluation."""
@@ -98,13 +105,13 @@ def plan(recipe: Recipe) -> Plan:
         if not len(within):
             break
         tried = _traced(recipe, found, int(within[0]))
-        if tried.estimate.highest.allocated <= budget_bytes:
+        if tried.estimate.peak_allocated_bytes <= budget_bytes:
             return tried
-        off = max(off, tried.estimate.highest.allocated - float(found.peak_bytes[within[0]]))
+        off = max(off, tried.estimate.peak_allocated_bytes - float(found.peak_bytes[within[0]]))
     least = _traced(recipe, found, int(np.argmin(found.peak_bytes)))
-    if least.estimate.highest.allocated <= budget_bytes:
+    if least.estimate.peak_allocated_bytes <= budget_bytes:
         return least
-    reachable_gib = math.ceil(least.estimate.highest.allocated / GIB * 1000) / 1000
+    reachable_gib = math.ceil(least.estimate.peak_allocated_bytes / GIB * 1000) / 1000
     raise InputError(
         f"the least that any plan reaches is {reachable_gib} GiB",
         f"set recompute.budget_gib to {reachable_gib} or more, {_others(recipe)}",
@@ -113,7 +120,11 @@ def plan(recipe: Recipe) -> Plan:
     )
 
 
-def _fitting(recipe: Recipe, found: Candidates) -> Plan:
+class OutOfTimeError(InputError):
+    """No plan was found in the time that was allowed."""
+
+
+def _fitting(recipe: Recipe, found: Candidates, until_s: float) -> Plan:
     """Return the fastest plan found that fits on the GPU with ``least_headroom`` free.
 
     What else the device holds differs from plan to plan. That of the last traced one selects the next: a
@@ -128,9 +139,13 @@ def _fitting(recipe: Recipe, found: Candidates) -> Plan:
         within = np.flatnonzero(others & (evaluated + other_bytes <= most_bytes))
         if not len(within) or within[0] > first_slower:
             break
+        if time.monotonic() >= until_s:
+            if best is None:
+                raise OutOfTimeError("no plan was found to fit in time", "plan it alone", field="recompute")
+            return best._replace(is_complete=False)
         index = int(within[0])
         tried, others[index] = _traced(recipe, found, index), False
-        device_bytes = tried.estimate.highest.device
+        device_bytes = tried.estimate.peak_device_bytes
         other_bytes = device_bytes - float(evaluated[index])
         if tried.estimate.fits and device_bytes <= most_bytes:
             best, first_slower = tried, index
@@ -139,7 +154,7 @@ def _fitting(recipe: Recipe, found: Candidates) -> Plan:
     best = best or _traced(recipe, found, int(np.argmin(evaluated)))
     if best.estimate.fits:
         return best
-    least = f"{best.estimate.highest.device / GIB:.2f} GiB of {gpu.usable_bytes / GIB:.2f}"
+    least = f"{best.estimate.peak_device_bytes / GIB:.2f} GiB of {gpu.usable_bytes / GIB:.2f}"
     raise InputError(
         f"the least that any plan reaches on {gpu.name} is {least}",
         f"set {_others(recipe).removeprefix('or ')}",

@@ -1,6 +1,10 @@
 """Console, aligned rows, bars and bullets. Widths follow the terminal, or are 80 columns without one."""
 
+import os
 import re
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,22 +13,32 @@ from rich.text import Text
 
 from trainfit.report.table import layout
 from trainfit.spec.files import writing
-from trainfit.spec.printable import STANDARD_OUTPUT
+from trainfit.spec.printable import PROGRESS_THREAD, STANDARD_OUTPUT, printable
 from trainfit.spec.terminal import Terminal
+
+FIRST_LINE_S, NEXT_LINE_S = 0.6, 5.0
+"""Seconds after which progress is written where there is no terminal, and between its lines."""
 
 console = Terminal  # On standard output; it reads no styles out of text.
 
 
 @contextmanager
-def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Show ``text`` and the seconds passed on a line of standard error, on a terminal only.
+def progress(text: str, *, live: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` and the seconds passed on standard error: live on a terminal, else a line now and then.
+
+    Args:
+        live: False: lines on a terminal too, as other output, such as a script's, stands between them.
 
     Yields:
         a function that replaces the text.
     """
     errors = Terminal(stderr=True)
-    if not errors.is_terminal:
-        yield lambda text: None
+    if not errors.is_terminal or not live:
+        lines = _Lines(text)
+        try:
+            yield lines.replace
+        finally:
+            lines.end()
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -32,6 +46,37 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=errors, transient=True, redirect_stdout=False) as shown:
         task = shown.add_task(text, total=None)
         yield lambda text: shown.update(task, description=text)
+
+
+class _Lines:
+    """Lines of progress where standard error is no terminal: the first within a second, then every few.
+
+    The thread holds no lock that a fork of the process could inherit: it waits, and writes to the descriptor.
+    """
+
+    def __init__(self, text: str):
+        self._text, self._done = text, threading.Event()
+        try:
+            self._descriptor = sys.stderr.fileno()
+        except (OSError, ValueError):  # Replaced by an object in memory: nobody watches it.
+            return
+        threading.Thread(target=self._run, name=PROGRESS_THREAD, daemon=True).start()
+
+    def _run(self) -> None:
+        since_s, wait_s = time.monotonic(), FIRST_LINE_S
+        while not self._done.wait(wait_s):
+            wait_s = NEXT_LINE_S
+            line = f"{printable(self._text)} ({time.monotonic() - since_s:.0f} s)\n"
+            try:
+                os.write(self._descriptor, line.encode(errors="replace"))
+            except OSError:  # Closed or full: progress is not worth an error.
+                return
+
+    def replace(self, text: str) -> None:
+        self._text = text
+
+    def end(self) -> None:
+        self._done.set()
 
 
 def bar(share: float, width: int, *, blocks: bool = True) -> str:

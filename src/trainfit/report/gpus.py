@@ -7,7 +7,7 @@ from rich.console import Console
 
 from trainfit.report.console import console, rows
 from trainfit.report.prediction_text import amount
-from trainfit.report.table import Column, Table, or_dash
+from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import describe
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import OnGpu
@@ -34,7 +34,9 @@ def show(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None, *, out: C
     ordered = sorted(found, key=_order)
     best = ordered[0] if _dollars(ordered[0]) is not None and _fits(ordered[0]) else None
     table = Table(_columns(found), ordered, lambda one: one is best).fitted(out.width)
-    out.print(table.rich(f"* {CHEAPEST}" if best else ""))
+    captions = [f"* {CHEAPEST}"] if best else []
+    captions += ["(cost) if it fitted"] if any(_cost_text(one).startswith("(") for one in ordered) else []
+    out.print(table.rich("; ".join(captions)))
     refused = [
         [one.gpu if same else f"{one.count} x {one.gpu}", one.refused] for one in ordered if one.refused
     ]
@@ -47,8 +49,7 @@ def _columns(found: Sequence[OnGpu]) -> list[Column]:
     every = [
         *_of_hardware(found),
         Column("verdict", _verdict, False, kind=lambda one: VERDICTS.get(_verdict(one), "")),
-        Column("device GiB", lambda one: or_dash(_device_gib(one), "{:.1f}"), rank=3),
-        Column("of GiB", lambda one: _of(one, "device_bytes", "{:.1f}", GIB), rank=4),
+        Column("GiB of", _memory, rank=0),
         Column("tokens/s predicted", lambda one: _of(one, "tokens_per_s", "{:,.0f}"), rank=2),
         Column("MFU", lambda one: or_dash(one.estimate and one.estimate.mfu, "{:.1%}"), rank=1),
         Column("time", lambda one: or_dash(one.run and one.run.run_s, format_seconds)),
@@ -63,10 +64,6 @@ def _of_hardware(found: Sequence[OnGpu]) -> list[Column]:
     """Return the columns of the GPU, and of the count where it differs."""
     counts = [Column("GPUs", lambda one: f"{one.count:,}")] if len({one.count for one in found}) > 1 else []
     return [Column("GPU", attrgetter("gpu"), False), *counts]
-
-
-def _device_gib(one: OnGpu) -> float | None:
-    return None if one.estimate is None else one.estimate.highest.device / GIB
 
 
 def _fits(one: OnGpu) -> bool:
@@ -97,7 +94,16 @@ def _dollars(one: OnGpu) -> float | None:
 
 
 def _cost_text(one: OnGpu) -> str:
-    return or_dash(_dollars(one), amount if one.run else "{:.4g}")
+    text = or_dash(_dollars(one), amount if one.run else "{:.4g}")
+    return text if text == NOTHING or _fits(one) else f"({text})"
+
+
+def _memory(one: OnGpu) -> str:
+    """Return the peak on the device and the device's memory, which stay together on a narrow terminal."""
+    found = one.estimate
+    return (
+        NOTHING if found is None else f"{found.peak_device_bytes / GIB:.1f} of {found.device_bytes / GIB:.1f}"
+    )
 
 
 def _of(one: OnGpu, name: str, pattern: str, unit: float = 1) -> str:

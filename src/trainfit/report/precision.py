@@ -48,17 +48,19 @@ def storage(recipe: Recipe) -> Storage:
 
 def meaning(recipe: Recipe) -> str:
     """One line: ``bf16: weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter``."""
-    held = storage(recipe)
+    held, usual = storage(recipe), ""
     weights = "weights 4 B (fp32 master weights)"
     if held.frozen is not None:
         how = f" in {recipe.quantize}" if recipe.quantize else ""
         weights = f"frozen base {held.frozen:g} B{how} a parameter, adapter {held.weight:g} B"
     elif held.weight == 2.0:
         weights = "weights 2 B, no fp32 master weights"
+        if not recipe.optimizer.stochastic_rounding:
+            usual = "; pretraining usually has some: --precision amp-bf16"
     trained = "a trained parameter" if recipe.adapter else "a parameter"
     rounding = "; updates rounded at random, so that small ones are kept on average"
     more = PRODUCTS.get(recipe.precision, "") + rounding * recipe.optimizer.stochastic_rounding
-    return f"{recipe.precision}: {weights}, {_moment_words(recipe, held)} {trained}{more}"
+    return f"{recipe.precision}: {weights}, {_moment_words(recipe, held)} {trained}{more}{usual}"
 
 
 def _moment_words(recipe: Recipe, held: Storage) -> str:

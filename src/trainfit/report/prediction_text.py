@@ -1,20 +1,25 @@
 """A prediction as text for a terminal: what ``trainfit predict`` prints and ``print(estimate)`` shows."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, quantity
 from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Explanation, Peak, Phases, Run
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
+
+LEAST_APART = 0.01
+"""Share by which two possible peaks differ if both are shown."""
 
 
 def show(
@@ -23,6 +28,7 @@ def show(
     *,
     run: Run | None = None,
     notes: Sequence[str] = (),
+    assumed: str = "",
     verbose: bool = False,
     out: Console | None = None,
 ) -> None:
@@ -32,12 +38,14 @@ def show(
         recipe: None for the user's own code.
         run: time and cost of a run of such steps.
         notes: choices made for open fields, and ignored keys of the model's config.
+        assumed: what was not given, and is at its default.
         out: the console; None: standard output.
     """
     out = out or console()
-    _answer(out, recipe, estimate)
+    _answer(out, recipe, estimate, assumed)
     if run is not None:
-        heading(out, f"A run over {format_count(run.tokens)} tokens")
+        fitted = "" if estimate.fits else ", if a step fitted"
+        heading(out, f"A run over {format_count(run.tokens)} tokens{fitted}")
         rows(out, run_lines(run.model_dump()), "left", "right", "wrap")
     bullets(out, "Notes", notes)
     _memory(out, estimate)
@@ -61,19 +69,24 @@ def show(
         out.print("\n--verbose: the conventions and assumptions that this rests on", style="dim")
 
 
-def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
-    """Print verdict, subject, speed, cost and precision; then the warnings."""
+def _if_it_fitted(estimate: Estimate) -> str:
+    """Return the mark of a speed or a cost that cannot be had, as the step does not fit."""
+    return "" if estimate.fits else "if it fitted: "
+
+
+def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: str) -> None:
+    """Print verdict, subject, speed, cost and precision, what was assumed; then the warnings."""
     out.print(verdict(recipe, estimate), style="bold green" if estimate.fits else "bold red")
     out.print(subject(recipe, estimate), style="bold")
     frozen = estimate.trainable_params != estimate.params
     trained = f", {format_count(estimate.trainable_params)} trained" if frozen else ""
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
-        *([name, words] for name, words in two_peaks(estimate)),
         ["speed", speed(recipe, estimate)],
         *([["batch", _batch(recipe)]] if recipe is not None and estimate.num_gpus > 1 else []),
         *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
+        *([["assumed", assumed]] if assumed else []),
         ["model", f"{format_count(estimate.params)} parameters{trained}{identity}"],
     ]
     if estimate.versions:
@@ -82,39 +95,40 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
     rows(out, lines, "left", "wrap")
 
 
-def two_peaks(of: Estimate | Explanation) -> list[list[str]]:
-    """Return lines of the expected and the possible peak, and why; none where there is one peak."""
-    peaks = of.two_peaks
-    if peaks is None:
-        return []
-
-    def sizes(peak: Peak) -> str:
-        allocated, reserved, device = (format_bytes(size) for _, size in peak)
-        return f"{allocated} allocated, {reserved} reserved, {device} on the device"
-
-    decides = "; the verdict is by this peak" * isinstance(of, Estimate)
-    return [
-        ["expected", sizes(peaks.expected)],
-        ["possible", f"{sizes(peaks.possible)}: {peaks.reason}{decides}"],
-    ]
-
-
-def show_advice(advice: Advice, out: Console | None = None) -> None:
+def show_advice(recipe: Recipe, advice: Advice, out: Console | None = None) -> None:
     """Print the changes with which a recipe fits, and the GPUs on which it does."""
     out = out or console()
     heading(out, "What would fit")
-    gpus = [one for one in (advice.gpu, advice.gpus) if one is not None]
-    rows(out, map(_advised, (*advice.changes, *gpus)), "right", "right", "wrap")
+    found = [*advice.changes, *(one for one in (advice.gpu, advice.gpus) if one is not None)]
     if not advice.changes:
-        out.print("  none of the changes tried is enough; trainfit plan tries more", soft_wrap=True)
+        count, gpu = recipe.hardware.count, recipe.hardware.gpu
+        here = f"{count} x {gpu}" if count > 1 else gpu
+        line = f"on {here} none of the changes tried is enough; trainfit plan tries more"
+        rows(out, [[line]], "wrap")
+    rows(out, map(_advised, found), "right", "right", "wrap")
+    if not advice.is_complete:
+        rows(out, [["stopped after a minute; trainfit plan tries more"]], "wrap")
+    if found:
+        rows(out, [[f"take one: {' '.join(map(_as_option, found[0].changes))}"]], "wrap")
+
+
+def _as_option(change: str) -> str:
+    """Return the options that make a change, such as ``--set loss=fused``."""
+    field, _, value = change.partition(": ")
+    return f"--set {shlex.quote(f'{field}={value}')}"
 
 
 def _advised(one: Found) -> list[str]:
-    found = one.estimate
-    size = format_bytes(found.highest.device)
+    found, gpu = one.estimate, find_gpu(one.as_recipe().hardware.gpu)
     speed = "" if found.tokens_per_s is None else f"{found.tokens_per_s:,.0f} tokens/s"
-    marked = f" (changes the numerics: {', '.join(one.numerics)})" if one.numerics else ""
-    return [size, speed, ", ".join(one.changes) + marked]
+    notes = [f"changes the numerics: {', '.join(one.numerics)}"] if one.numerics else []
+    if found.host_bytes:
+        notes.append(f"pins {format_bytes(found.host_bytes)} of the host's memory for each GPU")
+    if any(change.startswith("hardware.gpu:") for change in one.changes):
+        notes += ["modelled, no step was measured on it"] * (gpu.basis != "measured")
+        notes += ["no price is known"] * (gpu.price_per_hour is None)
+    marked = f" ({'; '.join(notes)})" if notes else ""
+    return [format_bytes(found.peak_device_bytes), speed, ", ".join(one.changes) + marked]
 
 
 def _batch(recipe: Recipe) -> str:
@@ -143,7 +157,7 @@ def _gpu(recipe: Recipe | None, estimate: Estimate) -> str:
 def verdict(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return whether it fits, and by how much."""
     headroom, device = estimate.headroom_bytes, estimate.device_bytes
-    size = f"{format_bytes(estimate.highest.device)} of {format_bytes(device)}"
+    size = f"{format_bytes(estimate.peak_device_bytes)} of {format_bytes(device)}"
     gpu = _gpu(recipe, estimate)
     if estimate.num_gpus > 1:
         gpu = f"each of {estimate.num_gpus} x {gpu}"
@@ -164,10 +178,11 @@ def speed(recipe: Recipe | None, estimate: Estimate) -> str:
     between = f" ({quantity('step_s', bound.low)} to {quantity('step_s', bound.high)})" if bound else ""
     mfu = "" if estimate.mfu is None else f", {estimate.mfu:.1%} MFU"
     step = f"a step {format_seconds(estimate.step_s)}{between}"
+    mark = _if_it_fitted(estimate)
     if estimate.tokens_per_s is None:
-        return f"{step}{mfu}"
+        return f"{mark}{step}{mfu}"
     every = " in all" * (estimate.num_gpus > 1)
-    return f"{estimate.tokens_per_s:,.0f} tokens/s{every}{mfu}, {step}"
+    return f"{mark}{estimate.tokens_per_s:,.0f} tokens/s{every}{mfu}, {step}"
 
 
 def cost(recipe: Recipe | None, estimate: Estimate) -> str:
@@ -176,7 +191,8 @@ def cost(recipe: Recipe | None, estimate: Estimate) -> str:
     if money is None:
         return f"no price of {_gpu(recipe, estimate)} is known: give yours, --price USD"
     gpus = f"{money.num_gpus} GPU{'s' * (money.num_gpus > 1)} at {money.price_per_gpu_hour:.2f} $"
-    return f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
+    costs = f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
+    return f"{_if_it_fitted(estimate)}{costs}"
 
 
 def run_lines(found: Mapping[str, Any]) -> list[list[str]]:
@@ -208,8 +224,7 @@ def _memory(out: Console, estimate: Estimate) -> None:
     label = len("pinned on the host" if estimate.host_bytes else "on the device")
     width = max(0, min(40, out.width - 27 - label))
     peak = estimate.peak_allocated_bytes
-    name = "peak" if estimate.two_peaks is None else "expected peak"
-    heading(out, f"Memory{of_one(estimate)} at the {name} ({estimate.peak_phase.replace('.', ' step, ')})")
+    heading(out, f"Memory{of_one(estimate)} at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
     sizes = {name: getattr(estimate.breakdown, name) for name in CATEGORIES}
     lines = [(name, size, f"{size / peak:.1%}") for name, size in sizes.items() if size]
     lines += [
@@ -225,6 +240,20 @@ def _memory(out: Console, estimate: Estimate) -> None:
     cells = zip(lines, [*bars, ""], strict=False)
     shown = [[name, format_bytes(size), share, filled] for (name, size, share), filled in cells]
     rows(out, shown, "left", "right", "right", "left")
+    if (other := _other_peak(estimate)) is not None:
+        out.print(other, style="dim")
+
+
+def _other_peak(estimate: Estimate) -> str | None:
+    """Return a line about the lower of DDP's two peaks, where one of its sizes is lower by over 1 %."""
+    other = estimate.other_peak
+    names = ("allocated", "reserved", "device")
+    if other is None or all(
+        getattr(other, name) >= (1 - LEAST_APART) * getattr(estimate, f"peak_{name}_bytes") for name in names
+    ):
+        return None
+    sizes = " / ".join(format_bytes(getattr(other, name)) for name in names)
+    return f"or {sizes} (allocated / reserved / on the device), if NCCL lets go of DDP's first buckets soon"
 
 
 def _full_bar(estimate: Estimate) -> int:

@@ -27,6 +27,38 @@ def describe(recipe: Recipe, ran_on: str | None = None) -> str:
     return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
+def assumed(recipe: Recipe, *, varies_batch: bool = False) -> str:
+    """Return one line: what the recipe leaves at its default and an answer depends on; empty: nothing.
+
+    Args:
+        recipe: as it was given, before anything in it is planned or changed.
+        varies_batch: the micro-batch is not assumed but found.
+    """
+    batch, given = recipe.batch, recipe.batch.model_fields_set | ({"micro"} if varies_batch else set())
+    seq, micro = f"{batch.seq:,} tokens", f"{batch.micro} sequence{'s' * (batch.micro > 1)}"
+    sizes = {
+        (False, False): (f"batch {batch.micro} x {seq}", "--batch, --seq"),
+        (True, False): (f"sequences of {seq}", "--seq"),
+        (False, True): (f"{micro} in a micro-batch", "--batch"),
+    }
+    trained = f"{recipe.optimizer.name} on all weights" if recipe.adapter is None else recipe.optimizer.name
+    candidates = [
+        ("gpu" in recipe.hardware.model_fields_set, f"GPU {recipe.hardware.gpu}", "--gpu"),
+        ({"micro", "seq"} <= given, *sizes.get(("micro" in given, "seq" in given), ("", ""))),
+        ("precision" in recipe.model_fields_set, recipe.precision, "--precision"),
+        (
+            bool(recipe.model_fields_set & {"optimizer", "adapter"}),
+            trained,
+            "--lora" if recipe.adapter is None else "--set optimizer.name",
+        ),
+    ]
+    open_ones = [(text, option) for is_given, text, option in candidates if not is_given]
+    if not open_ones:
+        return ""
+    texts, names = zip(*open_ones, strict=True)
+    return f"{', '.join(texts)}: not given; {', '.join(names)}"
+
+
 def batch_text(recipe: Recipe) -> str:
     """Return ``micro x seq``, and ``x accumulate`` where there is accumulation."""
     batch = recipe.batch

@@ -7,6 +7,7 @@ from typing import Any
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
+from trainfit.spec.units import format_bytes
 from trainfit.spec.value import Bytes, Count, Share, Value
 
 
@@ -60,6 +61,10 @@ class Plan(Value):
     """Recipes that were traced."""
     run_tokens: float | None = None
     """Tokens of a whole training run, for its time and cost."""
+    over_host: Found | None = None
+    """Where nothing fits: the fastest recipe that the device holds and the host's limit alone forbids."""
+    assumed: str = ""
+    """Line on what was not given, such as the GPU, and is at its default."""
 
     @property
     def usable_bytes(self) -> int:
@@ -74,6 +79,9 @@ class Plan(Value):
             ValueError: nothing fits.
         """
         if not self.found:
+            if self.over_host is not None:
+                pinned = format_bytes(self.over_host.estimate.host_bytes)
+                raise ValueError(f"no recipe fits; .over_host would, with {pinned} of pinned host memory")
             raise ValueError("no recipe fits; .least is the smallest one found")
         return self.found[0].as_recipe()
 
@@ -84,9 +92,13 @@ class Advice(Value):
     changes: tuple[Found, ...]
     """One change each, or two: those that keep the mathematics first, of these the fastest."""
     gpu: Found | None
-    """The same recipe on the smallest GPU of the catalog that holds it; None: none does."""
+    """The same recipe on a larger GPU: the smallest with a price and measured steps, else the smallest; None:
+    none of the catalog holds it."""
     gpus: Found | None
-    """The same recipe sharded by FSDP2 over the fewest GPUs, a power of two, found to hold it."""
+    """The same recipe sharded by FSDP2 over the fewest GPUs, a power of two, found to hold it; where it takes
+    that too, with full recomputation."""
+    is_complete: bool = True
+    """False: the time was over before everything had been tried."""
 
 
 def written(field: str, value: Any) -> str:

@@ -8,6 +8,8 @@ import unicodedata
 
 from trainfit.spec.files import writing
 
+PROGRESS_THREAD = "progress"
+"""Name of the thread that writes lines of progress (``report.console``)."""
 STANDARD_OUTPUT, STANDARD_ERROR = "standard output", "standard error"
 CONTROL_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode's control and format characters, lone surrogates, line and paragraph separators (UAX #44)."""

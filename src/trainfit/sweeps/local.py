@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 
+from trainfit.measurement.machine import check_processes
 from trainfit.measurement.nvml import visible_gpus
 from trainfit.spec.errors import InputError
 from trainfit.spec.sweep import Part
@@ -34,6 +35,8 @@ class LocalExecutor:
         if jobs is not None and gpus and jobs > len(gpus):
             problem = f"this machine shows {len(gpus)} GPUs, and two trials on one would disturb each other"
             raise InputError(problem, f"use --jobs {len(gpus)} or fewer", field="jobs", value=jobs)
+        if jobs is not None and not gpus:
+            check_processes(jobs, "jobs")
         self._gpus: list[str | None] = [*gpus[:jobs]] or [None] * (jobs or 1)
 
     def environments(self, part: Part, count: int) -> list[dict[str, str]]:

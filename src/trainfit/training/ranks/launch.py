@@ -38,6 +38,11 @@ def is_launched() -> bool:
     return set(RANK_VARIABLES) <= set(os.environ)
 
 
+def started_by_us() -> bool:
+    """Return whether this process is a rank that ``launch`` started, which has checked what it needs."""
+    return is_launched() and LAUNCHER in os.environ
+
+
 def launched_rank() -> int:
     """Return this process's rank by its environment; 0 for a process that is no rank."""
     return int(os.environ["RANK"]) if is_launched() else 0

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from trainfit.ledger.ledger import Segment
 from trainfit.virtual.trace.exclusive import chosen_by_thread
 from trainfit.virtual.trace.scope import NO_SCOPE, ScopeTracker
-from trainfit.virtual.user.loops import LoopWatch
 from trainfit.virtual.user.placement import is_device
 from trainfit.virtual.user.tracer import UserTracer
 
@@ -51,8 +50,6 @@ class StepFollower:
         self.num_parameters = self.num_trained = 0
         """Elements of all and of trainable parameters on the device at the last call of a module."""
         scopes.on_outermost = self._forward_begins
-        self._loops = LoopWatch()
-        tracer.on_unknown = self._loops.read
 
     def __enter__(self) -> "StepFollower":
         self._handles = [
@@ -104,7 +101,6 @@ class StepFollower:
     def _forward_begins(self, module: nn.Module) -> None:
         if self._engine_depth:
             return  # Recomputation.
-        self._loops.forward()
         self._register(module)
         self._pass_begins()
 
@@ -175,8 +171,6 @@ class StepFollower:
             self._tracer.live.categorise("activations", self._tracer.live.allocated_in(0))
 
     def _begin(self, phase: str) -> None:
-        if phase in ("backward", "optimizer"):
-            self._loops.trained()
         if self._scopes.phase == phase:
             return
         self._tracer.begin("", phase)
