@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 import trainfit
+from trainfit.catalog.load import gpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Estimate
+from trainfit.virtual.compile.cuda_device import as_cuda
+from trainfit.virtual.trace.process_state import no_function_modes
+from trainfit.virtual.user import user_gpu
 from user_training import MIB, SQUARE, N, inside, mlp
 
 
@@ -167,3 +173,12 @@ def test_code_that_dynamo_does_not_support_is_refused() -> None:
 
     with pytest.raises(InputError, match="without torch.compile"):
         trainfit.trace(train)
+
+
+def test_operations_on_fake_cuda_tensors_find_a_device_guard() -> None:
+    """Python's operators enter one, which a CPU build does not have; Inductor's decompositions use them."""
+    with user_gpu(gpu("h200"), prefers_cudnn=False, max_steps=1) as virtual, virtual.tracer.inside():
+        traits = virtual.tracer.gpu
+        assert traits is not None
+        with as_cuda(traits), no_function_modes(), _disable_current_modes(), FakeTensorMode():
+            assert (~torch.empty(2, dtype=torch.bool, device="cuda")).device.type == "cuda"

@@ -78,7 +78,7 @@ def _device_guard() -> Iterator[None]:
 
     A CUDA build without a GPU registers such a guard itself (``c10::impl::ensureCUDADeviceGuardSet``).
     """
-    if torch.backends.cuda.is_built():
+    if torch._C._has_cuda:  # What ``torch.backends.cuda.is_built`` says to user code is the virtual GPU.s.
         yield
         return
     folder = Path(torch.__file__).parent / "lib"

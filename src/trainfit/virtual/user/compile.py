@@ -19,6 +19,7 @@ from trainfit.virtual.compile import VirtualCompiler
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.scope import ScopeTracker
+from trainfit.virtual.user.flex_attention import is_flex
 from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
 from trainfit.virtual.user.tracer import UserTracer
 
@@ -70,6 +71,8 @@ class UserCompiler(VirtualCompiler):
             return functools.partial(self.compiled, **options)
         if options.get("backend") == self._backend:  # Called through ``in_place``.
             return self._compile(model, **options)
+        if is_flex(model):
+            return model  # Runs as its kernels.
         settings = self._settings(options)
         if settings is None:
             return model
@@ -138,7 +141,8 @@ class UserCompiler(VirtualCompiler):
             with _as_dynamo_sees(self._user_tracer):
                 return super()._run(module, compiled, *args, **kwargs)
         except TorchDynamoException as error:
-            cause = str(error).strip().splitlines()
+            # The first line of a backend's failure names the backend alone.
+            cause = [line for line in str(error).strip().splitlines() if not line.endswith("raised:")]
             raise InputError(
                 "torch.compile does not support this code on the virtual GPU: "
                 f"{cause[0] if cause else type(error).__name__}",

@@ -29,6 +29,7 @@ from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.files import files
+from trainfit.virtual.user.flex_attention import flex_attention
 from trainfit.virtual.user.libraries import libraries
 from trainfit.virtual.user.placement import CUDA, is_device, is_marked
 from trainfit.virtual.user.process_groups import single_rank
@@ -101,6 +102,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         enter(steps)
         enter(tracer)
         enter(compiling(traits, tracer, scopes))
+        enter(flex_attention(tracer))
         virtual = UserGpu(tracer, steps, memory_stats)
         if num_ranks is None:
             enter(own_pools(tracer, torch.cuda.current_stream))

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch._subclasses import fake_tensor
 
 OWN = Path(__file__).parents[2]
-LIBRARIES = ("site-packages", "dist-packages", str(OWN), "<frozen", str(Path(traceback.__file__).parent))
+LIBRARIES = ("site-packages", "dist-packages", str(OWN), "<", str(Path(traceback.__file__).parent))
 """Parts of the paths of code that is not the user's."""
 DRIVER = re.compile(
     r"no attribute '_(?:cuda|nccl|cudnn|accelerator)_?\w*'|dummy base class|not compiled with CUDA|"
