@@ -52,6 +52,7 @@ def memory_functions(memory_stats: MemoryStats) -> Functions:
         ),
         **_raw(memory_stats),
         "is_initialized": lambda: True,
+        "_get_nvml_device_index": lambda device=None: 0,  # Whatever CUDA_VISIBLE_DEVICES says
         "mem_get_info": free_and_total,
         "get_memory_info": free_and_total,
         "empty_cache": lambda: memory_stats.empty_cache(),
