@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
-from trainfit.catalog.config_checks import ignored
+from trainfit.catalog.config_notes import config_notes
 from trainfit.catalog.load import gpu_of_device
 from trainfit.report.words import recompute_written
 from trainfit.spec.errors import InputError
@@ -24,7 +24,7 @@ def planned(recipe: Recipe, device: str | None = None) -> tuple[Recipe, tuple[st
     Raises:
         InputError: no plan is within the budget.
     """
-    notes = ignored(recipe.model.config)
+    notes = config_notes(recipe)
     if not recipe.has_open_fields:
         return recipe, notes
     if recipe.attention == "best":

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from trainfit.catalog import load as catalog
 from trainfit.catalog.names import find_model
+from trainfit.catalog.other_files import is_no_recipe
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import plain, read_config
 from trainfit.spec.parsing.recipe_file import SETTINGS, merge, recipe_from, recipe_of_model
@@ -125,7 +126,7 @@ def read(
         recipe = _changed(source, list(settings), over, notes)
     elif isinstance(source, Mapping):
         data = as_plain(source)
-        data = {"model": {"config": data}} if _has_config_keys(data) else data
+        data = {"model": {"config": data}} if is_no_recipe(data) else data
         recipe = recipe_from(data, list(settings), over=over, notes=notes)
     elif isinstance(source, str | os.PathLike):
         recipe = _named_recipe(source, list(settings), over, notes)
@@ -233,15 +234,11 @@ def _is_path(text: str) -> bool:
 def _is_model_config(path: Path) -> bool:
     """Return whether the file, or ``config.json`` in the folder, is a model's config and no recipe."""
     if path.is_dir():
-        return (path / "config.json").is_file()
+        return True
     if path.suffix != ".json" or not path.is_file():
         return False
-    return _has_config_keys(read_config(path))
-
-
-def _has_config_keys(data: Any) -> bool:
-    """Return whether it is the mapping of a config.json and no recipe."""
-    return isinstance(data, Mapping) and "model_type" in data and "model" not in data
+    data = read_config(path)
+    return not isinstance(data, Mapping) or is_no_recipe(data) or not data.keys() & {"extends", *Recipe.model_fields}
 
 
 @contextlib.contextmanager

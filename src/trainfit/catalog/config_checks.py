@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from trainfit.catalog.config_values import allowed_range
+from trainfit.catalog.other_files import refuse_other_file
+from trainfit.catalog.text_model import LAYER_KEYS, text_model
 from trainfit.spec.errors import InputError
 
 REMOTE_CODE_KEYS = ("auto_map", "custom_pipelines")
@@ -23,13 +25,16 @@ LARGEST = {
         "num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_kv_heads", "head_dim",
         "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok",
     ),
-    256: ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    256: LAYER_KEYS,
 }  # fmt: skip
 """Sizes that must be whole numbers from 1 to this where they stand (null means the model type's default).
 
 The limits are far over any model (the deepest published have 126 layers); beyond them a tensor's 64-bit size
 overflows, or building takes minutes.
 """
+
+MAY_BE_ZERO = re.compile(r"experts|^moe_")
+"""Sizes of a mixture of experts: 0 in a dense model of a type that can have them."""
 
 LARGEST_OF_KIND = (
     (re.compile(r"^(?!max_).*(?:layers?|blocks|depth|cycles|per_stack|layer_period)$"), 256),
@@ -39,7 +44,7 @@ LARGEST_OF_KIND = (
     (re.compile(r""), 2**31 - 1),
 )
 """Pattern of a key, anywhere in a config -> its largest whole number; the first that fits holds."""
-LARGE_COUNTS = re.compile(r"vocab|positions$|ctx$|tokens$")
+LARGE_COUNTS = re.compile(r"vocab|positions$|ctx$|tokens$|param(?:eter)?s$")
 """Keys of the kinds above that count what is no module: up to 2**31 - 1."""
 
 SWITCHES = {"return_dict": True, "torchscript": False}
@@ -53,7 +58,7 @@ ROPE_MAPPINGS = ("rope_scaling", "rope_parameters", "rope")
 
 
 def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
-    """Return the mapping itself; an InputError refuses one from which no trainable model can be built."""
+    """Return the text model's mapping; an InputError refuses one from which no trainable model can be built."""
     try:
         return _checked(config)
     except InputError as error:
@@ -63,47 +68,35 @@ def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
 def _checked(config: Any) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError("not a mapping", "write a config.json's object", field="model.config", value=config)
+    refuse_other_file(config)
     if config.get(TRUST_KEY):
-        raise remote_code_refused(config, TRUST_KEY)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise _wrong("model_type", None, "missing", "add the model type, such as 'llama'")
+        remedy = "remove the key: it changes no layer"
+        raise _wrong(TRUST_KEY, config[TRUST_KEY], "code of a repository is never run", remedy)
+    found = text_model(config)
+    text, path = found.config, found.path
     for largest, keys in LARGEST.items():
         for key in keys:
-            _check_size(key, config.get(key), largest)
-    leaves = list(_leaves(config))
+            _check_size(key, text.get(key), largest, path)
+    leaves = list(_leaves(text, path.rstrip(".")))
     for leaf in leaves:
         _check_count(leaf)
         if leaf.key in ("short_factor", "long_factor") and leaf.num_items == 1:
             # torch would broadcast it over all frequencies.
             remedy = "write one for each rotary frequency, half a head's rotated size"
             raise _wrong(leaf.path.removesuffix("[0]"), [leaf.value], "a list of one factor", remedy)
-    _check_heads(config)
+    _check_heads(text, path)
     for key, needed in SWITCHES.items():
-        if key in config and config[key] is not needed:
-            problem = f"{'null, but ' * (config[key] is None)}training needs the model's outputs by name"
-            raise _wrong(key, config[key], problem, f"write {str(needed).lower()}, or leave it out")
+        if key in text and text[key] is not needed:
+            problem = f"{'null, but ' * (text[key] is None)}training needs the model's outputs by name"
+            raise _wrong(path + key, text[key], problem, f"write {str(needed).lower()}, or leave it out")
     for leaf in leaves:
         _check_value(leaf)
-    return config
+    return text
 
 
 def remote_code_keys(config: Any) -> tuple[str, ...]:
     """Return the keys of the config that name code of a repository."""
     return tuple(key for key in REMOTE_CODE_KEYS if isinstance(config, dict) and config.get(key))
-
-
-def ignored(config: Any) -> tuple[str, ...]:
-    """Return a line for each key of the config that names code of a repository."""
-    why = "is ignored: the code that it names is never run"
-    return tuple(f"model.config.{key} {why}" for key in remote_code_keys(config))
-
-
-def remote_code_refused(config: dict[str, Any], key: str) -> InputError:
-    """Return the refusal of a config that cannot be built without the code that its ``key`` names."""
-    problem = "asks for code to be downloaded and run, which is never done"
-    remedy = "remove the key and use a model type that transformers has itself"
-    return _wrong(key, config[key], problem, remedy)
 
 
 class Leaf(NamedTuple):
@@ -152,15 +145,17 @@ def _check_value(leaf: Leaf) -> None:
         raise _wrong(leaf.path, leaf.value, "a model of it cannot train", allowed.remedy)
 
 
-def _check_size(key: str, value: Any, largest: int) -> None:
+def _check_size(key: str, value: Any, largest: int, path: str) -> None:
     if isinstance(value, list):  # One for each layer, as Gemma 3n has it.
         for index, item in enumerate(value):
-            _check_size(f"{key}[{index}]", item, largest)
-    elif value is not None and (type(value) is not int or not 1 <= value <= largest):
-        raise _wrong(key, value, "not a size", f"write a whole number from 1 to {largest:,}")
+            _check_size(f"{key}[{index}]", item, largest, path)
+        return
+    least = 0 if MAY_BE_ZERO.search(key) else 1
+    if value is not None and (type(value) is not int or not least <= value <= largest):
+        raise _wrong(path + key, value, "not a size", f"write a whole number from {least} to {largest:,}")
 
 
-def _check_heads(config: dict[str, Any]) -> None:
+def _check_heads(config: dict[str, Any], path: str) -> None:
     """Query heads share key-value heads in equal groups: one number must divide the other."""
     heads = next((config[key] for key in HEAD_KEYS if isinstance(config.get(key), int)), None)
     width = next((config[key] for key in WIDTH_KEYS if isinstance(config.get(key), int)), 0)
@@ -168,12 +163,12 @@ def _check_heads(config: dict[str, Any]) -> None:
         return
     if "head_dim" not in config and width // heads > LARGEST_HEAD:
         problem = f"{heads} heads of {width} elements are over {LARGEST_HEAD:,} each"
-        raise _wrong("num_attention_heads", heads, problem, "write more heads")
+        raise _wrong(path + "num_attention_heads", heads, problem, "correct one of the two")
     for key in KEY_VALUE_HEAD_KEYS:
         shared = config.get(key)
         if isinstance(shared, int) and heads % shared:
             problem = f"does not divide the {heads} attention heads"
-            raise _wrong(key, shared, problem, f"write a divisor of {heads}")
+            raise _wrong(path + key, shared, problem, f"write a divisor of {heads}")
 
 
 def _wrong(key: str, value: Any, problem: str, remedy: str) -> InputError:

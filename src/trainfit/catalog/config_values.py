@@ -17,6 +17,7 @@ class Range(NamedTuple):
 
 
 POSITIVE = Range("write a number above 0", lambda number: number > 0)
+OR_NONE = POSITIVE._replace(remedy="write a number above 0, or null for none")
 NOT_NEGATIVE = Range("write a number of at least 0", lambda number: number >= 0)
 SHARE = Range("write a share above 0, at most 1", lambda number: 0 < number <= 1)
 DROPPED = Range("write a share from 0 to below 1; 1 would drop everything", lambda number: 0 <= number < 1)
@@ -33,7 +34,7 @@ ANYWHERE = {
     r"(?:^|_)eps(?:ilon)?(?:$|_)": EPS,
     r"dropout(?:_p|_prob|_rate|_ratio)?$|(?:^|_)pdrop$|layerdrop$": DROPPED,
     r"(?:^|_)drop_(?:path_)?(?:rate|prob)$": DROPPED,
-    r"^(?:attn|final)_logit_softcapping$": POSITIVE,
+    r"^(?:attn|final)_logit_softcapping$": OR_NONE,
     r"softcap(?:ping)?$": NOT_NEGATIVE,
 }
 """Pattern of a key -> its range, wherever the key stands; the first that fits holds."""

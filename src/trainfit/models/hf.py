@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, remote_code_keys, remote_code_refused
+from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, WIDTH_KEYS, remote_code_keys
+from trainfit.catalog.text_model import LAYER_KEYS
 from trainfit.models.deferred_init import is_deferred
 from trainfit.models.few_blocks import outlined
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
+from trainfit.models.hf_text import text_class
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import FLOAT_TAG
 from trainfit.virtual.trace.exclusive import replaced
@@ -30,6 +32,7 @@ IMPLEMENTATIONS = {"eager": "eager", "triton": NAME}
 """transformers' names of the recipe's attention values; the others are backends of SDPA."""
 
 NOT_CAUSAL = "each token also sees the ones after it, so it has no next token to learn"
+OTHER_MODEL = "name a causal language model, or trace a script that trains this one (trainfit trace)"
 BAD_CONFIG = (
     ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, AssertionError, IndexError,
     OverflowError,
@@ -48,23 +51,27 @@ def build_hf(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if config.get("is_causal") is False:
-        raise InputError(NOT_CAUSAL, "leave it out", field="model.config.is_causal", value=False)
+        raise InputError(NOT_CAUSAL, OTHER_MODEL, field="model.config.is_causal", value=False)
     hf_config = hf_config_from(config)
+    model_class = causal_model_class(hf_config)
+    from_config: Any = model_class._from_config  # Of a class that transformers' factory does not know
+    if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        from_config = AutoModelForCausalLM.from_config
     chosen = {} if attention == "sdpa" else {"attn_implementation": IMPLEMENTATIONS.get(attention, "sdpa")}
     if attention == "triton":
         register_attention()
         refuse_config(hf_config)
-    # Imports the model's module here: a tensor that a module creates would stay on the device in force.
-    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
-        num_layers = int(getattr(hf_config.get_text_config(), "num_hidden_layers", 0) or 0)
+        num_layers = int(getattr(hf_config, "num_hidden_layers", 0) or 0)
         with (
             _initialised_on_meta() if is_deferred() else nullcontext(),
-            outlined(_block_class(type(hf_config)), num_layers),
+            outlined(_block_class(model_class), num_layers),
             torch.device(device),
         ):
-            options = {"dtype": dtype, "trust_remote_code": False, **chosen}
-            model = AutoModelForCausalLM.from_config(hf_config, **options)
+            model = from_config(hf_config, dtype=dtype, **chosen)
+    except ImportError as error:
+        missing = f"{error}".strip().partition("\n")[0]
+        raise _wrong_type(config.get("model_type"), missing, "install that library") from error
     except BAD_CONFIG as error:
         problem = f"transformers cannot build it as a causal language model: {_cause(error)}"
         remedy = "correct the config, or name a causal language model"
@@ -79,13 +86,31 @@ def build_hf(
     return model.train()
 
 
-def _block_class(kind: type) -> type[nn.Module] | None:
-    """Return the class of the decoder blocks, by a configuration's class; None: not exactly one."""
+def causal_model_class(hf_config: Any) -> type[Any]:
+    """Return transformers' causal language model of a config; imports its module.
+
+    The import is here, outside the device in force: a tensor that a module creates would stay on that.
+
+    Raises:
+        InputError: transformers has none.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
-    names = getattr(model, "_no_split_modules", None) or ()
-    found = [getattr(sys.modules[model.__module__], name, None) for name in names]
+    kind = hf_config.model_type
+    if getattr(hf_config, "is_encoder_decoder", False):
+        problem = "an encoder-decoder, which is more than a causal language model"
+        raise _wrong_type(kind, problem, OTHER_MODEL)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None) or text_class(type(hf_config))
+    if found is None:
+        problem = "transformers has no causal language model of this type"
+        raise _wrong_type(kind, problem, OTHER_MODEL)
+    return found
+
+
+def _block_class(model_class: type[Any]) -> type[nn.Module] | None:
+    """Return the class of a model's decoder blocks; None: not exactly one."""
+    names = getattr(model_class, "_no_split_modules", None) or ()
+    found = [getattr(sys.modules[model_class.__module__], name, None) for name in names]
     blocks = [one for one in found if isinstance(one, type) and issubclass(one, nn.Module)]
     return blocks[0] if len(blocks) == 1 else None
 
@@ -108,8 +133,7 @@ def _refuse_encoder(model: Any) -> None:
 
     kind = model.config.model_type
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(model.config, "is_decoder", None) is False:
-        remedy = "name a causal language model, or set is_decoder: true in its config"
-        raise _wrong_type(kind, f"an encoder: {NOT_CAUSAL}", remedy)
+        raise _wrong_type(kind, f"an encoder: {NOT_CAUSAL}", OTHER_MODEL)
 
 
 def _wrong_type(model_type: Any, problem: str, remedy: str) -> InputError:
@@ -117,33 +141,94 @@ def _wrong_type(model_type: Any, problem: str, remedy: str) -> InputError:
 
 
 def hf_config_from(config: dict[str, Any]) -> Any:
-    """Return the transformers config object of a config.json mapping, with the key-value cache disabled."""
-    from huggingface_hub.errors import StrictDataclassError
+    """Return the transformers config object of a text model's mapping, with the key-value cache disabled.
+
+    Raises:
+        InputError: transformers has no such type, refuses the config, or would build other sizes than it states.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        if keys := remote_code_keys(config):
-            raise remote_code_refused(config, keys[0])
-        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
-        remedy = f"did you mean {', '.join(near)}?"
-        if not near:
-            remedy = "use a model_type of transformers, such as llama"
-        raise _wrong_type(model_type or "(none)", "unknown to transformers", remedy)
+        raise _unknown_type(config)
     keys = {key: value for key, value in config.items() if key not in (*NOT_THE_ARCHITECTURE, "model_type")}
     keys = _with_constants(keys)  # A copy: the config classes complete nested mappings in place.
     kind = CONFIG_MAPPING[model_type]
     for key in keys:
         _refuse_method(kind, key, keys[key])
-    try:
-        hf_config = kind(**keys)
-        text_config = hf_config.get_text_config()
-    except (*BAD_CONFIG, StrictDataclassError) as error:
-        problem = f"transformers refuses this {model_type} config: {_cause(error)}"
-        raise InputError(problem, "correct that key", field="model.config") from error
-    for part in (hf_config, text_config):
-        part.use_cache = False
+    hf_config = _constructed(kind, keys)
+    _refuse_other_sizes(config, hf_config)
+    hf_config.use_cache = False
     return hf_config
+
+
+def _constructed(kind: Any, keys: dict[str, Any]) -> Any:
+    """Return an instance of the config class; a key that the class derives must agree with what it derives."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    derived = [key for key in keys if _is_derived(kind, key)]
+    given = {**keys}
+    for without in ((), derived) if derived else ((),):
+        given = {key: value for key, value in keys.items() if key not in without}
+        try:
+            found = kind(**given)
+            break
+        except (*BAD_CONFIG, StrictDataclassError) as error:
+            if without == derived or not (derived and isinstance(error, AttributeError)):
+                problem = f"transformers refuses this {kind.model_type} config: {_cause(error)}"
+                raise InputError(problem, "correct that key", field="model.config") from error
+    for key in derived:
+        value = getattr(found, key)
+        if key not in given and value != keys[key]:
+            problem = f"transformers derives it from other keys, as {value!r}"
+            raise InputError(problem, "correct one of them", field=f"model.config.{key}", value=keys[key])
+    return found
+
+
+def _unknown_type(config: dict[str, Any]) -> InputError:
+    """Return the refusal of a model type that transformers lacks; a remedy that was tried, if one holds."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = config.get("model_type")
+    architectures = config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name == named and _builds_as_stated({**config, "model_type": kind}):
+            remedy = f"write model_type: {kind}, whose {name} its architectures name"
+            return _wrong_type(model_type, "unknown to transformers", remedy)
+    if remote_code_keys(config):
+        problem = "code of its repository, which is never run, and no type of transformers is known to be the same"
+        return _wrong_type(model_type, problem, OTHER_MODEL)
+    near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3, cutoff=0.75)
+    remedy = f"did you mean {', '.join(near)}?" if near else "use a model_type of transformers, such as llama"
+    return _wrong_type(model_type or "(none)", "unknown to transformers", remedy)
+
+
+def _builds_as_stated(config: dict[str, Any]) -> bool:
+    """Return whether transformers builds a config with the sizes that it states, and states some."""
+    try:
+        hf_config_from(config)
+    except InputError:
+        return False
+    return any(type(config.get(key)) is int for key in LAYER_KEYS)
+
+
+STATED = {"num_hidden_layers": LAYER_KEYS, "hidden_size": WIDTH_KEYS, "vocab_size": ("vocab_size",)}
+"""Attribute of transformers' config classes -> keys by which a config.json may state it."""
+
+
+def _refuse_other_sizes(config: dict[str, Any], hf_config: Any) -> None:
+    """Refuse a config whose type ignores a size that it states, and takes another."""
+    for attribute, names in STATED.items():
+        stated = {key: config[key] for key in names if type(config.get(key)) is int}
+        built = getattr(hf_config, attribute, None)
+        if not stated or type(built) is not int or built in stated.values():
+            continue
+        key, value = next(iter(stated.items()))
+        problem = f"transformers' {hf_config.model_type} would be built with {built:,}"
+        remedy = "correct the keys by which it decides that" if key == attribute else f"write {attribute}"
+        raise InputError(problem, remedy, field=f"model.config.{key}", value=value)
 
 
 def _with_constants(value: Any) -> Any:
@@ -156,12 +241,17 @@ def _with_constants(value: Any) -> Any:
     return [_with_constants(one) for one in value] if isinstance(value, list) else value
 
 
-def _refuse_method(kind: type, key: str, value: Any) -> None:
-    """Refuse a key that would overwrite a method or property of the config class."""
+def _is_derived(kind: type, key: str) -> bool:
+    """Return whether a key is a property of the config class that cannot be set."""
     own = inspect.getattr_static(kind, key, None)
-    fixed = isinstance(own, property) and own.fset is None
-    if key.startswith("__") or fixed or callable(own) or isinstance(own, classmethod):
-        problem = "is the config class's own"
+    return isinstance(own, property) and own.fset is None
+
+
+def _refuse_method(kind: type, key: str, value: Any) -> None:
+    """Refuse a key that would overwrite a method of the config class."""
+    own = inspect.getattr_static(kind, key, None)
+    if key.startswith("__") or (callable(own) and not isinstance(own, type)) or isinstance(own, classmethod):
+        problem = "is the name of a method of transformers' config class, and no size"
         raise InputError(problem, "remove the key", field=f"model.config.{key}", value=value)
 
 

@@ -86,8 +86,8 @@ def refuse_config(config: Any) -> None:
     text = config.get_text_config()
     for key in DROPOUTS:
         if getattr(text, key, 0.0):
-            problem, remedy = "attention: triton drops nothing out", f"set it to 0, or {REMEDY}"
-            raise InputError(problem, remedy, field=f"model.config.{key}", value=getattr(text, key))
+            problem = "attention: triton drops nothing out"
+            raise InputError(problem, REMEDY, field=f"model.config.{key}", value=getattr(text, key))
     if (cap := getattr(text, SOFTCAP, None)) is not None:
         raise InputError(
             "attention: triton caps no scores", REMEDY, field=f"model.config.{SOFTCAP}", value=cap

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.catalog import load as catalog
-from trainfit.catalog.config_checks import ignored
+from trainfit.catalog.config_notes import config_notes
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import read_yaml
@@ -268,10 +268,10 @@ def _variant(start: Start, settings: list[str], notes: list[str]) -> Variant:
     """Return the checked recipe of a start; ``notes`` gets how its names were read and what is ignored."""
     name, data, where = start
     recipe = recipe_from(data, settings, file=where, notes=notes)
-    notes += ignored(recipe.model.config)
     try:
         catalog.gpu(recipe.hardware.gpu)
         catalog.model_config(recipe.model.config)
     except InputError as error:
         raise error.in_file(where) from None
+    notes += config_notes(recipe)
     return Variant(name=name, recipe=recipe)

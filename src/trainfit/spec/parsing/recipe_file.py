@@ -278,12 +278,17 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     path = folder / text
     if names().find_model(text) is not None and not path.exists():
         return data
+    problem = "no such file"
     if path.is_dir():
         path = path / "config.json"
+        problem = "this folder has no config.json"
+        if (path.parent / "adapter_config.json").is_file():
+            problem += ", but an adapter's adapter_config.json"
+            remedy = "name its base model, and add --set adapter=lora"
     try:
         config = read_config(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError("no such file", remedy, field="model.config", value=text) from None
+        raise InputError(problem, remedy, field="model.config", value=text) from None
     if not isinstance(config, dict):
         remedy = "write a config.json's object"
         raise InputError("not a mapping", remedy, field="model.config", file=str(path))

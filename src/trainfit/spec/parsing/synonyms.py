@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 LEAST_LIKE = 0.7  # Share of the letters in common (difflib) from which a word is a slip of another
 MAIN_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "model": ("config", (str,)),
     "batch": ("micro", (int, float)),
     "optimizer": ("name", (str,)),
     "adapter": ("kind", (str,)),
