@@ -20,7 +20,7 @@ def test_the_accelerators_that_people_ask_for_are_there() -> None:
     assert set(GPUS) >= {
         "v100-sxm2-32gb", "t4", "a10", "a100-sxm4-40gb", "a100-sxm4-80gb", "l4", "l40s", "rtx-3090",
         "rtx-4090", "rtx-5090", "h100-pcie", "h100-sxm", "h100-nvl", "h200", "b200", "gb200", "mi250x",
-        "mi300x", "mi325x", "mi355x", "tpu-v5e", "tpu-v5p", "tpu-v6e",
+        "mi300x", "mi325x", "mi355x", "tpu-v5e", "tpu-v5p", "tpu-v6e", "rtx-6000-ada", "rtx-pro-6000",
     }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ DENSE_BF16_TFLOPS = {
     "a100-sxm4-80gb": 312, "h100-sxm": 989, "h100-nvl": 835, "h100-pcie": 756, "h200": 989, "b200": 2250,
     "l40s": 362, "l4": 121, "a40": 149.7, "a30": 165, "rtx-a6000": 154.8, "rtx-3090": 71, "rtx-4090": 165.2,
     "rtx-5090": 209.5, "mi250x": 383, "mi300x": 1307.4, "mi325x": 1307.4, "mi355x": 2500, "tpu-v5e": 197,
-    "tpu-v5p": 459, "tpu-v6e": 918, "h20": 148,
+    "tpu-v5p": 459, "tpu-v6e": 918, "h20": 148, "rtx-6000-ada": 364, "rtx-pro-6000": 503.8,
 }  # fmt: skip
 
 

@@ -121,7 +121,10 @@ def test_a_users_own_config_json_works_in_the_same_way(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"trust_remote_code": True}, r"model\.config\.trust_remote_code = [Tt]rue.*never done"),
+        (
+            {"trust_remote_code": True},
+            r"model\.config\.trust_remote_code = [Tt]rue.*never run; remove the key: it changes no layer",
+        ),
         ({"model_type": None}, r"model\.config\.model_type: missing; add the model type"),
         ({"hidden_size": -1}, r"model\.config\.hidden_size = -1: not a size; write a whole number"),
         ({"hidden_size": "64"}, r"model\.config\.hidden_size = '64': not a size"),

@@ -114,7 +114,7 @@ def test_meta_and_fake_hold_no_memory_and_a_fake_step_gives_every_gradient() -> 
         ({"model_type": "llama", "attention_bias": "yes"}, ["llama", "attention_bias"]),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, ["llama", "attention heads"]),
         ({"model_type": "llama", **GROUPED, "pad_token_id": 500}, ["Padding_idx", "'llama'"]),
-        ({"model_type": "bert", **COMMON}, ["'bert'", "an encoder", "is_decoder: true"]),
+        ({"model_type": "bert", **COMMON}, ["'bert'", "an encoder", "name a causal language model"]),
     ],
 )
 def test_bad_configs_are_told_in_one_line(config: dict[str, object], words: list[str]) -> None:

@@ -64,8 +64,8 @@ REFUSED = {
         "should be one of none, full, selective, fit, or a mapping with",
     ),
     "text for mapping": (
-        "model: gpt2",
-        "'gpt2': should be a mapping with config, implementation, name; write its",
+        "model: [gpt2]",
+        "['gpt2']: should be a mapping with config, implementation, name; write its",
     ),
     "missing": ("seed: 1", "model: missing; add 'model'"),
     "missing nested": (MODEL + "adapter: {}", "adapter.kind: missing; add 'kind'"),

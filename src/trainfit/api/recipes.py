@@ -151,7 +151,7 @@ def fields_of(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         InputError: a value that no recipe can hold, or two that set the same field.
     """
     data = as_plain({name: value for name, value in fields.items() if name not in (*SHORT, "set")})
-    for name in SHORT.keys() & fields.keys():
+    for name in (short for short in SHORT if short in fields):  # The GPU first, whose name may have a count.
         field, _, key = SHORT[name].partition(".")
         inner = data.get(field)
         if isinstance(inner, dict) and key in inner:
@@ -238,7 +238,11 @@ def _is_model_config(path: Path) -> bool:
     if path.suffix != ".json" or not path.is_file():
         return False
     data = read_config(path)
-    return not isinstance(data, Mapping) or is_no_recipe(data) or not data.keys() & {"extends", *Recipe.model_fields}
+    return (
+        not isinstance(data, Mapping)
+        or is_no_recipe(data)
+        or not data.keys() & {"extends", *Recipe.model_fields}
+    )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from trainfit.catalog.config_values import allowed_range
 from trainfit.catalog.other_files import refuse_other_file
 from trainfit.catalog.text_model import LAYER_KEYS, text_model
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.plain_data import FLOAT_TAG
 
 REMOTE_CODE_KEYS = ("auto_map", "custom_pipelines")
 """Keys that name Python code of a repository, which is never run."""
@@ -58,7 +59,7 @@ ROPE_MAPPINGS = ("rope_scaling", "rope_parameters", "rope")
 
 
 def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
-    """Return the text model's mapping; an InputError refuses one from which no trainable model can be built."""
+    """Return the text model's mapping; an InputError refuses what cannot be built and trained."""
     try:
         return _checked(config)
     except InputError as error:
@@ -112,6 +113,8 @@ class Leaf(NamedTuple):
 def _leaves(
     value: Any, path: str = "", key: str = "", in_rope: bool = False, num_items: int | None = None
 ) -> Iterator[Leaf]:
+    if isinstance(value, dict) and value.keys() == {FLOAT_TAG}:
+        value = float(value[FLOAT_TAG]) if value[FLOAT_TAG] in ("Infinity", "-Infinity") else value[FLOAT_TAG]
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, f"{path}.{name}".lstrip("."), name, in_rope or name in ROPE_MAPPINGS)

@@ -3,11 +3,9 @@
 from typing import Any
 
 from trainfit.catalog.config_checks import remote_code_keys
-from trainfit.catalog.text_model import LAYER_KEYS, TextModel, text_model, translations
+from trainfit.catalog.text_model import LAYER_KEYS, LAYERS_ELSEWHERE, TextModel, text_model, translations
 from trainfit.spec.recipe import Recipe
 
-LAYERS_ELSEWHERE = ("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_layers", "decoder_layers")
-"""Keys whose length, or number, is that of the layers."""
 QUANTIZED = "quantization_config"
 AS_HERE = {"bitsandbytes": {4: "nf4", 8: "int8"}, "fp8": {8: "fp8"}, "fbgemm_fp8": {8: "fp8"}}
 """Method of a ``quantization_config`` and its bits -> the value of ``quantize`` that is the same."""
@@ -27,8 +25,8 @@ def config_notes(recipe: Recipe) -> tuple[str, ...]:
     if found.written_type:
         here = translations()[found.written_type]["is"]
         notes.append(
-            f"model_type {found.written_type} is code of its repository, which is never run: transformers' {here}, "
-            "which has the same layers, is built"
+            f"model_type {found.written_type} is code of its repository, which is never run: transformers' "
+            f"{here}, which has the same layers, is built"
         )
     if found.path or found.left_out:
         notes.append(_of_parts(config, found))
@@ -36,8 +34,9 @@ def config_notes(recipe: Recipe) -> tuple[str, ...]:
         kind = found.config["model_type"]
         notes.append(f"the config names no number of layers: transformers' default for {kind} is built")
     for part in (config, found.config):
-        if isinstance(part.get(QUANTIZED), dict):
-            notes.append(_of_quantization(part[QUANTIZED], recipe))
+        if quantized := part.get(QUANTIZED):
+            quantized = quantized if isinstance(quantized, dict) else {"quant_method": quantized}
+            notes.append(_of_quantization(quantized, found.config, recipe))
             break
     return tuple(notes)
 
@@ -46,24 +45,23 @@ def _of_parts(config: dict[str, Any], found: TextModel) -> str:
     outer = config.get("model_type") or "multimodal"
     left_out = f"{', '.join(found.left_out)} left out" if found.left_out else "nothing else"
     return (
-        f"of this {outer} model the text model ({found.config['model_type']}) alone is built, {left_out}: no weights "
-        "of towers, no images or sound; trainfit trace runs a script that has them"
+        f"of this {outer} model the text model ({found.config['model_type']}) alone is built, {left_out}: no "
+        "weights of towers, no images or sound; trainfit trace runs a script that has them"
     )
 
 
-def _of_quantization(config: dict[str, Any], recipe: Recipe) -> str:
-    method = str(config.get("quant_method") or "unknown method")
-    bits = _bits(config)
-    stored = f"{method}, {bits} bits" if bits else method
+def _of_quantization(quantized: dict[str, Any], config: dict[str, Any], recipe: Recipe) -> str:
+    method, bits = str(quantized.get("quant_method") or "unknown method"), _bits(quantized)
+    name = f"model.config.{QUANTIZED} ({f'{method}, {bits} bits' if bits else method})"
     if recipe.quantize is not None:
-        return f"model.config.{QUANTIZED} ({stored}) is not applied: quantize: {recipe.quantize} is"
-    same = AS_HERE.get(method, {}).get(bits or 0)
-    near = same or {4: "nf4", 8: "int8"}.get(bits or 0)
-    advice = f"; --set quantize={near} --set adapter=lora trains an adapter on " if near else ""
-    advice += "such a frozen base" if same else f"a frozen base of {bits} bits" if near else ""
+        return f"{name} is not applied: quantize: {recipe.quantize} is"
+    note = f"{name} is not applied: weights are built as precision: {recipe.precision} has them"
+    here = AS_HERE.get(method, {}).get(bits or 0) or {4: "nf4", 8: "int8"}.get(bits or 0)
+    has_experts = any("experts" in key and value for key, value in config.items())
+    if here is None or recipe.adapter is not None or has_experts:  # Experts are not quantised here.
+        return note
     return (
-        f"model.config.{QUANTIZED} ({stored}) is not applied: weights are built as precision: {recipe.precision} "
-        f"has them{advice}"
+        f"{note}; --set quantize={here} --set adapter=lora trains an adapter on a frozen base of {bits} bits"
     )
 
 

@@ -69,6 +69,9 @@ def gpu(name: str) -> Gpu:
     known = names.gpu_name(name)
     if known == names.CPU:
         return _this_cpu()
+    if (alone := names.counted(name))[1] is not None:
+        remedy = f"name it as {alone[0]!r}; the number of GPUs has an option of its own"
+        raise InputError("a count stands on the name", remedy, field="hardware.gpu", value=name)
     return gpus().get(known) or _unknown("hardware.gpu", name, gpus(), "accelerator", names.gpus_like(name))
 
 

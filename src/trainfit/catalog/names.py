@@ -23,6 +23,11 @@ MEMORY = re.compile(r"(?<![a-z0-9.])(\d+)\s*(?:g|gb|gib)(?![a-z0-9])")
 JOINED = re.compile(r"(?<=[a-z0-9])(sxm\d?|pcie|nvl)(?![a-z0-9])|(?<![a-z0-9])(?:rtx(?=\d)|tpu(?=v\d))")
 """A form factor written onto the name (h100sxm), and a series (rtx4090)."""
 SIZE = re.compile(r"\d+gb")
+COUNTED = (
+    re.compile(r"(?P<count>\d+)\s*[x×*]\s*(?P<gpu>.+)"),
+    re.compile(r"(?P<gpu>.+?)\s*[x×*:]\s*(?P<count>\d+)"),
+)
+"""A count written onto a GPU's name, before it (4xH100) or after it (H100 x 4, H100:4)."""
 
 
 class Found(NamedTuple):
@@ -108,6 +113,17 @@ def find_gpu(text: str) -> Found | None:
             others = tuple(name for name in fitting if name != chosen[0])
             return Found(chosen[0], is_full=chosen is not fitting and not others, others=others)
     return None
+
+
+def counted(text: str) -> tuple[str, int | None]:
+    """Return a GPU's name and the count written onto it; None where there is none: ``4xH100``."""
+    if find_gpu(text) is None:
+        for form in COUNTED:
+            found = form.fullmatch(text.strip().lower())
+            if found and (find_gpu(found["gpu"]) or gpus_like(found["gpu"])):
+                start, end = found.span("gpu")
+                return text.strip()[start:end], int(found["count"])
+    return text, None
 
 
 def gpu_note(text: str) -> str | None:

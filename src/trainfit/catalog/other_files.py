@@ -17,15 +17,21 @@ OTHER_FILES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("processor_class",), "a processor's config", OF_THE_FOLDER),
     (("log_history", "global_step"), "the state of a Trainer", OF_THE_FOLDER),
     (("zero_optimization",), "a DeepSpeed config", "name a model's config.json or a recipe"),
-    (("dim", "n_layers", "n_heads"), "the params.json of an original checkpoint",
-     "name the config.json of the model in transformers' format"),
     (("_diffusers_version",), "a config of diffusers", "trace a script that trains it with trainfit trace"),
 )  # fmt: skip
 """Keys that all stand in a file -> what it is, and the remedy; the first that fits holds."""
-OF_GENERATION = frozenset(("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_p", "top_k",
-                           "max_length", "max_new_tokens", "repetition_penalty"))  # fmt: skip
-SIZES = frozenset((*LAYER_KEYS, *TEXT_PARTS, "hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads",
-                   "n_head", "intermediate_size", "model_type", "architectures"))  # fmt: skip
+OF_GENERATION = frozenset(
+    """
+    bos_token_id eos_token_id pad_token_id do_sample temperature top_p top_k max_length max_new_tokens
+    repetition_penalty
+    """.split()
+)
+SIZES = frozenset((*LAYER_KEYS, *TEXT_PARTS)) | frozenset(
+    """
+    model_type architectures hidden_size n_embd d_model vocab_size num_attention_heads n_head
+    intermediate_size
+    """.split()
+)
 """Keys by one of which a mapping is taken for a model's config."""
 
 
@@ -44,6 +50,9 @@ def _other_file(config: Mapping[str, Any]) -> tuple[str, str] | None:
         base = config.get("base_model_name_or_path")
         named = f" ({base})" if isinstance(base, str) and base else ""
         return "an adapter's config", f"name its base model{named} and add --set adapter=lora"
+    if "model_type" not in config and config.keys() >= {"dim", "n_layers", "n_heads"}:
+        remedy = "name the config.json of the model in transformers' format"
+        return "the params.json of an original checkpoint", remedy
     if config.keys() & SIZES:
         return None
     for keys, kind, remedy in OTHER_FILES:
@@ -63,7 +72,8 @@ def refuse_other_file(config: Mapping[str, Any]) -> None:
     if (isinstance(kind, str) and kind) or any(isinstance(config.get(part), dict) for part in TEXT_PARTS):
         return
     architectures = config.get("architectures")
-    known = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
-    remedy = f"add the one of {architectures[0]}" if known else "add the model type, such as 'llama'"
+    remedy = "add the model type, such as 'llama'"
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        remedy = f"add the one of {architectures[0]}"
     problem = "missing" if kind is None else "not a name"
     raise InputError(problem, remedy, field="model.config.model_type", value=kind)

@@ -1,7 +1,8 @@
 """Find the text model that a config.json describes: plain data, no transformers.
 
-A multimodal config holds it in a part (``text_config``) or among its own keys. A config whose model type is code
-of its repository is translated where transformers has the same layers under another name (remote_code.toml).
+A multimodal config holds it in a part (``text_config``) or among its own keys. A config whose model type is
+code of its repository is translated where transformers has the same layers under another name
+(remote_code.toml).
 """
 
 import functools
@@ -14,10 +15,25 @@ from trainfit.spec.errors import InputError
 FILE = Path(__file__).with_name("remote_code.toml")
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys of a multimodal config whose mapping is its language model's config, or holds it in turn."""
-OTHER_PARTS = ("vision_config", "audio_config", "visual", "vision_tower_config", "mm_vision_tower", "vq_config")
+OTHER_PARTS = (
+    "vision_config",
+    "audio_config",
+    "visual",
+    "vision_tower_config",
+    "mm_vision_tower",
+    "vq_config",
+)
 """Keys of what else a multimodal config describes."""
 TEXT_TYPES = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Types of multimodal configs that have the text model's keys among their own -> the text model's type."""
+LAYERS_ELSEWHERE = (
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "layer_types",
+    "attn_layers",
+    "decoder_layers",
+)
+"""Keys by which some types decide how many layers there are."""
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -45,13 +61,16 @@ def text_model(config: dict[str, Any]) -> TextModel:
     left_out = tuple(key for key in OTHER_PARTS if config.get(key))
     part = next((key for key in TEXT_PARTS if isinstance(config.get(key), dict)), None)
     if part is None:
+        for key in TEXT_PARTS:
+            if config.get(key):
+                raise InputError(
+                    "not a mapping", "correct it", field=f"model.config.{key}", value=config[key]
+                )
         return _translated(TextModel(_typed(config), left_out=left_out))
     inner = text_model(config[part])
     found = inner.config
     if not found.get("model_type"):
-        raise InputError(
-            "missing", "add the type of the text model", field=f"model.config.{part}.model_type"
-        )
+        raise InputError("missing", "add the type of the text model", field=f"model.config.{part}.model_type")
     for key in LAYER_KEYS:
         if type(config.get(key)) is int and config[key] != found.get(key, config[key]):
             problem = f"the text model's own is {found[key]}, which is built"

@@ -11,8 +11,9 @@ from typing import Any
 
 from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Storage
 
-FORMAT = 13
+FORMAT = 14
 """Version of the file format; other versions are not read."""
+TUPLES = ("ops_without_flops", "assumptions", "warnings", "repeats", "pinned")
 OP_NAMES, STORAGE_NAMES = (
     frozenset(at for at, kind in enumerate(row.__annotations__.values()) if kind is str)
     for row in (Op, Storage)
@@ -61,7 +62,7 @@ def load(path: Path) -> Ledger:
         data["ops"] = [Op(*_named(row, OP_NAMES, names)) for row in data["ops"]]
         data["storages"] = [Storage._make(_named(row, STORAGE_NAMES, names)) for row in data["storages"]]
         data |= {key: [tuple(row) for row in data[key]] for key in ("pinned", "held")}
-        data |= {key: tuple(data[key]) for key in ("ops_without_flops", "assumptions", "repeats", "pinned")}
+        data |= {key: tuple(data[key]) for key in TUPLES}
         return Ledger(**data)
     except (OSError, EOFError, zlib.error, LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a whole ledger: {error}") from error

@@ -191,11 +191,15 @@ class Ledger:
     traced."""
     params: int = 0
     trainable_params: int = 0
+    active_params: int = 0
+    """Parameters that one token meets: of a mixture, without the experts not chosen."""
     pinned: tuple[tuple[int, int], ...] = ()
     """Buffers of pinned host memory (``offload/copies.py``): bytes, and the group of layers that owns
     them."""
     ops_without_flops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Conditions under which a real step takes other time or memory, shown with the answer."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the libraries that the step uses, by name."""
     empty_cache_every: int | None = None

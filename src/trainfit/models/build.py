@@ -78,7 +78,9 @@ def _at_most(limit: int) -> Iterator[None]:
         nonlocal num_modules
         num_modules += 1
         if num_modules > limit:
-            remedy = "correct its numbers of layers, heads and experts, which are far over any published model's"
+            remedy = (
+                "correct its numbers of layers, heads and experts, which are far over any published model's"
+            )
             raise InputError(f"describes over {limit:,} modules", remedy, field="model.config")
 
     handle = register_module_module_registration_hook(count)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, WIDTH_KEYS, remote_code_keys
-from trainfit.catalog.text_model import LAYER_KEYS
+from trainfit.catalog.text_model import LAYER_KEYS, LAYERS_ELSEWHERE
 from trainfit.models.deferred_init import is_deferred
 from trainfit.models.few_blocks import outlined
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
@@ -78,7 +78,6 @@ def build_hf(
         if "attention implementation" in str(error):
             remedy = "use attention: sdpa or eager"
         raise _wrong_type(config.get("model_type"), problem, remedy) from error
-    _refuse_encoder(model)
     if getattr(model, "loss_type", None) is None:
         # transformers falls back on this loss as well (GPT2LMHeadModel), with a warning.
         model.loss_type = "ForCausalLM"
@@ -94,12 +93,18 @@ def causal_model_class(hf_config: Any) -> type[Any]:
     Raises:
         InputError: transformers has none.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
 
     kind = hf_config.model_type
     if getattr(hf_config, "is_encoder_decoder", False):
         problem = "an encoder-decoder, which is more than a causal language model"
         raise _wrong_type(kind, problem, OTHER_MODEL)
+    # BERT-like types, whose tokens attend to later ones unless is_decoder is set.
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(hf_config, "is_decoder", None) is False:
+        raise _wrong_type(kind, f"an encoder: {NOT_CAUSAL}", OTHER_MODEL)
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None) or text_class(type(hf_config))
     if found is None:
         problem = "transformers has no causal language model of this type"
@@ -127,15 +132,6 @@ def sets_loss(model: nn.Module) -> bool:
     return any(getattr(module, LOSS_SET, False) for module in model.modules())
 
 
-def _refuse_encoder(model: Any) -> None:
-    """Refuse BERT-like encoders, whose tokens attend to later ones unless ``is_decoder`` is set."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    kind = model.config.model_type
-    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(model.config, "is_decoder", None) is False:
-        raise _wrong_type(kind, f"an encoder: {NOT_CAUSAL}", OTHER_MODEL)
-
-
 def _wrong_type(model_type: Any, problem: str, remedy: str) -> InputError:
     return InputError(problem, remedy, field="model.config.model_type", value=model_type)
 
@@ -144,7 +140,7 @@ def hf_config_from(config: dict[str, Any]) -> Any:
     """Return the transformers config object of a text model's mapping, with the key-value cache disabled.
 
     Raises:
-        InputError: transformers has no such type, refuses the config, or would build other sizes than it states.
+        InputError: transformers has no such type, refuses the config, or would build other sizes than stated.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -163,7 +159,7 @@ def hf_config_from(config: dict[str, Any]) -> Any:
 
 
 def _constructed(kind: Any, keys: dict[str, Any]) -> Any:
-    """Return an instance of the config class; a key that the class derives must agree with what it derives."""
+    """Return an instance of the config class; a key that the class derives must agree with that."""
     from huggingface_hub.errors import StrictDataclassError
 
     derived = [key for key in keys if _is_derived(kind, key)]
@@ -193,12 +189,15 @@ def _unknown_type(config: dict[str, Any]) -> InputError:
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
-    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if name == named and _builds_as_stated({**config, "model_type": kind}):
-            remedy = f"write model_type: {kind}, whose {name} its architectures name"
+    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == named]
+    for kind in sorted(kinds, key=len):  # Some types share a class with the one that it is named after.
+        if _builds_as_stated({**config, "model_type": kind}):
+            remedy = f"write model_type: {kind}, whose {named} its architectures name"
             return _wrong_type(model_type, "unknown to transformers", remedy)
     if remote_code_keys(config):
-        problem = "code of its repository, which is never run, and no type of transformers is known to be the same"
+        problem = (
+            "code of its repository, which is never run, and no type of transformers is known to be the same"
+        )
         return _wrong_type(model_type, problem, OTHER_MODEL)
     near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3, cutoff=0.75)
     remedy = f"did you mean {', '.join(near)}?" if near else "use a model_type of transformers, such as llama"
@@ -220,14 +219,20 @@ STATED = {"num_hidden_layers": LAYER_KEYS, "hidden_size": WIDTH_KEYS, "vocab_siz
 
 def _refuse_other_sizes(config: dict[str, Any], hf_config: Any) -> None:
     """Refuse a config whose type ignores a size that it states, and takes another."""
+    own = set(getattr(hf_config, "__dataclass_fields__", ()))
     for attribute, names in STATED.items():
         stated = {key: config[key] for key in names if type(config.get(key)) is int}
         built = getattr(hf_config, attribute, None)
         if not stated or type(built) is not int or built in stated.values():
             continue
+        if not stated.keys() - own:
+            continue  # LongCat's num_layers are pairs of num_hidden_layers
         key, value = next(iter(stated.items()))
         problem = f"transformers' {hf_config.model_type} would be built with {built:,}"
-        remedy = "correct the keys by which it decides that" if key == attribute else f"write {attribute}"
+        deciding = [name for name in LAYERS_ELSEWHERE if attribute in LAYER_KEYS and name in config]
+        remedy = f"correct it, or {', '.join(deciding)}" if deciding else f"write {attribute}"
+        if key == attribute and not deciding:
+            remedy = "add the keys by which this type decides it, such as layer_types"
         raise InputError(problem, remedy, field=f"model.config.{key}", value=value)
 
 

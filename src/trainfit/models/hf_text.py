@@ -1,4 +1,4 @@
-"""Causal language models of text types that transformers has within multimodal models alone, such as Qwen2.5-VL's.
+"""Causal language models of text types that transformers has within multimodal models alone.
 
 Their decoder gets an output layer, as in the multimodal model's class, which holds the towers too.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @functools.cache
 def text_class(kind: type[Any]) -> type[Any] | None:
-    """Return a causal language model of a text config's class; None: it belongs to no multimodal language model."""
+    """Return a causal language model of a text config's class; None: it is of no such model."""
     from transformers.modeling_utils import PreTrainedModel
 
     if not _is_of_multimodal(kind):
@@ -55,7 +55,7 @@ def _with_head(body: type[Any], kind: type[Any]) -> type[Any]:
 
 
 class TextWithHead:
-    """The part of such a class that is the same for all: the body is ``model``, the output layer ``lm_head``."""
+    """What all such classes have: the decoder ``model``, and the output layer ``lm_head``."""
 
     body_class: type[Any]
     config: Any

@@ -174,6 +174,7 @@ def summary(
         fits=fits,
         params=ledger.params,
         trainable_params=ledger.trainable_params,
+        active_params=ledger.active_params or ledger.params,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         flops_convention=CONVENTION,
@@ -186,7 +187,7 @@ def summary(
         traffic=communication.traffic(ledger, gpu),
         assumptions=ledger.assumptions,
         ops_without_flops=ledger.ops_without_flops,
-        warnings=_little_headroom(gpu, peak_device_bytes, fits=fits),
+        warnings=(*_little_headroom(gpu, peak_device_bytes, fits=fits), *ledger.warnings),
         versions=ledger.versions,
     )
 

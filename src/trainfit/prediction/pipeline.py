@@ -174,6 +174,7 @@ class _Pipeline:
                 "fits": all(self.memory(at).fits for at in range(self.mesh.pipeline)),
                 "params": sum(one.ledger.params for one in self.traced) - self._tied(),
                 "trainable_params": sum(one.ledger.trainable_params for one in self.traced) - self._tied(),
+                "active_params": sum(one.ledger.active_params for one in self.traced) - self._tied(),
                 "time": time.expected if time else None,
                 "step_s": step_s,
                 "mfu": flops["model_flops"] / step_s / peak if step_s and peak else None,

@@ -151,6 +151,8 @@ class _Composer:
             ]
             out.params += one.params
             out.trainable_params += one.trainable_params
+            out.active_params += one.active_params
+            out.warnings = tuple(dict.fromkeys((*out.warnings, *one.warnings)))
             out.ops_without_flops = tuple(sorted({*out.ops_without_flops, *one.ops_without_flops}))
             out.assumptions = tuple(dict.fromkeys((*out.assumptions, *one.assumptions)))
             out.versions |= one.versions

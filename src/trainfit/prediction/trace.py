@@ -15,8 +15,10 @@ from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
+from trainfit.models.experts import active_shares
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import layer_lists
+from trainfit.models.slow_layers import slow_layers
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
@@ -260,10 +262,8 @@ def _trace_once(
 
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
-        ledger.params, ledger.trainable_params = _count_parameters(step.model, ledger, virtual)
-        for name, module in step.model.named_modules():
-            times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
-            ledger.params += times * getattr(module, "num_quantized", 0)  # Codes are no parameters.
+        _count_parameters(step.model, ledger, virtual, groups)
+        ledger.warnings = slow_layers(step.model)
     return ledger
 
 
@@ -314,10 +314,21 @@ def _own_sharded_gradients(step: Step, virtual: VirtualGpu) -> None:
             virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
 
 
-def _count_parameters(model: nn.Module, ledger: Ledger, virtual: VirtualGpu) -> tuple[int, int]:
-    total = trainable = 0
+def _count_parameters(
+    model: nn.Module, ledger: Ledger, virtual: VirtualGpu, groups: list[LayerGroups]
+) -> None:
+    """Count the ledger's parameters, those that train, and those that one token meets."""
+    shares = active_shares(model)
+    share_of = {one: share for experts, share in shares.items() for one in experts.parameters()}
+    active = 0.0
     for parameter in model.parameters():
         num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
-        total += num_elements
-        trainable += num_elements if parameter.requires_grad else 0
-    return total, trainable
+        ledger.params += num_elements
+        ledger.trainable_params += num_elements if parameter.requires_grad else 0
+        active += num_elements * share_of.get(parameter, 1.0)
+    for name, module in model.named_modules():
+        times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
+        codes = times * getattr(module, "num_quantized", 0)  # Which are no parameters.
+        ledger.params += codes
+        active += codes
+    ledger.active_params = round(active)

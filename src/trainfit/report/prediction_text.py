@@ -78,8 +78,10 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
     """Print verdict, subject, speed, cost and precision, what was assumed; then the warnings."""
     out.print(verdict(recipe, estimate), style="bold green" if estimate.fits else "bold red")
     out.print(subject(recipe, estimate), style="bold")
+    active = estimate.active_params or estimate.params
+    counted = f", {format_count(active)} of them active for a token" if active != estimate.params else ""
     frozen = estimate.trainable_params != estimate.params
-    trained = f", {format_count(estimate.trainable_params)} trained" if frozen else ""
+    counted += f", {format_count(estimate.trainable_params)} trained" if frozen else ""
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
         ["speed", speed(recipe, estimate)],
@@ -87,7 +89,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
         *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
         *([["assumed", assumed]] if assumed else []),
-        ["model", f"{format_count(estimate.params)} parameters{trained}{identity}"],
+        ["model", f"{format_count(estimate.params)} parameters{counted}{identity}"],
     ]
     if estimate.versions:
         lines.append(["versions", holds_for(estimate.versions)])

@@ -175,6 +175,8 @@ class Estimate(Value):
     fits: bool
     params: Count
     trainable_params: Count
+    active_params: Count | None = None
+    """Parameters that one token meets: of a mixture, without the experts not chosen. None: not counted."""
     model_flops: Flops
     """FLOPs the mathematics needs: no recomputation; attention as ``flops_convention`` says."""
     hardware_flops: Flops  # FLOPs the device executes, recomputation included

@@ -101,7 +101,7 @@ def set_field(data: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
 def recipe_of_model(config_file: str, settings: list[str] | None = None, **options: Any) -> Recipe:
     """Return the recipe of a config.json or its folder; ``options`` as in ``load_recipe``."""
     path = Path(config_file)
-    config = str(path / "config.json" if path.is_dir() else path.absolute())
+    config = f"{path}/" if path.is_dir() else str(path.absolute())
     data = with_model_config({"model": {"config": config}}, Path.cwd())
     return recipe_from(data, settings, file=config_file, **options)
 
@@ -120,10 +120,26 @@ def recipe_lines(path: Path) -> Iterator[Layer]:
 
 def apply_settings(data: dict[str, Any], settings: list[str]) -> dict[str, Any]:
     """Return ``data`` with each ``a.b=c`` set; c is read as YAML: ``false``, ``1e-4``, ``{every: 2}``."""
+    counts: dict[Any, str] = {}
     for setting in settings:
         parts, value = _setting(setting)
         data = _set_whole(data, parts, value, setting)
+        if parts[0] == "hardware" and _names_count(parts, value):
+            counts[data["hardware"].get("count")] = setting
+    if len(counts) > 1:
+        problem, remedy = (
+            f"the count of GPUs is set twice: {' and '.join(counts.values())}",
+            "keep one of them",
+        )
+        raise InputError(problem, remedy, field="hardware.count", file=SETTINGS)
     return data
+
+
+def _names_count(parts: list[str], value: Any) -> bool:
+    """Return whether a setting of ``hardware`` sets the count, by itself or on the GPU's name."""
+    if parts[1:] == ["count"]:
+        return True
+    return parts[1:] in ([], ["gpu"]) and isinstance(value, str) and names().counted(value)[1] is not None
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +218,8 @@ def _folded(parts: list[str]) -> list[str]:
 def _set_whole(data: dict[str, Any], parts: list[str], value: Any, setting: str) -> dict[str, Any]:
     """Return a recipe's ``data`` with a field set; ``batch=4`` keeps the batch's other keys."""
     key = main_key(parts[0], value) if len(parts) == 1 else None
-    return written_out(_set(written_out(data), parts if key is None else [*parts, key], value, setting))
+    changed = _set(written_out(data), parts if key is None else [*parts, key], value, setting)
+    return written_out(changed, replaces_count=True)
 
 
 def _set(data: Any, parts: list[str], value: Any, setting: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import names
+
 LEAST_LIKE = 0.7  # Share of the letters in common (difflib) from which a word is a slip of another
 MAIN_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
     "model": ("config", (str,)),
@@ -38,15 +41,21 @@ THOUSANDS = re.compile(r"(\d+)k", re.IGNORECASE)
 """Tokens of a sequence in units of 1,024: ``8k``."""
 
 
-def written_out(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's ``data`` with every short form of a whole field as its mapping."""
+def written_out(data: dict[str, Any], *, replaces_count: bool = False) -> dict[str, Any]:
+    """Return a recipe's ``data`` with every short form of a whole field as its mapping.
+
+    Args:
+        replaces_count: a count on the GPU's name (4xH100) replaces hardware.count, which else must agree.
+    """
     whole = {field: _field(field, value) for field, value in data.items()}
-    batch, adapter = whole.get("batch"), whole.get("adapter")
+    batch, adapter, hardware = (whole.get(field) for field in ("batch", "adapter", "hardware"))
     if isinstance(batch, dict) and "seq" in batch:
         whole["batch"] = {**batch, "seq": tokens_of(batch["seq"])}
     if isinstance(adapter, dict) and str(adapter.get("kind")).lower() == "qlora":
         whole["adapter"] = {**adapter, "kind": "lora"}
         whole["quantize"] = whole.get("quantize") or "nf4"
+    if isinstance(hardware, dict):
+        whole["hardware"] = _with_count(hardware, replaces_count=replaces_count)
     return whole
 
 
@@ -54,6 +63,18 @@ def tokens_of(length: Any) -> Any:
     """Return 8192 for ``8k``; anything else as it is."""
     found = THOUSANDS.fullmatch(length.strip()) if isinstance(length, str) else None
     return length if found is None else int(found[1]) * 1024
+
+
+def _with_count(hardware: dict[str, Any], *, replaces_count: bool) -> dict[str, Any]:
+    """Return the mapping of ``hardware`` with the count that stands on the GPU's name in its own key."""
+    text = hardware.get("gpu")
+    gpu, count = names().counted(text) if isinstance(text, str) else (text, None)
+    if count is None:
+        return hardware
+    if not replaces_count and hardware.get("count", count) != count:
+        problem = f"hardware.count is {hardware['count']}"
+        raise InputError(problem, "keep one of the two counts", field="hardware.gpu", value=text)
+    return {**hardware, "gpu": gpu, "count": count}
 
 
 def _is_null(field: str, value: Any) -> bool:

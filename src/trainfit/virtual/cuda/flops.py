@@ -86,6 +86,7 @@ _PRODUCTS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
     # the groups, and [g, m, k] x [g, k, n] is a batch. Rows without a group count too.
     "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": lambda a, out: 2 * a[0].numel() * a[1].shape[-1],
 }
+_PRODUCTS["linalg_solve_triangular"] = lambda a, out: a[0].shape[-1] * out.numel()  # n x n, half of it zeros
 for _names, _count in _PRODUCTS.items():
     flop_rule(*(f"aten::{_name}" for _name in _names.split()))(
         lambda args, kwargs, out, count=_count: plain(count(args, out))
