@@ -290,7 +290,10 @@ def test_a_config_json_is_a_recipe_with_every_default(tmp_path: Path, capsys: Ca
     ("changed", "says"),
     [
         ({"num_key_value_heads": 3}, "model.config.num_key_value_heads = 3: does not divide the 4"),
-        ({"auto_map": {"AutoModel": "a.B"}, "model_type": "odd"}, "asks for code to be downloaded and run"),
+        (
+            {"auto_map": {"AutoModel": "a.B"}, "model_type": "odd"},
+            "code of its repository, which is never run",
+        ),
         ({"model_type": "bert"}, "an encoder"),
         ({"hidden_size": 2**40}, "model.config.hidden_size = 1099511627776: not a size"),
     ],

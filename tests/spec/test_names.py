@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from trainfit.api.recipes import load_recipe as load
 from trainfit.catalog import load as catalog
 from trainfit.catalog import names
 from trainfit.cli.main import main
@@ -83,6 +84,10 @@ def test_what_a_short_name_leaves_out_is_noted() -> None:
         "hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); the catalog also has "
         "h100-pcie, h100-nvl"
     ]
+    assert names.gpu_note("A100") == (
+        "hardware.gpu = 'A100' is taken as a100-sxm4-80gb (NVIDIA A100 SXM4 80GB); the catalog also has "
+        "a100-sxm4-40gb, a100-pcie-80gb"
+    )
     for full in ("H200", "h100 sxm", "NVIDIA H100 PCIe", "rtx4090", "T4 16GB"):
         assert names.gpu_note(full) is None
 
@@ -295,3 +300,41 @@ def test_auto_map_of_a_known_type_is_ignored_and_of_an_unknown_one_refused() -> 
     assert catalog.model_config(known) == known
     with pytest.raises(InputError, match="code of its repository, which is never run, and no type of"):
         hf_config_from(known | {"model_type": "unheard_of"})
+
+
+@pytest.mark.parametrize("typed", ["4xH100", "4xh100", "4 x H100", "h100 x 4", "H100:4", "4*h100"])
+def test_a_count_may_stand_on_a_gpus_name(typed: str) -> None:
+    expected = recipe_from({**MODEL, "hardware": {"gpu": "h100-sxm", "count": 4}})
+    assert recipe_from({**MODEL, "hardware": typed}) == expected
+    assert recipe_from({**MODEL, "hardware": {"gpu": typed, "count": 4}}) == expected
+    eight = {**MODEL, "hardware": {"gpu": "h200", "count": 8}}
+    assert recipe_from(eight, [f'hardware.gpu="{typed}"']) == expected
+    assert load("gpt2", gpu=typed) == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "count"), [("MI300X", None), ("8xMI300X", 8), ("rtx4090", None), ("2xRTX4090", 2)]
+)
+def test_an_x_of_a_gpus_own_name_is_no_count(typed: str, count: int | None) -> None:
+    assert names.counted(typed)[1] == count
+
+
+def test_two_counts_are_refused() -> None:
+    with pytest.raises(InputError, match=r"hardware.gpu = '4xH100': hardware.count is 2; keep one"):
+        recipe_from({**MODEL, "hardware": {"gpu": "4xH100", "count": 2}})
+    with pytest.raises(InputError, match="the count of GPUs is set twice"):
+        recipe_from(MODEL, ["hardware.gpu=4xH100", "hardware.count=2"])
+    with pytest.raises(InputError, match=r"hardware.count is given twice"):
+        load("gpt2", gpu="4xH100", count=2)
+    with pytest.raises(InputError, match="a count stands on the name; name it as 'H100'"):
+        catalog.gpu("4xH100")
+
+
+def test_the_model_alone_is_its_config(tmp_path: Path) -> None:
+    for text in ("model: llama-3.1-8b", "model: meta-llama/Llama-3.1-8B", "model: {config: llama-3.1-8b}"):
+        (tmp_path / "recipe.yaml").write_text(text)
+        assert load_recipe(tmp_path / "recipe.yaml").model.config == "llama-3.1-8b"
+    assert recipe_from({"model": "gpt2"}, ["model=opt-125m"]).model.config == "opt-125m"
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    (tmp_path / "own.yaml").write_text("extends: recipe.yaml\nmodel: ./config.json")
+    assert load_recipe(tmp_path / "own.yaml").model.config == {"model_type": "llama", "hidden_size": 64}

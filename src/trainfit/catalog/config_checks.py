@@ -45,8 +45,10 @@ LARGEST_OF_KIND = (
     (re.compile(r""), 2**31 - 1),
 )
 """Pattern of a key, anywhere in a config -> its largest whole number; the first that fits holds."""
-LARGE_COUNTS = re.compile(r"vocab|positions$|ctx$|tokens$|param(?:eter)?s$")
+LARGE_COUNTS = re.compile(r"vocab|positions$|ctx$|tokens$")
 """Keys of the kinds above that count what is no module: up to 2**31 - 1."""
+NO_SIZES = re.compile(r"param(?:eter)?s$|train\w*_(?:tokens|samples|steps)$|^total_")
+"""Keys that count parameters, or what a checkpoint was trained on, and shape nothing: of any size."""
 
 SWITCHES = {"return_dict": True, "torchscript": False}
 """Keys that set what transformers' forward returns -> the value that training needs."""
@@ -127,7 +129,7 @@ def _leaves(
 
 def _check_count(leaf: Leaf) -> None:
     """Refuse a number far over any model's, under whatever name."""
-    if isinstance(leaf.value, bool) or not isinstance(leaf.value, int | float):
+    if isinstance(leaf.value, bool) or not isinstance(leaf.value, int | float) or NO_SIZES.search(leaf.key):
         return
     largest = next(limit for pattern, limit in LARGEST_OF_KIND if pattern.search(leaf.key))
     holds_ids = leaf.num_items is not None and leaf.key != "attention_types"

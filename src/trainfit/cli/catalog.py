@@ -7,6 +7,7 @@ import typer
 from trainfit.cli.options import Json, print_json
 
 if TYPE_CHECKING:
+    from trainfit.catalog.load import ModelRow
     from trainfit.spec.hardware import Gpu, PeakDtype
 
 ABSENT = "-"  # No such dtype in hardware, or no dated price
@@ -90,6 +91,27 @@ def _details(gpu: "Gpu") -> None:
     rows(out, lines, "left", "wrap")
 
 
+def _active_params(row: "ModelRow") -> int | None:
+    """Return the parameters that one token meets; None: as many as there are, or unknown."""
+    from trainfit.prediction.closed_form import active_params
+    from trainfit.spec.errors import InputError
+
+    if row.published_params is None:
+        return None
+    try:
+        found = active_params(row.config, row.published_params)
+    except InputError:  # No closed form of its layers.
+        return None
+    return None if found == row.published_params else found
+
+
+def _active(row: "ModelRow") -> str:
+    from trainfit.spec.units import format_count
+
+    active = _active_params(row)
+    return "" if active is None else format_count(active)
+
+
 def models(name: Name = None, json: Json = False) -> None:
     """List the catalog's models, or show one."""
     from trainfit.catalog import load as catalog
@@ -97,11 +119,13 @@ def models(name: Name = None, json: Json = False) -> None:
 
     found = [catalog.model(name)] if name else list(catalog.models().values())
     if json:
-        print_json(found[0] if name else [row.model_dump(mode="json") for row in found])
+        data = [{**row.model_dump(mode="json"), "active_params": _active_params(row)} for row in found]
+        print_json(data[0] if name else data)
         return
     out = console()
-    lines = [["name", "family", "parameters"], *([row.name, row.family, row.published] for row in found)]
-    rows(out, lines, "left", "left", "right")
+    head = ["name", "family", "parameters", "active"]
+    lines = [head, *([row.name, row.family, row.published, _active(row)] for row in found)]
+    rows(out, lines, "left", "left", "right", "right")
     if name:
         heading(out, "config.json")
         rows(out, [[key, str(value)] for key, value in found[0].config.items()], "left", "wrap")
