@@ -26,6 +26,8 @@ class Replay:
     """Index, among the ledger's expanded events, of the allocation at the peak."""
     at_peak: list[tuple[int, int]]
     """Live allocations at the peak: (index of the storage, bytes)."""
+    segment_peaks: list[int]
+    """Highest allocated bytes of each segment."""
 
 
 class UncachedAllocator:
@@ -110,6 +112,7 @@ def replay(
         init_reserved_bytes=init_reserved,
         peak_event=peak_index,
         at_peak=alive,
+        segment_peaks=peaks,
     )
 
 

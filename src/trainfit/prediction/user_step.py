@@ -9,32 +9,35 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.allocator import OutOfMemory
-from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.ledger import Ledger, Segment
 from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.device_time import is_measured
-from trainfit.prediction.time.roofline import roofline, without_rows
+from trainfit.prediction.time.roofline import copy_bytes_per_s, roofline, without_rows
 from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
-from trainfit.spec.result import Estimate, PeakHolder, Phases, TracedCode
+from trainfit.spec.result import Estimate, OtherPhase, PeakHolder, Phases, TracedCode
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.user import UserGpu, user_gpu
+from trainfit.virtual.user import other_phases as one_phase
 from trainfit.virtual.user.lacking import lack_of, line_of
 from trainfit.virtual.user.steps import TraceComplete
 from trainfit.virtual.user.torch_cuda import EmptyCacheAllocator
 
 LEAVE_OUT = "leave it out of the traced code, or trace a version without it"
 NUM_HOLDERS = 10
+OTHER_KINDS = ("evaluation", "generation", "checkpoint")
 NOT_MODELLED = {
     "convolution": "convolutions: cuDNN's workspaces are not modelled, nor the copies it makes of layouts it "
     "does not like",
@@ -119,13 +122,17 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
     if num_steps <= 1:
         phases = phases.model_copy(update={"steady": phases.first})
         ledger.segments = [s._replace(step="steady") if s.step == "first" else s for s in ledger.segments]
+    others = _other_phases(ledger, gpu, virtual, replayed)
+    ledger.segments = [s._replace(phase="between") if s.phase == "data" else s for s in ledger.segments]
     time = roofline(ledger, gpu)
     found = summary(gpu, ledger, replays, time, fits=fits)
     rates = (
         (*attention_time.assumptions(ledger, gpu, is_measured), *without_rows(ledger, gpu)) if time else ()
     )
     rates += communication.assumptions(ledger, gpu)
-    code = TracedCode(name=name, gpu=gpu.name, num_steps=num_steps, holders=_holders(ledger, replayed))
+    code = TracedCode(
+        name=name, gpu=gpu.name, num_steps=num_steps, holders=_holders(ledger, replayed), other_phases=others
+    )
     return found.model_copy(
         update={
             "phases": phases,
@@ -138,9 +145,58 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
     )
 
 
+def _other_phases(ledger: Ledger, gpu: Gpu, virtual: UserGpu, replayed: Replay) -> tuple[OtherPhase, ...]:
+    """Return what the code does beside its training steps, of each kind once."""
+    found: dict[str, list[one_phase.OtherPhase]] = {}
+    for one in virtual.steps.other_phases():
+        found.setdefault(one.kind, []).append(one)
+    num_ops = Counter(op.segment for op in ledger.ops)
+    return tuple(
+        _other_phase(
+            ones, max(ones, key=lambda one: sum(num_ops[n] for n in one.segments)), ledger, gpu, replayed
+        )
+        for ones in found.values()
+    )
+
+
+def _other_phase(
+    ones: list[one_phase.OtherPhase],
+    longest: one_phase.OtherPhase,
+    ledger: Ledger,
+    gpu: Gpu,
+    replayed: Replay,
+) -> OtherPhase:
+    # The segments of the longest one as those of a step, which is then timed as a step is.
+    alone = replace(
+        ledger,
+        segments=[
+            Segment(
+                "steady" if n in longest.segments else "rest", "between" if s.phase == "data" else s.phase
+            )
+            for n, s in enumerate(ledger.segments)
+        ],
+    )
+    time = roofline(alone, gpu)
+    copied_s = max(one.saved_bytes for one in ones) / copy_bytes_per_s(gpu)
+    return OtherPhase.model_validate(
+        {
+            "name": longest.kind,
+            "num_times": len(ones),
+            "after_steps": tuple(one.step for one in ones),
+            "num_forwards": longest.num_forwards,
+            "peak_allocated_bytes": max(replayed.segment_peaks[n] for one in ones for n in one.segments),
+            "seconds": None if time is None else time.expected.total + copied_s,
+            "flops": alone.steady_sum("causal_flops"),
+            "saved_bytes": max(one.saved_bytes for one in ones),
+        }
+    )
+
+
 def _peak_phase(replayed: Replay, phases: Phases) -> str:
     """Where the peak is; ``steady`` where that step comes to the same height as the first that reached it."""
     step, phase = replayed.peak_phase.split(".")
+    if step in OTHER_KINDS:
+        return step
     if step != "first" and getattr(phases.steady, phase, 0) == replayed.peak_allocated_bytes:
         return f"steady.{phase}"
     return step if step == "setup" else replayed.peak_phase

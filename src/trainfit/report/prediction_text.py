@@ -15,7 +15,7 @@ from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, quantity
 from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases, Run
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, OtherPhase, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
 LEAST_APART = 0.01
@@ -50,6 +50,7 @@ def show(
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
+    _other_phases(out, estimate)
     _pipeline(out, estimate)
     if estimate.code is not None:
         heading(out, "Largest holders at the peak")
@@ -275,6 +276,30 @@ def _phases(out: Console, estimate: Estimate) -> None:
     bars = ["", *_bars(out, estimate, sizes, max(0, min(40, out.width - 44)))]
     lines = [[*line, filled] for line, filled in zip(phase_lines(estimate.phases), bars, strict=True)]
     rows(out, lines, "left", "right", "right", "left")
+
+
+def _other_phases(out: Console, estimate: Estimate) -> None:
+    """Print a row for evaluations, generations and checkpoints of traced code."""
+    if estimate.code is None or not estimate.code.other_phases:
+        return
+    heading(out, "Beside the training step: in none of its figures, but its memory in the verdict")
+    rows(out, map(_other_phase, estimate.code.other_phases), "left", "right", "right", "wrap")
+
+
+def _other_phase(one: OtherPhase) -> list[str]:
+    what = [f"{one.num_forwards:,} forward{'s' * (one.num_forwards != 1)}"] if one.num_forwards else []
+    if one.flops:
+        what.append(format_flops(one.flops))
+    if one.saved_bytes:
+        what.append(f"{format_bytes(one.saved_bytes)} to the host, the disk not counted")
+    after = sorted({number for number in one.after_steps if number})
+    when = ["before the first step"] * (0 in one.after_steps)
+    if after:
+        numbers = ", ".join(map(str, after[:-1])) + " and " * (len(after) > 1) + str(after[-1])
+        when.append(f"after step{'s' * (len(after) > 1)} {numbers}")
+    time = "" if one.seconds is None else format_seconds(one.seconds)
+    peak = format_bytes(one.peak_allocated_bytes)
+    return [one.name, time, peak, f"{', '.join(what)}; {' and '.join(when)}"]
 
 
 def phase_lines(phases: Phases) -> list[list[str]]:

@@ -141,6 +141,24 @@ class PeakHolder(Value):
     operation: str
 
 
+class OtherPhase(Value):
+    """An evaluation, a generation or the writing of a checkpoint in traced code, beside its training steps.
+
+    Of several, time, FLOPs and counts are those of the one with the most operations.
+    """
+
+    name: Literal["evaluation", "generation", "checkpoint"]
+    num_times: Count  # Found while the steps were traced
+    after_steps: tuple[Count, ...]  # The number of complete optimizer steps before each
+    num_forwards: Count
+    peak_allocated_bytes: Bytes  # The highest of all of them; part of the verdict
+    seconds: Seconds | None
+    """None: the GPU's speed is not known. Of a checkpoint, copies to the host at the link's rate, and no
+    disk."""
+    flops: Flops
+    saved_bytes: Bytes = 0
+
+
 class TracedCode(Value):
     """The user's own training code that an estimate is of, in place of a recipe."""
 
@@ -148,6 +166,8 @@ class TracedCode(Value):
     gpu: str
     num_steps: Count  # Optimizer steps that were traced
     holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
+    other_phases: tuple[OtherPhase, ...] = ()
+    """Beside the training steps; what they take is in no figure of the step."""
 
 
 class OtherPeak(Value):

@@ -88,7 +88,9 @@ class VirtualCompiler:
         num_graphs = self.num_graphs
         try:
             with self._scopes.within_compiled(module), no_function_modes(), paused_gc(), _no_logs():
-                return _with_room(compiled, *args, **kwargs)
+                output = _with_room(compiled, *args, **kwargs)
+                self._on_called((args, kwargs), output)
+                return output
         except TorchDynamoException as error:
             refused = _refusal(error)
             if refused is None:
@@ -99,6 +101,9 @@ class VirtualCompiler:
                 # Capturing leaves reference cycles that hold traced tensors.
                 gc.collect()
                 freeze_more()
+
+    def _on_called(self, inputs: Any, output: Any) -> None:
+        """Note the inputs and the output of a call of compiled code."""
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._functorch import config as functorch_config

@@ -56,13 +56,16 @@ class HostTensorMode(TorchFunctionMode):
             with self._placement.moving():
                 return args[0].clone() if is_cuda else args[0].to(*args[1:], **{**kwargs, "copy": True})
         if func in BACKWARDS:
-            with self._in_engine():
+            with self._in_engine((args[:1], kwargs)):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
-    def _in_engine(self) -> Iterator[None]:
-        """Enter the mode, which is off while it handles a backward, for its hooks and recomputation."""
+    def _in_engine(self, roots: Any) -> Iterator[None]:
+        """Enter the mode, which is off while it handles a backward, for its hooks and recomputation.
+
+        ``roots``: what holds the tensors that the backward starts from.
+        """
         module: Any = torch.autograd
         original = module._engine_run_backward
 

@@ -97,6 +97,8 @@ class ScopeTracker:
         self.on_recomputed = lambda: None
         self.on_outermost: Callable[[nn.Module], None] = lambda module: None
         """Called before an outermost module's forward."""
+        self.on_outermost_ended: Callable[[], None] = lambda: None
+        """Called after an outermost module's forward."""
         self.override: Scope | None = None
         """The scope that compiled code sets; None: from hooks and autograd."""
 
@@ -214,6 +216,7 @@ class ScopeTracker:
         self._mark(self._after_layer or (self._stack[-1] if self._stack else NO_SCOPE))
         if not self._stack:
             self._after_layer = None
+            self.on_outermost_ended()
             if self.phase == "backward":
                 self.on_recomputed()
 

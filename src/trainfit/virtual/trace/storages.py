@@ -43,9 +43,12 @@ class LiveStorages:
         self._recomputed: list[int] = []
 
     def begin(self, step: str, phase: str) -> None:
-        """Begin a segment; storages that a forward leaves alive are activations."""
+        """Begin a segment; storages that the forwards before a backward leave alive are activations."""
         if phase == "backward":
-            self.categorise("activations", self.allocated_in(len(self.ledger.segments) - 1))
+            for number in reversed(range(len(self.ledger.segments))):
+                self.categorise("activations", self.allocated_in(number))
+                if self.ledger.segments[number].phase != "forward":
+                    break
         self.ledger.segments.append(Segment(step, phase))
         self.segment = len(self.ledger.segments) - 1
         self.current_group, self._last_owner = NO_LAYER, NO_SCOPE
@@ -132,6 +135,10 @@ class LiveStorages:
     def allocated_in(self, segment: int) -> list[int]:
         """Return the live storages that were allocated in a segment."""
         return [index for index in self._live.values() if self._segments[index] == segment]
+
+    def category_of(self, index: int) -> str:
+        """Return the category of a storage so far."""
+        return self._categories.get(index, self.ledger.storages[index].category)
 
     def owners_of(self, args: Any) -> list[Scope]:
         """Return the owner of the first tensor argument, or of each tensor of a list; else the last owner."""

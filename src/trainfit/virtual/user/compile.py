@@ -150,6 +150,9 @@ class UserCompiler(VirtualCompiler):
                 field="step",
             ) from error
 
+    def _on_called(self, inputs: Any, output: Any) -> None:
+        self._user_tracer.on_compiled(inputs, output)
+
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         for part in (each for each in gm.modules() if isinstance(each, torch.fx.GraphModule)):
             for node in part.graph.nodes:

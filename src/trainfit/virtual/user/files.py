@@ -31,10 +31,10 @@ WROTE_NOTHING = "torch.save wrote nothing: there are no values to keep"
 
 
 @contextmanager
-def files(notes: set[str]) -> Iterator[None]:
-    """Replace ``torch.load`` and ``torch.save``."""
+def files(notes: set[str], on_saved: Callable[[Any], None]) -> Iterator[None]:
+    """Replace ``torch.load`` and ``torch.save``; ``on_saved`` is called with what is saved."""
     loader = _Loader()
-    saved = _Saved(loader, notes)
+    saved = _Saved(loader, notes, on_saved)
     rebuild = loader.rebuilding(_utils._rebuild_tensor)
     newer = loader.rebuilding_newer(getattr(_utils, NEWER_REBUILD))
     allowed = _weights_only_unpickler._get_allowed_globals
@@ -148,8 +148,8 @@ class _SavedTensor(NamedTuple):
 class _Saved:
     """What the code saved: pickled objects whose tensors are kept as layouts and known values."""
 
-    def __init__(self, loader: _Loader, notes: set[str]):
-        self._loader, self._notes = loader, notes
+    def __init__(self, loader: _Loader, notes: set[str], on_saved: Callable[[Any], None]):
+        self._loader, self._notes, self._on_saved = loader, notes, on_saved
         self._files: dict[Any, _SavedFile] = {}
 
     def saving(self, write: Callable[..., Any]) -> Callable[..., None]:
@@ -160,6 +160,7 @@ class _Saved:
                 on_host(write, (obj, f, *args), kwargs)
                 return
             self._notes.add(WROTE_NOTHING)
+            self._on_saved(obj)
             self._files.pop(_key(f), None)
             with suppress(*NOT_KEPT):
                 self._files[_key(f)] = _SavedFile(obj)

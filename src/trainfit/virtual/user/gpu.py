@@ -87,7 +87,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         enter(own_generator())
         enter(transformers_sees_real_tensors())
         enter(libraries())
-        enter(files(tracer.notes))
+        enter(files(tracer.notes, steps.saves))
         if num_ranks is None:
             enter(single_rank())
         enter(report_fallbacks(tracer.notes))
@@ -132,9 +132,21 @@ def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
     with (
         replaced(nn.Parameter, "__new__", staticmethod(new)),
         replaced(nn.Module, "_apply", _applied(steps)),
+        replaced(nn.Module, "state_dict", steps.reading_state(nn.Module.state_dict)),
         replaced(torch.optim.Optimizer, "__init__", init),
+        replaced(torch.inference_mode, "__enter__", _without_grad),
+        replaced(torch.inference_mode, "__exit__", _with_grad_again),
     ):
         yield
+
+
+def _without_grad(mode: Any) -> None:
+    """Switch gradients off in place of inference mode, in which operations do not decompose as on CUDA."""
+    mode._inference_mode_context = torch.autograd.set_grad_enabled(not mode.mode)
+
+
+def _with_grad_again(mode: Any, *raised: Any) -> None:
+    mode._inference_mode_context.__exit__(*raised)
 
 
 def _applied(steps: StepFollower) -> Callable[..., Any]:

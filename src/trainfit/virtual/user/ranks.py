@@ -66,6 +66,7 @@ def virtual_rank(
         enter(torch._dynamo.config.patch(optimize_ddp=False))
         for owner, name, function in (
             *_of_groups(num_ranks, tracer.notes),
+            *_of_checkpoints(tracer.notes, steps),
             *_of_dtensor(),
             (SyncBatchNorm, "forward", staticmethod(_with_all_counts(SyncBatchNorm.forward))),
             *_of_fsdp(steps),
@@ -94,7 +95,15 @@ def _of_groups(num_ranks: int, notes: set[str]) -> list[Replacement]:
         (dist.Work, "is_completed", lambda work: True),
         (spawn, "start_processes", _run_first),
         *((owner, name, function) for name, function in _OBJECTS.items() for owner in (c10d, dist)),
-        *((distributed_checkpoint, name, _noting(notes, note)) for name, note in _CHECKPOINTS.items()),
+    ]
+
+
+def _of_checkpoints(notes: set[str], steps: StepFollower) -> list[Replacement]:
+    def nothing(state: Any) -> None: ...
+
+    return [
+        (distributed_checkpoint, name, _noting(notes, note, nothing if name == "load" else steps.saves))
+        for name, note in _CHECKPOINTS.items()
     ]
 
 
@@ -268,11 +277,12 @@ def _with_buffers_moved(original: Callable[..., Any]) -> Callable[..., Any]:
     return states
 
 
-def _noting(notes: set[str], note: str) -> Callable[..., Future[None]]:
+def _noting(notes: set[str], note: str, on_state: Callable[[Any], None]) -> Callable[..., Future[None]]:
     """Return a function that adds a note in place of reading or writing a checkpoint."""
 
-    def noted(*_: Any, **__: Any) -> Future[None]:
+    def noted(state_dict: Any, *_: Any, **__: Any) -> Future[None]:
         notes.add(note)
+        on_state(state_dict)
         done: Future[None] = Future()
         done.set_result(None)
         return done

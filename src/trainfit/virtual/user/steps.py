@@ -1,20 +1,25 @@
 """Steps and phases of user code, and the owners of its parameters, gradients and optimizer states.
 
 A call of an outermost module begins a forward, autograd's engine a backward, an optimizer's ``step`` an
-update. The first optimizer that steps counts the steps.
+update. The first optimizer that steps counts the steps. Forwards that no backward needs (passes.py), and the
+writing of checkpoints, are phases beside the step (other_phases.py).
 """
 
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainfit.ledger.ledger import Segment
 from trainfit.virtual.trace.exclusive import chosen_by_thread
 from trainfit.virtual.trace.scope import NO_SCOPE, ScopeTracker
+from trainfit.virtual.user.other_phases import OtherPhase, SegmentStart, bytes_of, kinds_of, other_phases
+from trainfit.virtual.user.passes import Passes
 from trainfit.virtual.user.placement import is_device
 from trainfit.virtual.user.tracer import UserTracer
 
@@ -23,12 +28,8 @@ class TraceComplete(BaseException):
     """Ends the traced callable; a BaseException, so that its ``except Exception`` blocks do not catch it."""
 
 
-class SegmentStart(NamedTuple):
-    """Phase of a segment, and the updates and backward-to-forward turns before it."""
-
-    phase: str
-    num_updates: int
-    num_turns: int
+LOOK_ON_PASSES, LOOK_ON_S = 2000, 20.0
+"""Forwards, and seconds, of an evaluation after the last step, beyond which it is not followed."""
 
 
 class StepFollower:
@@ -49,7 +50,15 @@ class StepFollower:
         self.has_optimizer = False  # Steps are updates rather than backwards
         self.num_parameters = self.num_trained = 0
         """Elements of all and of trainable parameters on the device at the last call of a module."""
-        scopes.on_outermost = self._forward_begins
+        self.passes = Passes(tracer.live)
+        self.notes = tracer.notes
+        self._grad_was_enabled = True
+        self._state_read = -1
+        """Segment that began when a state dict was read, and nothing was computed since; -1: none."""
+        self._looked_on, self._looked_on_since = 0, 0.0
+        scopes.on_outermost, scopes.on_outermost_ended = self._forward_begins, self._forward_ended
+        tracer.before_record, tracer.after_record = self._operation_begins, self._recorded
+        tracer.on_compiled = self.passes.compiled
 
     def __enter__(self) -> "StepFollower":
         self._handles = [
@@ -87,8 +96,10 @@ class StepFollower:
             self._ignores = False
 
     @contextmanager
-    def engine_runs(self) -> Iterator[None]:
-        """Track a run of autograd's engine."""
+    def engine_runs(self, roots: Any) -> Iterator[None]:
+        """Track a run of autograd's engine; ``roots`` holds the tensors that it starts from."""
+        if self._engine_depth == 0:
+            self.passes.backward_begins(roots)
         if self._engine_depth == 0 and self._scopes.phase != "optimizer":
             self._begin("backward")
             self.has_trained = True
@@ -102,23 +113,98 @@ class StepFollower:
         if self._engine_depth:
             return  # Recomputation.
         self._register(module)
-        self._pass_begins()
+        self._pass_begins(module)
 
-    def _pass_begins(self) -> None:
-        if self._scopes.phase == "forward":
-            return
+    def _pass_begins(self, module: nn.Module | None) -> None:
         if self._scopes.phase == "backward":
             self._num_turns += 1
         if (self._num_updates if self.has_optimizer else self._num_turns) >= self._max_steps:
+            self._look_on(module)
+        if module is None or next(module.parameters(), None) is None:
+            self._begin("forward")  # A loss or a metric goes with what is around it.
+        else:
+            self._split("forward")
+        self._grad_was_enabled, self._state_read = torch.is_grad_enabled(), -1
+        if module is not None:
+            started = self.passes.begin(module)
+            if started.has_parameters:
+                self._starts[-1] = self._starts[-1]._replace(forward=started.number)
+
+    def _look_on(self, module: nn.Module | None) -> None:
+        """Follow a first evaluation after the last step; else end the trace."""
+        if (
+            module is None
+            or torch.is_grad_enabled()
+            or self.passes.ran_without_grad(module, before=len(self.passes.all) - self._looked_on)
+        ):
             raise TraceComplete
-        self._begin("forward")
+        self._looked_on_since = self._looked_on_since or time.monotonic()
+        self._looked_on += 1
+        if self._looked_on > LOOK_ON_PASSES or time.monotonic() - self._looked_on_since > LOOK_ON_S:
+            self.notes.add(
+                f"an evaluation after the last step was followed for {self._looked_on - 1:,} forwards"
+            )
+            raise TraceComplete
+
+    def _forward_ended(self) -> None:
+        if not self._engine_depth:
+            self.passes.end()
+
+    def _operation_begins(self) -> None:
+        """Begin a segment where the code switches gradients off, or on again."""
+        if (
+            self._engine_depth
+            or self.passes.running is not None
+            or self._scopes.phase not in ("data", "forward")
+        ):
+            return
+        has_grad = torch.is_grad_enabled()
+        if has_grad == self._grad_was_enabled:
+            return
+        self._split(self._scopes.phase)
+        self._grad_was_enabled = has_grad
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any, out: Any, num_storages: int) -> None:
+        if self._engine_depth:
+            self.passes.node_runs(torch._C._current_autograd_node())
+        elif self._scopes.phase != "optimizer":
+            self.passes.recorded(func, args, kwargs, out, num_storages)
+
+    def reading_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``nn.Module.state_dict``, with which a segment begins: it may gather what is saved."""
+
+        def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not args and "prefix" not in kwargs:  # Not of a submodule.
+                self._state_is_read()
+            return original(module, *args, **kwargs)
+
+        return state_dict
+
+    def _state_is_read(self) -> None:
+        if len(self._starts) > 1 and not self._engine_depth and self.passes.running is None:
+            self._split(self._scopes.phase)
+            self._state_read = len(self._starts) - 1
+
+    def saves(self, obj: Any) -> None:
+        """Note that a checkpoint is written, with what was computed for it since its state was read."""
+        num_bytes = bytes_of(obj)
+        if not num_bytes or len(self._starts) == 1 or self._engine_depth or self.passes.running is not None:
+            return
+        if self._state_read < 0:
+            self._split(self._scopes.phase)
+            self._state_read = len(self._starts) - 1
+        for number in range(self._state_read, len(self._starts)):
+            self._starts[number] = self._starts[number]._replace(is_saved=True)
+        self._starts[-1] = self._starts[-1]._replace(saved_bytes=num_bytes)
+        self._split(self._scopes.phase)
+        self._state_read = -1
 
     def replays(self, phase: str) -> None:
         """Begin a phase of a CUDA graph that is replayed; an update in it is one of the step."""
         if self._engine_depth:
             return  # The graph of a backward, in the backward.
         if phase == "forward":
-            self._pass_begins()
+            self._pass_begins(None)
             return
         self._begin(phase)
         if phase == "optimizer":
@@ -171,26 +257,50 @@ class StepFollower:
             self._tracer.live.categorise("activations", self._tracer.live.allocated_in(0))
 
     def _begin(self, phase: str) -> None:
-        if self._scopes.phase == phase:
-            return
+        if self._scopes.phase != phase:
+            self._split(phase)
+            self._grad_was_enabled, self._state_read = True, -1
+
+    def _split(self, phase: str) -> None:
+        """Begin a segment, also one of the same phase."""
         self._tracer.begin("", phase)
-        self._starts.append(SegmentStart(phase, self._num_updates, self._num_turns))
+        has_grad = torch.is_grad_enabled()
+        self._starts.append(SegmentStart(phase, self._num_updates, self._num_turns, has_grad=has_grad))
 
     def num_steps(self) -> int:
-        """Return the number of complete steps: updates, or backwards without an optimizer."""
+        """Return the number of complete steps: updates, or turns from a backward without an optimizer."""
         if self._main_optimizer is not None:
             return self._num_updates
         return sum(start.phase == "backward" for start in self._starts)
 
     def segments(self) -> list[Segment]:
-        """Return the segments, of steps setup, first, later, steady (the last complete one) and rest."""
-        whole = max(1, self.num_steps())
-        return [Segment(self._step_of(n, start, whole), start.phase) for n, start in enumerate(self._starts)]
+        """Return the segments, of steps setup, first, later, steady (the last complete one) and rest.
+
+        Those of evaluations, generations and checkpoints are of steps with these names.
+        """
+        whole, kinds = max(1, self.num_steps()), self._kinds()
+        return [
+            Segment(kinds.get(n) or self._step_of(n, start, whole), start.phase)
+            for n, start in enumerate(self._starts)
+        ]
+
+    def other_phases(self) -> list[OtherPhase]:
+        """Return the evaluations, generations and checkpoints in order."""
+        return list(other_phases(self._starts, self._kinds(), self._number_of))
+
+    def _kinds(self) -> dict[int, str]:
+        if not self.has_trained:
+            return {}  # All that the code does is taken for the step.
+        whole = self.num_steps()
+        return kinds_of(self._starts, self.passes, lambda start: self._number_of(start) >= whole)
+
+    def _number_of(self, start: SegmentStart) -> int:
+        return start.num_updates if self._main_optimizer is not None else start.num_turns
 
     def _step_of(self, position: int, start: SegmentStart, whole: int) -> str:
         if position == 0:
             return "setup"
-        number = start.num_updates if self._main_optimizer is not None else start.num_turns
+        number = self._number_of(start)
         if number >= whole:
             return "rest"
         return "first" if number == 0 else "steady" if number == whole - 1 else "later"

@@ -43,12 +43,12 @@ class UserTensorMode(HostTensorMode):
     """Translates devices in calls of user code.
 
     Args:
-        on_engine: returns a context for each run of autograd's engine.
+        on_engine: returns a context for each run of autograd's engine, from what holds its roots.
         twin: returns a fake host tensor like a real one.
     """
 
     def __init__(
-        self, placement: PlacementState, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]
+        self, placement: PlacementState, on_engine: Callable[[Any], Any], twin: Callable[[Tensor], Tensor]
     ):
         super().__init__(placement)
         self._placement, self._on_engine, self._twin = placement, on_engine, twin
@@ -83,8 +83,8 @@ class UserTensorMode(HostTensorMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     @contextmanager
-    def _in_engine(self) -> Iterator[None]:
-        with super()._in_engine(), self._on_engine():
+    def _in_engine(self, roots: Any) -> Iterator[None]:
+        with super()._in_engine(roots), self._on_engine(roots):
             yield
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:

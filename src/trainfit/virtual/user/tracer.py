@@ -48,6 +48,12 @@ class UserTracer(Tracer):
         self.notes: set[str] = set()  # Deviations of the trace from a real run
         self.before_collective: Callable[[Any], None] = lambda func: None
         """Called with each operation of ``torch.distributed``, those on host tensors included."""
+        self.before_record: Callable[[], None] = lambda: None
+        self.after_record: Callable[..., None] = lambda func, args, kwargs, out, num_storages: None
+        """Called before and after an operation on the device is recorded, with the number of storages in the
+        ledger before it."""
+        self.on_compiled: Callable[[Any, Any], None] = lambda inputs, output: None
+        """Called with the inputs and the output of each call of compiled code."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -129,7 +135,10 @@ class UserTracer(Tracer):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
+        self.before_record()
+        num_storages = len(self.ledger.storages)
         super()._record(func, args, kwargs, out, dry_run)
+        self.after_record(func, args, kwargs, out, num_storages)
         if func is not aten._to_copy.default or not self.placement.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():

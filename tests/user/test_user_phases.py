@@ -1,0 +1,321 @@
+"""Evaluation, generation and checkpoints in traced code are phases beside the training step."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import trainfit
+from trainfit.report.prediction_text import show
+
+N, BATCH = 256, 8
+PRODUCT = 2 * BATCH * N * N
+STEP = 2 + 3
+"""Products of a step of ``model``: two, and their gradients but the first one's input."""
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(N, N), nn.ReLU(), nn.Linear(N, N)).cuda()
+
+
+def batch() -> Tensor:
+    return torch.randn(BATCH, N, device="cuda")
+
+
+class Loop:
+    """A training loop with a frozen copy of its model and a code of its own around each step."""
+
+    def __init__(self, step: Callable[["Loop"], Any], *, before: Callable[["Loop"], Any] = lambda loop: None):
+        self.step, self.before = step, before
+        self.number = 0
+
+    def __call__(self) -> None:
+        self.model = model()
+        self.copy = copy.deepcopy(self.model).requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.before(self)
+        for self.number in range(4):
+            self.step(self)
+
+    def train(self, loss: Tensor | None = None) -> None:
+        (self.model(batch()).square().mean() if loss is None else loss).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+# -- what belongs to the step --------------------------------------------------------------------------------
+
+
+def reference(loop: Loop) -> None:
+    x = batch()
+    with torch.no_grad():
+        known = loop.copy(x)
+    loop.train((loop.model(x) - known).square().mean())
+
+
+def hard_labels(loop: Loop) -> None:
+    with torch.no_grad():
+        labels = loop.model(batch()).argmax(-1)
+    loop.train(F.cross_entropy(loop.model(batch()), labels))
+
+
+def pseudo_labels(loop: Loop) -> None:
+    with torch.no_grad():
+        confidence, labels = loop.copy(batch()).softmax(-1).max(-1)
+        mask = (confidence > 0.9).float()
+    loop.train((F.cross_entropy(loop.model(batch()), labels, reduction="none") * mask).mean())
+
+
+def detached(loop: Loop) -> None:
+    """A forward with gradients that no backward enters, but whose result feeds one that does."""
+    loop.train(loop.model(loop.copy(batch()).detach()).square().mean())
+
+
+def recomputed(loop: Loop) -> None:
+    """Reentrant checkpointing of blocks called one by one: their first forwards run without gradients."""
+    y = batch().requires_grad_()
+    for block in loop.model:
+        y = checkpoint(block, y, use_reentrant=True)  # pyright: ignore[reportAssignmentType]
+    loop.train(y.square().mean())
+
+
+def averaged(loop: Loop) -> None:
+    loop.train()
+    with torch.no_grad():
+        torch._foreach_lerp_(list(loop.copy.parameters()), list(loop.model.parameters()), 0.01)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def metrics(loop: Loop) -> None:
+    y, target = loop.model(batch()), batch()
+    nn.L1Loss()(y.detach(), target)
+    loop.train(nn.MSELoss()(y, target))
+
+
+@pytest.mark.parametrize(
+    ("step", "products"),
+    [
+        (Loop.train, STEP), (reference, STEP + 2), (hard_labels, STEP + 2), (pseudo_labels, STEP + 2),
+        (detached, STEP + 2), (recomputed, STEP + 1), (averaged, STEP), (metrics, STEP),
+    ],
+)  # fmt: skip
+def test_what_feeds_the_loss_is_part_of_the_step(step: Callable[[Loop], Any], products: int) -> None:
+    traced = trainfit.trace(Loop(step))
+    assert traced.model_flops == products * PRODUCT
+    assert traced.code.other_phases == ()
+
+
+def test_what_follows_the_update_takes_time_in_the_step() -> None:
+    plain, more = trainfit.trace(Loop(Loop.train)), trainfit.trace(Loop(averaged))
+    assert plain.step_s is not None
+    assert more.step_s is not None
+    assert more.step_s > plain.step_s + 1e-5
+
+
+# -- what does not -------------------------------------------------------------------------------------------
+
+
+def evaluate(loop: Loop, module: nn.Module | None = None, times: int = 3) -> None:
+    total = torch.zeros((), device="cuda")
+    with torch.no_grad():
+        for _ in range(times):
+            total += (module or loop.model)(batch()).square().mean()
+
+
+def every_step(loop: Loop) -> None:
+    loop.train()
+    evaluate(loop)
+
+
+def every_second(loop: Loop) -> None:
+    if loop.number % 2 == 0:
+        evaluate(loop)
+    loop.train()
+
+
+def inferred(loop: Loop) -> None:
+    loop.train()
+    with torch.inference_mode():
+        for _ in range(3):
+            loop.model(batch())
+
+
+def without_no_grad(loop: Loop) -> None:
+    loop.train()
+    loop.model.eval()
+    for _ in range(3):
+        loop.model(batch()).square().mean().item()
+    loop.model.train()
+
+
+def loaded_between(loop: Loop) -> None:
+    """Batches of an evaluation are made where gradients are on."""
+    loop.train()
+    for _ in range(3):
+        x = torch.randn(64 * BATCH, 64 * N, device="cuda")[:BATCH, :N].contiguous()
+        with torch.no_grad():
+            loop.model(x)
+
+
+def beside_a_reference(loop: Loop) -> None:
+    reference(loop)
+    evaluate(loop)
+
+
+@pytest.mark.parametrize(
+    ("step", "products", "times"),
+    [
+        (every_step, STEP, (1, 2)), (every_second, STEP, (0, 2)), (inferred, STEP, (1, 2)),
+        (without_no_grad, STEP, (1, 2)), (loaded_between, STEP, (1, 2)),
+        (beside_a_reference, STEP + 2, (1, 2)),
+    ],
+)  # fmt: skip
+def test_an_evaluation_is_no_part_of_the_step(
+    step: Callable[[Loop], Any], products: int, times: tuple[int, ...]
+) -> None:
+    traced, plain = trainfit.trace(Loop(step)), trainfit.trace(Loop(Loop.train))
+    (found,) = traced.code.other_phases
+    assert traced.model_flops == products * PRODUCT
+    assert (found.name, found.num_forwards, found.flops) == ("evaluation", 3, 6 * PRODUCT)
+    assert found.after_steps == times
+    assert found.seconds
+    assert traced.step_s is not None
+    assert plain.step_s is not None
+    assert traced.step_s == pytest.approx(plain.step_s, rel=0.1 if products == STEP else 0.3)
+
+
+def test_an_evaluation_reaches_the_peak() -> None:
+    def step(loop: Loop) -> None:
+        loop.train()
+        with torch.no_grad():
+            loop.model(torch.randn(4096 * BATCH, N, device="cuda"))
+
+    traced = trainfit.trace(Loop(step))
+    (found,) = traced.code.other_phases
+    assert traced.peak_phase == "evaluation"
+    assert found.peak_allocated_bytes == traced.peak_allocated_bytes > 2 * traced.phases.steady.peak
+
+
+def test_an_evaluation_after_the_last_step_and_one_before_the_first() -> None:
+    def step(loop: Loop) -> None:
+        loop.train()
+        if loop.number == 1:
+            evaluate(loop)
+
+    after, first = (
+        trainfit.trace(Loop(step), steps=2),
+        trainfit.trace(Loop(Loop.train, before=evaluate), steps=1),
+    )
+    assert after.code.other_phases[0].after_steps == (2,)
+    assert first.code.other_phases[0].after_steps == (0,)
+    assert first.phases.after_init == pytest.approx(after.phases.after_init, abs=1024)
+
+
+def test_an_endless_loop_without_gradients_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainfit.virtual.user.steps.LOOK_ON_PASSES", 20)
+
+    def serve() -> None:
+        loop = Loop(Loop.train)
+        loop()
+        with torch.no_grad():
+            while True:
+                loop.model(batch())
+
+    traced = trainfit.trace(serve, steps=4)
+    assert traced.code.other_phases[0].num_forwards == 20
+    assert any("followed for 20 forwards" in text for text in traced.assumptions)
+
+
+# -- generation ----------------------------------------------------------------------------------------------
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(100, N), nn.Linear(N, 100)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embedding(ids))
+
+
+def log_probs(module: nn.Module, ids: Tensor) -> Tensor:
+    return module(ids).log_softmax(-1).gather(-1, ids[..., None]).sum()
+
+
+def test_a_step_of_grpo() -> None:
+    """Sampled tokens are a generation; forwards of the old policy and the reference are parts of the step."""
+
+    def train() -> None:
+        policy = LanguageModel().cuda()
+        known = copy.deepcopy(policy)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        for _ in range(3):
+            ids = torch.randint(0, 100, (4, 8)).cuda()
+            with torch.no_grad():
+                for _ in range(5):
+                    ids = torch.cat([ids, policy(ids)[:, -1:].argmax(-1)], 1)
+                old, reference = log_probs(policy, ids), log_probs(known, ids)
+            (log_probs(policy, ids) - old + reference).exp().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    traced = trainfit.trace(train)
+    (found,) = traced.code.other_phases
+    one_token = 2 * 4 * N * 100
+    assert (found.name, found.num_forwards, found.after_steps) == ("generation", 5, (0, 1, 2))
+    assert found.flops == one_token * sum(range(8, 13))
+    assert traced.model_flops == one_token * 13 * (2 + 3)
+
+
+def test_two_networks_with_an_optimizer_each() -> None:
+    def train() -> None:
+        makes, judges = model(), model()
+        optimizers = [torch.optim.Adam(each.parameters()) for each in (judges, makes)]
+        for _ in range(3):
+            with torch.no_grad():
+                fake = makes(batch())
+            (judges(fake).mean() - judges(batch()).mean()).backward()
+            optimizers[0].step()
+            judges(makes(batch())).mean().backward()
+            optimizers[1].step()
+            with torch.no_grad():
+                makes(batch())  # An image to look at.
+
+    traced = trainfit.trace(train)
+    (found,) = traced.code.other_phases
+    assert (found.name, found.flops) == ("evaluation", 2 * PRODUCT)
+    # Fakes; two judgements; the made and judged, with the gradients of the judge's input.
+    assert traced.model_flops == (2 + 2 * STEP + (2 + 3) + (2 + 4)) * PRODUCT
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_a_phase() -> None:
+    def step(loop: Loop) -> None:
+        averaged(loop)
+        if loop.number < 2:
+            torch.save({"model": loop.model.state_dict(), "step": loop.number}, "never-written.pt")
+
+    traced, plain = trainfit.trace(Loop(step)), trainfit.trace(Loop(averaged))
+    (found,) = traced.code.other_phases
+    assert (found.name, found.after_steps, found.num_forwards) == ("checkpoint", (1, 2), 0)
+    assert found.saved_bytes == 4 * 2 * (N * N + N)
+    assert found.seconds
+    assert traced.step_s == pytest.approx(plain.step_s, rel=0.01)
+
+
+# -- text ----------------------------------------------------------------------------------------------------
+
+
+def test_the_phases_are_printed_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    traced = trainfit.trace(Loop(every_second))
+    show(None, traced)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Beside the training step" in text
+    assert "3 forwards, 6.291 MFLOP; before the first step and after step 2" in text
+    assert type(traced).model_validate_json(traced.model_dump_json()) == traced
