@@ -2,6 +2,7 @@
 #   make demo    the main job: predict, train, measure, compare
 #   make test    the tests
 #   make test-libraries   tests of scripts that use TRL, Lightning and others, in an environment of their own
+#   make test-oldest      the tests with the oldest versions that pyproject.toml allows, likewise
 #   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
 # PYTHON=python3.12 picks the interpreter; PIP_ARGS='...' is handed to pip, for example an index that
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 LIBRARIES_VENV ?= .venv-libraries
+OLDEST_VENV ?= .venv-oldest
 EXTRAS ?= dev
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal --durations=50
@@ -18,9 +20,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIBRARIES := $(LIBRARIES_VENV)/bin
 LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed
+OLDEST := $(OLDEST_VENV)/bin
+OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs test setup-libraries test-libraries check lint types floors setup clean
+.PHONY: demo outputs test setup-libraries test-libraries test-oldest check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -50,6 +54,14 @@ $(LIBRARIES_STAMP): pyproject.toml $(REQUIREMENTS)
 test-libraries: setup-libraries
 	$(LIBRARIES)/python -m pytest $(PYTEST_ARGS) tests/libraries
 
+$(OLDEST_STAMP): pyproject.toml requirements/oldest.txt
+	test -x $(OLDEST)/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST)/python -m pip install $(PIP_ARGS) -c requirements/oldest.txt -e '.[dev]'
+	@touch $@
+
+test-oldest: $(OLDEST_STAMP)
+	$(OLDEST)/python -m pytest $(PYTEST_ARGS)
+
 check:
 	.ci/run
 
@@ -64,4 +76,4 @@ floors: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(LIBRARIES_VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(LIBRARIES_VENV) $(OLDEST_VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache

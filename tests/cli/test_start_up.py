@@ -24,9 +24,12 @@ from trainfit.virtual import own_process
 import trainfit
 own_process.is_own_process = True
 start_up.import_little(compiles=False)
-eager = [trainfit.predict(use_cache=False, **fields) for fields in ({EAGER}, {SEVERAL})]
+eager = [trainfit.predict(use_cache=False, **{EAGER})]
 early = [name for name in ("torch._dynamo.symbolic_convert", "torchao") if name in sys.modules]
+eager.append(trainfit.predict(use_cache=False, **{SEVERAL}))
 import torch
+if torch.__version__ >= "2.12":  # FSDP2 of 2.11 imports the compiler.
+    early += [name for name in ("torch._dynamo.symbolic_convert", "torchao") if name in sys.modules]
 def double(x):
     return later(2 * x)
 @torch._disable_dynamo

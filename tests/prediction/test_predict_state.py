@@ -134,7 +134,9 @@ def test_no_tensor_of_a_trace_stays(fields: dict[str, Any]) -> None:
     predict(recipe, use_cache=False)
     before = num_held()
     predict(recipe, use_cache=False)
-    assert num_held() == before
+    # Of several GPUs torch 2.11 keeps up to 128 meshes, each with its ranks as a tensor, in cached rules.
+    num_meshes = int(recipe.hardware.count > 1 and torch.__version__ < "2.12")
+    assert num_held() <= before + num_meshes
 
 
 def test_nothing_changes_when_it_is_refused() -> None:

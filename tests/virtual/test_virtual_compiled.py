@@ -397,5 +397,6 @@ def test_a_refused_model_of_few_layers_is_traced_whole(monkeypatch: pytest.Monke
         return ledger
 
     monkeypatch.setattr(tracing, "_trace", refused)
+    monkeypatch.setattr("trainfit.techniques.compile.model.COMPARED", (2, 11))  # Older ones are traced whole.
     assert trace(tiny_recipe("native", layers=10, compile="model")) is ledger
     assert tried == [(False, PROGRAM_MARGIN), (True, (0, 0))]

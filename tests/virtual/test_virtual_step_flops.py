@@ -41,7 +41,8 @@ def test_llama_8b_is_6_n_and_attention() -> None:
     assert steady_sum(ledger, "model_flops") == products + 3 * attention_forward(seq)
     assert steady_sum(ledger, "model_flops_full") == products + 3 * attention_forward(seq, causal=False)
     # Flash's backward computes the scores again: one product more of the forward's two.
-    assert steady_sum(ledger, "causal_flops") == products + 3.5 * attention_forward(seq)
+    more = steady_sum(ledger, "causal_flops") - products - 3.5 * attention_forward(seq)
+    assert more in (0, seq * HEAD)  # Rotary angles, which transformers below 5.20 multiplies as matrices.
     assert ledger.ops_without_flops == ()
 
 

@@ -23,6 +23,8 @@ FP32_PRECISIONS = (
 _gc_frozen: ContextVar[bool] = ContextVar("gc_frozen", default=False)
 """True inside ``frozen_gc``; ``gc.get_freeze_count`` walks every object."""
 _freezes_for_good = False
+MOST_FROZEN_BY_PYTHON = 1000
+"""Python 3.12 freezes a few hundred objects as it starts; ``gc.freeze()`` freezes at least thousands."""
 
 
 def freeze_for_good() -> None:
@@ -41,7 +43,7 @@ def frozen_gc() -> Iterator[None]:
 
     A full collection of torch's and transformers' objects takes a quarter of a second on a CPU.
     """
-    if _gc_frozen.get() or (not _freezes_for_good and gc.get_freeze_count()):
+    if _gc_frozen.get() or (not _freezes_for_good and gc.get_freeze_count() > MOST_FROZEN_BY_PYTHON):
         yield
         return
     if _freezes_for_good:

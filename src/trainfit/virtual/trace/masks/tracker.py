@@ -169,6 +169,8 @@ class MaskTracker:
         if mark is not None:
             return mark.expression
         real = t if is_host(t) else carried_values(t)
+        if real is None and isinstance(t, FakeTensor):
+            real = t.constant  # Of ``torch.tensor(0.0)``, which FakeTensorMode keeps.
         if real is None:
             return None
         with _disable_current_modes():
