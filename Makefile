@@ -40,8 +40,10 @@ demo: setup
 outputs: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.fill_outputs
 
+# Tests that need a GPU run in a second session: in the first, processes see none.
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@if test -e /dev/nvidiactl; then $(BIN)/python -m pytest -m gpu -n 0 --durations=15; fi
 
 setup-libraries: $(LIBRARIES_STAMP)
 

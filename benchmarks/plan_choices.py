@@ -155,7 +155,7 @@ def planned(goal: Goal, cap_gib: int) -> tuple[dict[str, Any], list[dict[str, An
         "model": goal.model, "seq": goal.seq, "tokens_per_step": goal.tokens_per_step, "tune": goal.tune,
         "count": goal.count, "gpu": goal.gpu, "memory_gib": cap_gib, "commit": commit(),
         "found": [recipe.id for recipe in recipes],
-        "least_bytes": plan.least.estimate.peak_device_bytes if plan.least else None,
+        "least_bytes": plan.least.estimate.highest.device if plan.least else None,
     }  # fmt: skip
     return line, [recipe.content() for recipe in recipes]
 
@@ -270,7 +270,7 @@ def chosen(goal: Goal, lines: list[dict[str, Any]], records: dict[str, Record], 
 
 def _bytes(record: Record) -> int:
     assert record.estimate is not None
-    return record.estimate.peak_device_bytes
+    return record.estimate.highest.device
 
 
 def _speed(record: Record) -> float:

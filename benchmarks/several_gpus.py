@@ -170,7 +170,7 @@ def _kept(data: Data) -> Record | None:
     assert estimate is not None
     low, high = (share * estimate.device_bytes for share in DEVICE_SHARES)
     is_short = (estimate.step_s or 0.0) <= LONGEST_STEP_S
-    return record if low <= estimate.peak_device_bytes <= high and is_short else None
+    return record if low <= estimate.highest.device <= high and is_short else None
 
 
 def predicted(recipe: Recipe) -> Record:
@@ -289,7 +289,7 @@ def _words(record: Record) -> str:
 
     estimate = record.estimate
     assert estimate is not None
-    share = estimate.peak_device_bytes / estimate.device_bytes
+    share = estimate.highest.device / estimate.device_bytes
     return f"{describe(parse(Recipe, record.recipe))} ({share:.0%} of the card, {estimate.step_s or 0:.2f} s)"
 
 

@@ -1,14 +1,11 @@
-"""Shared by all tests: one thread per process, GPU tests skipped with a reason, and common fixtures."""
+"""Shared by all tests: one thread per process, GPU tests in a session of their own, and common fixtures."""
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
-if not Path("/dev/nvidiactl").exists():
-    # Triton decides at import whether its library runs in the interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -19,6 +16,14 @@ from command_worker import Worker
 gc.disable()  # Until all tests are collected: garbage collections during their imports take 3 s.
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all sessions but that of ``-m gpu``: other tests are of a machine without one."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Triton decides at import whether its library runs in the interpreter.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", metavar="K/N", help="run every N-th file of tests, beginning with the K-th: K from 1 to N"
@@ -27,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.version.cuda is not None and not torch.cuda.is_available():
+        # In a CUDA build that sees no GPU, Dynamo's fake tensors make autograd count eight. A backward before
+        # them fixes the number of its threads at none, so that tests can fork.
+        torch.ones(1, requires_grad=True).sum().backward()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if torch.cuda.is_available():
         return
     for item in marked:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; none is visible to torch here"))
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, which sessions of -m gpu alone see"))
 
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -96,8 +106,10 @@ def fresh_compiler() -> Iterator[None]:
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure, and run a sweep's workers, in forks of this process, which have nothing to import."""
     from tiny_sweep import forked_worker
-    from trainfit.measurement import process, run
+    from trainfit.measurement import run
     from trainfit.sweeps import worker
+    from trial_start import a_fork_can_train, forked
 
-    monkeypatch.setattr(run, "measure", partial(run.measure, start=process.forked))
-    monkeypatch.setattr(worker, "start", forked_worker)
+    monkeypatch.setattr(run, "measure", partial(run.measure, start=forked))
+    if a_fork_can_train():
+        monkeypatch.setattr(worker, "start", forked_worker)

@@ -17,9 +17,10 @@ from tiny_recipe import TINY_LLAMA
 from trainfit.api.calls import train_options, training_flops
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
-from trainfit.report import results
+from trainfit.report.plot import WRONG
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.value import texts
 
 Captured = pytest.CaptureFixture[str]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"
@@ -67,6 +68,7 @@ def test_a_recipe_is_given_in_any_form(recipe_file: Path, tmp_path: Path) -> Non
     wanted = recipe_from({**TINY, "batch": {"micro": 4, "seq": 16}})
     settings: Any = (
         {"batch": 4}, {"batch": {"micro": 4}}, {"set": {"batch.micro": 4}}, {"set": ["batch.micro=4"]},
+        {"set": "batch.micro=4"},
     )  # fmt: skip
     for source in (str(recipe_file), recipe_file, TINY, recipe_from(TINY)):
         for fields in settings:
@@ -76,6 +78,7 @@ def test_a_recipe_is_given_in_any_form(recipe_file: Path, tmp_path: Path) -> Non
         assert trainfit.load_recipe(source, seq=64).model.config == TINY_LLAMA
     names = ("qwen3-8b", "Qwen3-8B", "Qwen/Qwen3-8B")
     assert len({trainfit.load_recipe(name, set={"batch.seq": 8192}).id for name in names}) == 1
+    assert trainfit.load_recipe("qwen3-8b", seq="8k").batch.seq == 8192
     # A changed optimizer gets its own implementation.
     changed = trainfit.load_recipe(recipe_from(TINY), optimizer="adafactor")
     assert changed == trainfit.load_recipe(TINY, optimizer={"name": "adafactor"})
@@ -90,7 +93,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ("llama-3.1-8x", {}, "did you mean llama-3.1-8b"),
     (3, {}, "recipe = 3: not a recipe; give a name"),
     ("gpt2", {"seq": 8, "batch": {"seq": 9}}, r"seq = 8: batch\.seq is given twice"),
-    ("gpt2", {"set": 3}, "set = 3: should be a mapping, or a list of text"),
+    ("gpt2", {"set": 3}, "set = 3: should be text, or a list of text; write"),
+    ("gpt2", {"set": "batch.micro"}, "set: 'batch.micro': not a setting"),
     ("gpt2", {"batch": object()}, "not a recipe's value"),
     *(("gpt2", {"set": settings}, r"^set: (?!.*--set)") for settings in
       ({"batch.mcro": 3}, ["batch"], {"precision": "bf17"}, {"hardware.gpu": "h20o"})),
@@ -103,6 +107,18 @@ def test_bad_input_is_one_line(source: Any, fields: dict[str, Any], line: str) -
         trainfit.predict(source, **fields)
     assert isinstance(refused.value, ValueError)
     assert "\n" not in str(refused.value)
+
+
+def test_text_where_several_may_stand_is_one_and_not_its_letters() -> None:
+    with pytest.raises(trainfit.InputError, match=r"vary = 'colour'"):
+        trainfit.plan(TINY, vary="loss, colour", processes=0)
+    with pytest.raises(trainfit.InputError, match="vary = 3: should be text, or a list of text"):
+        trainfit.plan(TINY, vary=3)  # pyright: ignore[reportArgumentType]
+    for given in ("mm", ["mm"], ("mm",)):
+        assert texts(given, field="save") == ("mm",)
+    for given in (b"mm", {"mm": 1}, ["mm", 1], None):
+        with pytest.raises(trainfit.InputError, match="save"):
+            texts(given, field="save")
 
 
 def test_bad_arguments_of_other_functions_are_one_line() -> None:
@@ -179,8 +195,13 @@ def test_a_table_holds_the_verdict_and_escapes_what_a_recipe_says(recipe_file: P
     assert estimate.breakdown.gradients or ">gradients</th>" not in html
     too_much = {"fits": False, "peak_device_bytes": estimate.device_bytes + 2**30}
     refused = estimate.model_copy(update=too_much)._repr_html_()
-    assert f"color: {results.BAD}" in refused
+    assert f"color: {WRONG}" in refused
+    assert f"background: {WRONG}" in refused  # The bar on the device.
     assert "DOES NOT FIT on h200" in refused
+    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%", html)]
+    assert max(widths) == widths[-1] == 100  # The device
+    assert widths[0] == pytest.approx(100 * estimate.breakdown.weights / estimate.device_bytes, abs=0.01)
+    assert len(re.findall(r'<td[^>]*style="padding: ', html)) == html.count("<td")  # No cells run together.
     assert "1.00 GiB" in refused
 
 

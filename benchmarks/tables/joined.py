@@ -9,6 +9,7 @@ from pathlib import Path
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_cell
+from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
 from trainfit.spec.value import parse
@@ -47,7 +48,7 @@ def versions_of(record: Record) -> tuple[str, str]:
     else:
         named = record.estimate.versions if record.estimate is not None else {}
         found = (named.get("torch", UNNAMED[0]), named.get("transformers", UNNAMED[1]))
-    torch, transformers = (version.partition("+")[0] for version in found)
+    torch, transformers = map(release, found)
     return torch, transformers
 
 

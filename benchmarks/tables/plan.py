@@ -87,7 +87,7 @@ def _predicted(one: Comparison) -> float:
 
 def _device_bytes(one: Comparison) -> int:
     assert one.predicted is not None
-    return one.predicted.peak_device_bytes
+    return one.predicted.highest.device
 
 
 def _measured_bytes(one: Comparison) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench_rows import CPU, tiny_bench
-from kernel_runs import interpreted, loops
+from kernel_runs import interpreted, interpreted_loops, loops
 from trainfit.bench.experiments import fusion
 from trainfit.bench.kernels import normed_swiglu, nvcc, repeated_reads
 from trainfit.bench.kernels.repeated_reads import BLOCK, Reads
@@ -110,7 +110,7 @@ def test_the_least_bytes_of_the_chain_are_its_tensors() -> None:
     assert fusion.counted("Triton", run, least, CPU)["moved_bytes"] == least
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.parametrize("past_l1", [False, True])
 def test_a_reading_kernel_reads_the_blocks_of_its_pattern(past_l1: bool) -> None:
     for how in (Reads(8, 4, 4, 2), Reads(5, 7, 1, 3), Reads(2, 3, 1, 5)):

@@ -11,7 +11,7 @@ from trainfit.measurement.environment import host_environment
 from trainfit.report.compare import Comparison
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Hardware, Parallel
-from trainfit.spec.result import Estimate, Measurement, OtherPeak
+from trainfit.spec.result import Estimate, Measurement, Peak, TwoPeaks
 
 
 def test_a_seed_draws_the_same_recipes_of_every_strategy_and_family() -> None:
@@ -38,8 +38,11 @@ def test_of_two_named_peaks_the_nearer_one_counts(measured: int, error: float) -
     predicted = Estimate.model_construct(
         peak_allocated_bytes=100, assumptions=(f"{line}1 B allocated (100 bytes), or 1 B (80 bytes)",)
     )
+    peaks = [Peak(allocated=size, reserved=size, device=size) for size in (80, 100)]
     now = Estimate.model_construct(
-        peak_allocated_bytes=100, other_peak=OtherPeak(allocated=80, reserved=80, device=80)
+        peak_allocated_bytes=80,
+        assumptions=(),
+        two_peaks=TwoPeaks.model_construct(expected=peaks[0], possible=peaks[1], possible_phases=None),
     )
     host = host_environment("cuda")
     result = Measurement(

@@ -2,7 +2,11 @@
 
 import os
 import re
+import warnings
+from importlib.metadata import version
+from importlib.util import find_spec
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +15,29 @@ BF16 = torch.bfloat16
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels run for real, in tests marked gpu"
 )
+
+
+def _interpreter_loops() -> bool:
+    """Return whether Triton's interpreter runs loops up to an argument of the kernel, as those of 3.7 do.
+
+    That of 3.6 makes a number of an array with one element, which NumPy 2.4 no longer does.
+    """
+    if not find_spec("triton") or tuple(map(int, version("triton").split(".")[:2])) >= (3, 7):
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            int(numpy.zeros(1))
+        except TypeError:
+            return False
+    return True
+
+
+interpreted_loops = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not _interpreter_loops(),
+    reason="no loops in Triton 3.6's interpreter with NumPy 2.4 or later; tests marked gpu run the kernels",
+)
+"""For kernels with a loop up to one of their arguments."""
 
 
 def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -16,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from trainfit.measurement.process import die_with_parent
+from trial_start import processes
 
 
 class Ranks:
     """``world_size`` processes of one gloo group; each keeps its imports from one call to the next."""
 
     def __init__(self, world_size: int):
-        # A fork has nothing to import, but no autograd of its own where there is a GPU.
-        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+        context = processes()
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         self._pipes, self._processes = [], []

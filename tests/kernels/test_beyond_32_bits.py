@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_runs import interpreted
+from kernel_runs import interpreted, interpreted_loops
 from trainfit.bench.kernels import normed_swiglu
 from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
@@ -194,6 +194,10 @@ ROW = 8192
 ROWS = 2**18 + 8  # Of ROW elements: 2^16 more than 2^31
 
 
+LOOPS = ("norm", "rotation", "adafactor", "attention, plain", "one sequence, plain")
+"""Cases of kernels with a loop up to an argument."""
+
+
 def agree(case: Case, n: int, c: int, device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     found, wanted = case(n, c, lambda *shape: torch.randn(shape, device=device, dtype=dtype))
@@ -204,7 +208,9 @@ def agree(case: Case, n: int, c: int, device: str, dtype: torch.dtype) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=interpreted_loops) if name in LOOPS else name for name in CASES]
+)
 def test_the_last_rows_of_a_small_tensor(name: str) -> None:
     agree(CASES[name], 16, ROW if name == "nf4" else 512, "cpu", torch.float16)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from block_definitions import EPS, angles, gated, randn, results, rms, turned
-from kernel_runs import interpreted
+from kernel_runs import interpreted_loops
 from trainfit.kernels import custom_op
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
@@ -79,7 +79,7 @@ def test_gradients_of_the_bodies_are_differences():
     assert torch.autograd.gradcheck(lambda q, k: rope.rope(q, k, cos, sin), (q, k))
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", TRITON, ids=str)
 def test_kernels_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
@@ -92,7 +92,7 @@ def test_kernels_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.Monk
         check_rope(n, d, half, dtype)
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.usefixtures("triton")
 def test_the_weights_gradient_of_many_rows_repeats_itself():
     x, w, g = randn(41, 8), randn(8), randn(41, 8)

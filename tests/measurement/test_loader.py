@@ -17,7 +17,6 @@ import torch
 from tiny_recipe import tiny_recipe
 from tiny_training import Listener, options_for, stop_at, tiny
 from trainfit.measurement.feed import Feed, random_tokens
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
@@ -26,6 +25,7 @@ from trainfit.techniques import registry
 from trainfit.training.corpus import Corpus
 from trainfit.training.loop import train
 from trainfit.training.order import sequence_numbers, step_sequences
+from trial_start import forked
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,12 @@ from tiny_recipe import tiny_recipe
 from trainfit.measurement import ranks
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.fork_server import ready_to_fork
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel
 from trainfit.spec.result import Measurement, PhasePeaks, Phases, Spread
 from trainfit.step import assemble
+from trial_start import forked
 
 TWO = tiny_recipe("native", hardware=Hardware(count=2), batch=Batch(micro=2, seq=16))
 

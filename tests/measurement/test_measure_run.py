@@ -20,11 +20,13 @@ from trainfit.measurement.nvml import visible_device
 from trainfit.measurement.run import measure, with_utilisation
 from trainfit.measurement.trial import RESULT, TrialRequest, compiled_before
 from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
 from trainfit.spec.units import MIB
 from trainfit.spec.value import parse
 from trainfit.step import assemble
+from trial_start import forked
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
@@ -48,7 +50,7 @@ def measured() -> Measurement:
 
 def in_copy(**options: object) -> Measurement:
     """A measurement of one step, in a fork of this process."""
-    how = {"recipe": recipe(), "steps": 1, "device": "cpu", "start": process.forked, "timeout_s": 200}
+    how = {"recipe": recipe(), "steps": 1, "device": "cpu", "start": forked, "timeout_s": 200}
     return measure(**how | options)  # type: ignore[arg-type]
 
 
@@ -85,7 +87,7 @@ def test_times_have_samples_and_what_the_trial_imports_is_not_of_its_limit(measu
     assert len(measured.step_times.samples) == 4
     assert measured.step_s == measured.step_times.median
     assert measured.tokens_per_s == pytest.approx(2 * 64 * 2 / measured.step_times.median)
-    assert measured.environment.torch == torch.__version__
+    assert release(measured.environment.torch) == release(torch.__version__)
 
 
 def test_out_of_memory_is_a_result_with_the_peak_reached():
@@ -117,7 +119,7 @@ def test_bad_input_comes_through_as_itself():
 
 def test_killed_trial_keeps_what_it_knew():
     def start_and_kill(folder: Path) -> int:
-        pid = process.forked(folder)
+        pid = forked(folder)
 
         def kill() -> None:
             while not (folder / RESULT).is_file() or "step 1" not in (folder / RESULT).read_text():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernel_runs import between, interpreted, run, weights
+from kernel_runs import between, interpreted_loops, run, weights
 from trainfit.optim import adafactor
 
 SHAPES = [(1, 7, 5), (1, 514, 130), (3, 33, 257)]
@@ -19,7 +19,7 @@ def test_it_is_torchs_adafactor_in_fp32() -> None:
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((1, 7, 5), torch.float32), ((1, 66, 130), torch.bfloat16), ((3, 33, 257), torch.float32)],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 import counted_calls
 from tiny_recipe import TINY_LLAMA
+from trainfit.api.plans import Plan as PrintedPlan
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
@@ -24,6 +26,7 @@ from trainfit.planning.search import plan as search
 from trainfit.planning.space import Option, least_bytes
 from trainfit.planning.workers import CAN_FORK, NICENESS, Workers
 from trainfit.prediction.estimate import predict
+from trainfit.report.plan_text import frontier_panel
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
@@ -44,12 +47,12 @@ def recipe(**fields: Any) -> Recipe:
     return recipe_from({"model": MODEL, "batch": {"seq": 512}, **fields})
 
 
-def planned(tokens_per_step: int = 2**14, **options: Any) -> Plan:
+def planned(tokens_per_step: int = 2**14, **options: Any) -> PrintedPlan:
     return plan_recipe(recipe(), (), vary=VARIED, processes=0, tokens_per_step=tokens_per_step, **options)
 
 
 @pytest.fixture(scope="module")
-def free() -> Plan:
+def free() -> PrintedPlan:
     return planned()
 
 
@@ -60,6 +63,18 @@ def test_the_best_is_as_predicted_and_is_written_unchanged(free: Plan, tmp_path:
     path.write_text(written(free.best))
     assert load_recipe(path).id == free.best.id == estimate.recipe_id
     assert free.best.batch.tokens == 2**14
+
+
+def test_a_notebook_shows_bars_and_the_frontier(free: PrintedPlan) -> None:
+    shown = free._repr_html_()
+    bars = [float(width) for width in re.findall(r"width: ([\d.]+)%", shown)]
+    sizes = [one.estimate.peak_device_bytes for one in free.frontier]
+    assert bars == pytest.approx([100 * size / max(free.limit_bytes, *sizes) for size in sizes], abs=0.01)
+    assert shown.count("<svg") == 1
+    labels = [text for one in frontier_panel(free).series for text in one.text]
+    assert len(labels) == len(set(labels)) == sum(s <= 1.15 * free.limit_bytes for s in sizes)
+    (limit,) = frontier_panel(free).limits
+    assert limit == free.usable_bytes / 2**30
 
 
 def test_a_repeated_plan_traces_nothing_and_is_the_same(free: Plan) -> None:

@@ -1,7 +1,6 @@
 """Kernels that repeat bit by bit, which ``train`` runs by default, are predicted by one argument alone."""
 
 import importlib
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from trainfit.sweeps import trial
 from trainfit.sweeps.parts import PartRequest
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.cuda.scratch.libraries import cublas_workspace_bytes
+from trial_start import processes
 from virtual_runs import recipe_of
 
 LLAMA = TINY_LLAMA | {
@@ -149,7 +149,7 @@ def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:
 
     Data of the spec is in the recipe's content.
     """
-    with multiprocessing.get_context("fork").Pool(1) as pool:
+    with processes().Pool(1) as pool:
         imported = pool.apply(rooms_of_a_trace)
     rooms = {room.split("/")[0].removesuffix(".py") for room in cache.ROOMS}
     assert imported - rooms == {"spec"}

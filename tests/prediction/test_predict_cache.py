@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import random
 import subprocess
@@ -19,6 +18,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import cache
 from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Parallel
+from trial_start import processes
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def save_and_load(times: int, folder: str) -> int:
 
 def test_many_writers_at_once(folder: Path) -> None:
     ledger_of(tiny_recipe())
-    with multiprocessing.get_context("fork").Pool(3) as pool:
+    with processes().Pool(3) as pool:
         whole = pool.starmap(save_and_load, [(5, str(folder))] * 3)
     assert whole == [5] * 3
     assert [path.suffix for path in folder.iterdir()] == [".gz"]

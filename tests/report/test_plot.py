@@ -3,8 +3,11 @@
 import xml.etree.ElementTree as ET
 
 import pytest
+from matplotlib.path import Path
+from matplotlib.text import Text
 
-from trainfit.report.plot import MEASURED, Form, Panel, Series, draw, plot_file
+from trainfit.report.plot import MEASURED, Form, Panel, Series, draw, number, plot_file
+from trainfit.report.plot_texts import place_texts
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$"
 LINES = Panel([Series("a", [1, 2, 9], [512, 1024, 2048], text=["", "two", ""])], x_log=True, y_log=True)
@@ -41,3 +44,37 @@ def test_a_file_is_of_its_format_and_the_same_every_time(form: Form):
 def test_a_themed_plot_takes_the_colors_of_the_page():
     assert "var(--ink, #1f2933)" in draw([LINES], "lines", is_themed=True)
     assert "var(" not in draw([LINES], "lines")
+
+
+def test_numbers_have_commas():
+    assert [number(value) for value in (0.125, 12.0, 999.5, 1234.5, 1.2e7)] == [
+        "0.125", "12", "999.5", "1,234", "12,000,000",
+    ]  # fmt: skip
+    for is_log in (False, True):
+        text = draw([Panel([Series("a", [1_000, 90_000], [1, 2])], y_log=is_log)], "commas")
+        assert "<!-- 10,000 -->" in text or "<!-- 20,000 -->" in text
+
+
+def test_texts_of_points_cross_nothing():
+    """Thirty points with long names around a front: every text that is written is apart from all else."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5))
+    points = [(1 + (7 * i) % 29, 1 + (11 * i) % 30) for i in range(30)]
+    front = sorted(points)[:6]
+    axes.plot(*zip(*points, strict=True), "o")
+    axes.margins(0.14, 0.1)
+    figure.canvas.draw()
+    texts = [(point, f"micro={i} full fused lora") for i, point in enumerate(points)]
+    place_texts(axes, texts, points, [front, [(25, 0), (25, 40)]])
+    boxes = [Text.get_window_extent(one) for one in axes.texts]
+    assert len(boxes) > 10
+    dots = axes.transData.transform(points)
+    lines = [Path(axes.transData.transform(line)) for line in (front, [(25, 0), (25, 40)])]
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:index])
+        assert not any(box.contains(*dot) for dot in dots)
+        assert not any(line.intersects_bbox(box, filled=False) for line in lines)
+        assert axes.get_window_extent().contains(box.x0, box.y0)
+        assert axes.get_window_extent().contains(box.x1, box.y1)
+    plt.close(figure)

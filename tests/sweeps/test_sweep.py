@@ -33,6 +33,7 @@ from trainfit.sweeps.journal import LOGS, RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, run_part
 from trainfit.sweeps.rows import rows_of
 from trainfit.sweeps.run import Run
+from trial_start import forked
 
 ENDINGS = (
     BASE
@@ -77,7 +78,7 @@ class Forks:
             self.ran.append((request.part, request.variant))
             script = INSTEAD.get(request.variant) if request.part == "measure" else None
             if script is None:
-                yield request, run_part(request, process.forked)
+                yield request, run_part(request, forked)
             else:
                 quick = request.model_copy(update={"timeout_s": 1.0})
                 yield request, run_part(quick, lambda folder, module, script=script: shell(script, folder))
@@ -342,12 +343,47 @@ def test_only_what_fits_is_on_the_predicted_frontier_and_it_is_marked():
     text = page("predicted", PREDICTED)
     assert text.count('<tr class="best">') == 2
     assert "Memory against speed, predicted" in text
-    assert text.count("<svg") == 2  # memory, the predicted frontier
+    assert text.count("<svg") == 3  # memory, speed, the predicted frontier
 
 
-def test_the_predicted_plot_has_a_line_at_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "draw", lambda panels, *_, **__: panels[0].events)
-    assert report.predicted_scatter(PREDICTED) == {79.0: PREDICTED[0].recipe["hardware"]["gpu"]}
+def test_plots_have_a_line_at_the_card_and_show_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "draw", lambda panels, *_, **__: panels[0])
+    far = predicted_row("far", 790, 4000.0)
+    bars: Any = report.memory_bars([*PREDICTED, far])
+    card = {79.0: f"{far.recipe['hardware']['gpu']}: 79.00 GiB"}
+    assert bars.limits == card
+    fit, over = bars.series
+    assert (fit.is_hollow, over.is_hollow, over.label) == (False, True, "predicted: does not fit")
+    assert list(fit.y) == [40.0, 70.0, 71.0, None, pytest.approx(78.7), None]
+    assert list(over.y) == [None, None, None, 79.5, None, 1.5 * 79]
+    assert over.text[-1] == "790.00 (cut)"
+    small: Any = report.memory_bars([predicted_row("small", 4, 1000.0)])
+    assert small.limits == {}  # The card has twenty times as much, which would flatten the bar.
+    points: Any = report.predicted_scatter([*PREDICTED, far])
+    assert points.limits == card
+    shown = {one.label.partition(":")[0]: [*one.text] for one in points.series}
+    assert shown == {
+        "front": ["small", "fast"], "dominated": ["beaten"], "tight": ["in pieces"], "does not fit": ["over"],
+    }  # fmt: skip
+    speeds: Any = report.speed_bars(PREDICTED)
+    assert speeds.y_label == "tokens/s"
+    assert speeds.series[0].text[:2] == ["1,000", "2,000"]
+
+
+def test_names_on_points_tell_what_differs():
+    names = ["micro=1 recompute=none loss=fused", "micro=1 recompute=full loss=fused",
+             "micro=4 recompute=full loss=fused"]  # fmt: skip
+    assert report.telling(names) == ["micro=1", "micro=1 full", "micro=4 full"]
+    assert report.telling(["recompute=none", "recompute=full"]) == ["recompute=none", "full"]
+    for alike in (
+        ["a=none b=true", "a=true b=true"],
+        ["control", "bf16"],
+        ["x=1"],
+        [],
+        ["a=x b=none", "a=none b=x"],
+    ):
+        assert len(set(report.telling(alike))) == len(alike)
+    assert report.telling(["a=x b=none", "a=none b=x"]) == ["a=x b=none", "a=none b=x"]
 
 
 def printed(rows: Sequence[Row], width: int) -> list[str]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tiny_recipe import TINY_LLAMA
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.models.layers import layer_lists
 from trainfit.prediction.estimate import estimate, matmul_dtype, predict
@@ -25,6 +24,7 @@ from trainfit.spec.recipe import Batch, Hardware, Offload, Optimizer, Recipe
 from trainfit.spec.recompute import Layers
 from trainfit.step import Step, assemble
 from trainfit.techniques.precision.fp8 import gains
+from trial_start import forked
 from virtual_runs import PLAIN, recipe_of, steady, steady_sum, sums
 
 CPU = torch.device("cpu")

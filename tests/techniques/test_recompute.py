@@ -12,7 +12,6 @@ from torch.utils import flop_counter
 from compiled_blocks import CUBLAS_WORKSPACE, TOKENS, E, SwiGlu, kept, kept_by_torch, step_of
 from tiny_step import aot_eager, gradients, same_bits
 from trainfit.ledger.ledger import ALLOCATE, Ledger
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace
@@ -21,6 +20,7 @@ from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Recipe
 from trainfit.spec.recompute import Budget, Every, SavedOps, Selective  # fmt: skip
 from trainfit.step import assemble
 from trainfit.techniques.recompute.budget import grouped_heads_counted
+from trial_start import forked
 from virtual_runs import PLAIN, recipe_of, steady_sum, sums, with_layers
 
 # As wide as products that are worth keeping.

@@ -16,7 +16,6 @@ import trainfit
 from tiny_step import gradients, same_bits
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.checkpointing.rematerialize import SavedTensorMode
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.planning import recompute as planning
 from trainfit.planning.assignments import Option, evaluate, gone_bytes, table
@@ -32,6 +31,7 @@ from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.spec.units import GIB
 from trainfit.step import assemble
 from trainfit.techniques.registry import describe
+from trial_start import forked
 from virtual_runs import plain, recipe_of, sums, with_layers
 
 SMALL = {

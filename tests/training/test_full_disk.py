@@ -19,7 +19,6 @@ from tiny_sweep import BASE, sweep_of
 from tiny_training import Listener, losses_in_log, options_for, tiny
 from trainfit import records
 from trainfit.cli.main import guarded
-from trainfit.measurement.process import forked
 from trainfit.measurement.trial import ended_by_storage
 from trainfit.spec.files import Appender, StorageError, one_line, storage_failure, writing
 from trainfit.sweeps import parts
@@ -29,6 +28,7 @@ from trainfit.sweeps.run import Run
 from trainfit.training import checkpoint, durable
 from trainfit.training.log import JsonlLog, TensorBoard
 from trainfit.training.loop import train
+from trial_start import forked
 
 FULL = os.strerror(errno.ENOSPC)
 

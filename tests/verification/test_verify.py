@@ -4,9 +4,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +13,15 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import gpu, gpu_of_device, gpus
 from trainfit.cli.main import main
 from trainfit.measurement.environment import host_environment
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.records import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Measurement
+from trainfit.spec.result import Estimate, Measurement
 from trainfit.verification import this_device, verify
 from trainfit.verification.verify import Check, conclude, suite
+from trial_start import forked, processes
 
 Captured = pytest.CaptureFixture[str]
 
@@ -76,7 +74,10 @@ def test_a_suite_follows_from_its_seed_and_fits_the_card(monkeypatch: pytest.Mon
     def invented(data: dict[str, Any]) -> Any:
         chance = random.Random(json.dumps(data))
         size, step_s = round(chance.uniform(0, scale * card.usable_bytes)), chance.uniform(0, 3)
-        estimate = SimpleNamespace(peak_device_bytes=size, device_bytes=card.usable_bytes, step_s=step_s)
+        estimate = Estimate.model_construct(
+            peak_allocated_bytes=size, peak_reserved_bytes=size, peak_device_bytes=size,
+            device_bytes=card.usable_bytes, step_s=step_s,
+        )  # fmt: skip
         return recipe_from(data), estimate
 
     monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
@@ -104,7 +105,7 @@ def test_a_suite_follows_from_its_seed_and_fits_the_card(monkeypatch: pytest.Mon
 
 def test_errors_are_signed_and_a_refusal_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = [Recipe.model_validate({"model": {"config": "gpt2"}, "seed": seed}) for seed in (0, 1)]
-    pairs = [(recipe, SimpleNamespace(peak_allocated_bytes=1250)) for recipe in recipes]
+    pairs = [(recipe, Estimate.model_construct(peak_allocated_bytes=1250)) for recipe in recipes]
 
     def measured(recipe: Recipe, **_: object) -> Measurement:
         if recipe.id == recipes[1].id:
@@ -131,7 +132,7 @@ def test_a_cpu_is_verified_to_the_byte(
 ) -> None:
     monkeypatch.setattr(this_device, "device_name", lambda: None)
     monkeypatch.setattr(verify, "measure", partial(measure, start=forked))
-    monkeypatch.setattr(verify, "get_context", lambda _: get_context("fork"))
+    monkeypatch.setattr(verify, "get_context", lambda _: processes())
     records = tmp_path / "verify.sqlite"
     assert main(["verify", "--count", "1", "--json", "--record", str(records)]) == 0
     captured = capsys.readouterr()

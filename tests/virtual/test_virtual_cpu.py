@@ -11,10 +11,10 @@ import pytest
 import transformers.optimization  # noqa: F401 - importing these two allocates a few tensors
 
 from tiny_recipe import TINY_LLAMA
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.prediction.estimate import predict
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Recipe
+from trial_start import forked
 from virtual_runs import recipe_of, with_layers
 
 LLAMA = TINY_LLAMA | {

@@ -17,6 +17,7 @@ from trainfit.spec.parsing.synonyms import written_out
 from trainfit.spec.plan import flat
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB
+from trainfit.spec.value import texts
 
 Tune = Literal["full", "lora", "qlora"]
 ALWAYS_FIXED = ("hardware", "seed", "model.config", "batch.seq")
@@ -49,7 +50,7 @@ def plan(
     memory_gib: float | None = None,
     host_memory_gib: float | None = None,
     keep_quality: bool = False,
-    vary: Sequence[str] = (),
+    vary: Sequence[str] | str = (),
     margin: float | None = None,
     tokens: float | None = None,
     calibration: str | Path | None = None,
@@ -69,7 +70,7 @@ def plan(
         memory_gib: memory of each GPU that may be used; None: all of it.
         host_memory_gib: pinned host memory that may be used for each GPU; None: as much as the GPU has.
         keep_quality: exclude what changes the numerics.
-        vary: fields that may vary, such as ``["batch.micro"]``; empty: every field.
+        vary: fields that may vary, such as ``["batch.micro"]`` or ``"recompute,loss"``; empty: every field.
         margin: share of the memory that stays free; None: 2 %.
         tokens: of the whole training run, for its time and cost.
         calibration: as ``predict`` takes it.
@@ -109,7 +110,7 @@ def plan_recipe(
     host_memory_gib: float | None = None,
     margin: float | None = None,
     keep_quality: bool = False,
-    vary: Sequence[str] = (),
+    vary: Sequence[str] | str = (),
     tokens: float | None = None,
     use_cache: bool = True,
     processes: int | None = None,
@@ -121,6 +122,8 @@ def plan_recipe(
     from trainfit.planning.search import plan as search
 
     _check(memory_gib, host_memory_gib, margin)
+    parts = [part.strip() for one in texts(vary, field="vary") for part in one.split(",")]
+    vary = tuple(part for part in parts if part)
     if processes is not None:
         check_processes(processes, "processes")
     chosen = {"adapter": recipe.adapter} if tune else {}  # It says what is trained.
@@ -135,7 +138,7 @@ def plan_recipe(
         margin=MARGIN if margin is None else margin,
         tokens_per_step=tokens_per_step,
         keep_quality=keep_quality,
-        vary=tuple(vary),
+        vary=vary,
         fixed=tuple(name for name in (*ALWAYS_FIXED, *given) if name not in vary),
     )
     stage = ""

@@ -22,6 +22,7 @@ from trainfit.spec.parsing.plain_data import plain, read_config
 from trainfit.spec.parsing.recipe_file import SETTINGS, merge, recipe_from, recipe_of_model
 from trainfit.spec.parsing.recipe_file import load_recipe as load_file
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.value import texts
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A repository on the Hub: its owner and its name."""
@@ -33,7 +34,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 class RecipeFields(TypedDict, total=False):
     """Keyword arguments that set fields of a recipe: short names of some, and the recipe's own fields.
 
-    ``set`` takes any field by its dotted name: ``{"batch.micro": 8}``, or a list of the command line's
+    ``set`` takes any field by its dotted name: ``{"batch.micro": 8}``, or one or a list of the command line's
     ``batch.micro=8``. A mapping is laid on the recipe's own (``batch={"micro": 8}`` keeps ``batch.seq``);
     docs/reference/recipe.md lists all fields.
     """
@@ -44,9 +45,9 @@ class RecipeFields(TypedDict, total=False):
     """hardware.count"""
     price: float
     """hardware.price_per_hour, US dollars"""
-    seq: int
-    """batch.seq"""
-    set: Mapping[str, Any] | Sequence[str]
+    seq: int | str
+    """batch.seq, such as 8192 or ``"8k"``"""
+    set: Mapping[str, Any] | Sequence[str] | str
     model: Mapping[str, Any]
     batch: int | Mapping[str, int]
     """A number is batch.micro."""
@@ -165,14 +166,7 @@ def fields_of(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _settings(given: Any) -> list[str]:
     if isinstance(given, Mapping):
         return [f"{field}={json.dumps(value)}" for field, value in as_plain(given, "set").items()]
-    if (
-        isinstance(given, Sequence)
-        and not isinstance(given, str)
-        and all(isinstance(one, str) for one in given)
-    ):
-        return list(given)
-    remedy = 'write {"batch.micro": 8} or ["batch.micro=8"]'
-    raise InputError("should be a mapping, or a list of text", remedy, field="set", value=given)
+    return list(texts(given, field="set", remedy='write {"batch.micro": 8} or ["batch.micro=8"]'))
 
 
 def as_plain(data: Any, field: str = "") -> Any:

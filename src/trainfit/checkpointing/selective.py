@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainfit.models.layers import ORIGINAL
 from trainfit.spec.errors import InputError
+from trainfit.spec.value import texts
 from trainfit.virtual.cuda.op_kinds import base_name, written
 from trainfit.virtual.trace.counted_mode import CountedMode
 from trainfit.virtual.trace.tensors import tensors_of
@@ -79,7 +80,7 @@ def set_recompute(
     block: nn.Module,
     policy: Literal["full", "selective"],
     *,
-    save: tuple[str, ...] = DEFAULT_SAVED,
+    save: Sequence[str] | str = DEFAULT_SAVED,
     compiled: bool = False,
 ) -> None:
     """Checkpoint one decoder block in place, by changing its class; random state and autocast are restored.
@@ -88,7 +89,7 @@ def set_recompute(
         save: with ``selective``, results to save: ``mm``, ``attention``, or ATen operations by name.
         compiled: the block will be compiled, alone or with the model.
     """
-    contexts = None if policy == "full" else _contexts(SavePolicy(tuple(save)), compiled)
+    contexts = None if policy == "full" else _contexts(SavePolicy(texts(save, field="save")), compiled)
     block.__class__ = _recomputed(type(block), contexts)
 
 

@@ -98,7 +98,7 @@ def run(
                     wanted, given_fields({}, its_settings), tune=tune, memory_gib=memory_gib,
                     host_memory_gib=host_memory_gib, keep_quality=keep_quality,
                     tokens_per_step=None if tokens_per_step is None else round(tokens_per_step),
-                    vary=[field.strip() for field in vary.split(",")] if vary else [], margin=margin,
+                    vary=vary or (), margin=margin,
                     tokens=tokens, use_cache=not no_cache,
                     say=functools.partial(_say, say, name),
                 ))  # fmt: skip
@@ -147,7 +147,7 @@ def _write(found: "Plan", path: Path | None, plot: Path | None, form: "Form | No
 
     if path is not None and found.found:
         estimate = found.found[0].estimate
-        speed = f"{estimate.tokens_per_s:,.0f} tokens/s and {estimate.peak_device_bytes / 2**30:.2f} GiB"
+        speed = f"{estimate.tokens_per_s:,.0f} tokens/s and {estimate.highest.device / 2**30:.2f} GiB"
         write_bytes(path, f"{HEADER}: {speed} predicted\n{written(found.best)}".encode())
     if plot is not None and form is not None:
         from trainfit.report.plan_text import plotted

@@ -61,5 +61,6 @@ def _content(one: "Comparison") -> dict[str, Any]:
         "predicted": one.predicted and one.predicted.model_dump(mode="json"),
         "measured": one.measured and one.measured.model_dump(mode="json"),
         "predicted_for_other_versions": one.other_versions,
+        "peak_met": one.peak_met,
         "errors": {name: one.error(name) for name in names} | one.phase_errors(),
     }

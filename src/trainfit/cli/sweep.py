@@ -73,7 +73,7 @@ def run(
         float | None, Option(min=0, metavar="GIB", callback=finite, help="What a trial may allocate.")
     ] = None,
     shared: Annotated[bool, Option("--shared", help=SHARED_HELP)] = False,
-    tag: Annotated[list[str] | None, Option(metavar="TAG", help="Added to each record.")] = None,
+    tag: Annotated[list[str] | None, Option("--tag", metavar="TAG", help="Added to each record.")] = None,
     peak_flops: PeakFlops = None,
     markdown: Annotated[bool, Option("--markdown", help="Print the table as Markdown.")] = False,
     json: Json = False,

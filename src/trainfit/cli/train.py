@@ -36,7 +36,7 @@ def run(
     gpus: Annotated[int | None, Option("--gpus", "--count", min=1, metavar="N", help=GPUS_HELP)] = None,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps of the whole run.")] = 100,
     resume: Annotated[bool, Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
-    data: Annotated[str, Option(metavar="DATA", help=DATA_HELP)] = "stories",
+    data: Annotated[str, Option("--data", metavar="DATA", help=DATA_HELP)] = "stories",
     device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where to train.")] = "auto",
     tokenizer: Annotated[
         Path | None, Option(metavar="FILE", help="A tokenizer.json; default: train one.")

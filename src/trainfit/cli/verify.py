@@ -99,6 +99,7 @@ def _line(check: "Check", names: list[str]) -> list[str]:
     from trainfit.spec.units import format_bytes
 
     words = describe(recipe_from(check.recipe)).rpartition(", on ")[0]
+    words += f" ({check.peak_met} peak)" if check.peak_met else ""
     size = format_bytes(check.measured["allocated"]) if check.errors else check.status
     return [check.recipe_id, words, size, *(_percent(check.errors.get(name)) for name in names)]
 

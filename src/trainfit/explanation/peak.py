@@ -11,7 +11,8 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.explanation.communication import communication_bound
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
 from trainfit.ledger.segments import rounded
-from trainfit.prediction.estimate import ledger_of, replay_on
+from trainfit.prediction.device_overhead import overhead_bytes
+from trainfit.prediction.estimate import ledger_of, of_both_peaks, replay_on, two_peaks
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import (
     CATEGORIES,
@@ -40,7 +41,7 @@ def explain(recipe: Recipe) -> Explanation:
     """
     gpu = find_gpu(recipe.hardware.gpu)
     ledger = ledger_of(recipe)
-    replayed, _ = replay_on(gpu, ledger)
+    (replayed, *others), _ = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
     events = ledger.expand()
     holders = _holders(ledger, replayed.at_peak)
     step = ledger.segments[events[replayed.peak_event].segment].step
@@ -50,6 +51,7 @@ def explain(recipe: Recipe) -> Explanation:
         recipe_id=recipe.id,
         gpu=gpu.name,
         peak_allocated_bytes=replayed.peak_allocated_bytes,
+        two_peaks=two_peaks(replayed, others[0], overhead_bytes(gpu, ledger)) if others else None,
         versions=ledger.versions,
         phases=replayed.phases,
         moment=_moment(ledger, events, replayed.peak_event),

@@ -207,24 +207,27 @@ class Ledger:
     peer_bytes: int = 0
     """Device memory outside the allocator that other ranks read and write."""
     held: list[tuple[int, int]] = field(default_factory=list)
-    """Storages another thread may free sooner than these events say: index, and after how many events."""
+    """Storages that another thread may hold longer: index, and after how many events it frees them then."""
     expanded: list[LiveEvent] | None = field(default=None, init=False, repr=False, compare=False)
     """What ``expand`` returned."""
 
-    def freed_sooner(self) -> "Ledger | None":
-        """Return the ledger with the frees of ``held`` at their earliest; None: no storage is held."""
+    def freed_later(self) -> "Ledger | None":
+        """Return the ledger with the frees of ``held`` at their latest; None: no storage is held."""
         if not self.held:
             return None
-        sooner: dict[int, list[int]] = {}
+        held, last = {storage for storage, _ in self.held}, len(self.events)
+        frees = {one.storage: one for one in self.events if one.kind == FREE and one.storage in held}
+        later: dict[int, list[Event]] = {}
         for storage, number in self.held:
-            sooner.setdefault(number, []).append(storage)
-        held, events = {storage for storage, _ in self.held}, list[Event]()
+            if storage in frees:
+                segment = self.events[min(number, last - 1)].segment
+                later.setdefault(number, []).append(frees[storage]._replace(segment=segment))
+        events = list[Event]()
         for number, event in enumerate(self.events):
-            freed = sooner.get(number, ())
-            events += [Event(FREE, storage, event.group, event.segment) for storage in freed]
-            if event.kind != FREE or event.storage not in held:
+            events += later.get(number, ())
+            if event is not frees.get(event.storage):
                 events.append(event)
-        return replace(self, events=events, held=[])
+        return replace(self, events=[*events, *later.get(last, ())], held=[])
 
     @property
     def repeat(self) -> int:

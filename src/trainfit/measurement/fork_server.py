@@ -1,5 +1,6 @@
 """Import once what trials need, and start each as a fork of this process."""
 
+import importlib
 import os
 from collections.abc import Callable
 from functools import cache
@@ -8,25 +9,34 @@ from trainfit.measurement.process import forked, spawned
 from trainfit.measurement.trial import import_for_steps
 from trainfit.models.deferred_torchao import defer_torchao
 from trainfit.spec.printable import say
+from trainfit.virtual.own_process import autograd_has_threads
 
 
-@cache
 def ready_to_fork(device: str) -> Callable[..., int]:
-    """Import what trials need; return ``forked`` if a fork can use the device, else ``spawned``.
+    """Import what trials need; return ``forked`` if a fork can train on the device, else ``spawned``.
 
     Args:
         device: ``cpu``; any other may be CUDA.
     """
-    # Importing, and counting GPUs, leaves CUDA untouched.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    _import()
     import torch
 
+    if torch.cuda.is_initialized() or autograd_has_threads():
+        return spawned
+    return forked if device == "cpu" or _fork_can_use_cuda() else spawned
+
+
+@cache
+def _import() -> None:
+    """Import what trials need, once for all forks, which otherwise take seconds each."""
+    # Importing, and counting GPUs, leaves CUDA untouched.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    importlib.import_module("torch")
     defer_torchao()
-    import_for_steps()  # Once for all forks, which otherwise take seconds each.
-    can_fork = not torch.cuda.is_initialized() and (device == "cpu" or _fork_can_use_cuda())
-    return forked if can_fork else spawned
+    import_for_steps()
 
 
+@cache
 def _fork_can_use_cuda() -> bool:
     """Return whether a fork can create a CUDA context, or torch has no CUDA at all."""
     import torch

@@ -79,7 +79,7 @@ def _larger_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
 
     def can(row: Gpu) -> bool:
         supported = "bf16" in row.peak_flops_per_s or "bf16" not in own.peak_flops_per_s
-        room = found.peak_device_bytes <= row.usable_bytes * (1 - MARGIN)
+        room = found.highest.device <= row.usable_bytes * (1 - MARGIN)
         return row.basis != "accounted" and row.vendor == own.vendor and supported and room
 
     def order(row: Gpu) -> tuple[bool, int, float]:
@@ -102,7 +102,7 @@ def more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
     own, held, count = find_gpu(recipe.hardware.gpu), found.breakdown, recipe.hardware.count
     sharded = (held.weights + held.gradients + held.optimizer) * count
     nccl = 0 if count > 1 else NCCL_BYTES + COMMUNICATOR_BYTES
-    peaks: list[tuple[dict[str, object], float]] = [({}, found.peak_device_bytes)]
+    peaks: list[tuple[dict[str, object], float]] = [({}, found.highest.device)]
     if recipe.recompute == "none":
         with suppress(InputError):
             recomputed = changed(recipe, {"recompute": "full"})

@@ -81,7 +81,7 @@ class Traced(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        return self.result.estimate.peak_device_bytes if self.result.estimate else 0
+        return self.result.estimate.highest.device if self.result.estimate else 0
 
 
 class Combinations:
@@ -222,4 +222,4 @@ class Combinations:
     def fits_but_for_host(self, one: Traced) -> bool:
         """Return whether the device holds a traced recipe, whatever of the host's memory it pins."""
         estimate = one.result.estimate
-        return estimate is not None and estimate.fits and estimate.peak_device_bytes <= self.usable_bytes
+        return estimate is not None and estimate.fits and estimate.highest.device <= self.usable_bytes

@@ -78,7 +78,7 @@ def sizes_of(estimate: Estimate, update_s: float, accumulate: int) -> Sizes:
         fixed_bytes=min(fixed, peak),
         batch_bytes=max(0, peak - fixed),
         update_bytes=max(first.optimizer, steady.optimizer, estimate.phases.after_init),
-        other_bytes=estimate.peak_device_bytes - estimate.peak_allocated_bytes,
+        other_bytes=estimate.highest.device - estimate.peak_allocated_bytes,
         update_s=update_s,
         micro_s=(gpu_s - update_s) / accumulate,
         host_s=host_s / accumulate,

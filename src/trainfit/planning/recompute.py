@@ -105,13 +105,13 @@ def plan(recipe: Recipe, until_s: float = math.inf) -> Plan:
         if not len(within):
             break
         tried = _traced(recipe, found, int(within[0]))
-        if tried.estimate.peak_allocated_bytes <= budget_bytes:
+        if tried.estimate.highest.allocated <= budget_bytes:
             return tried
-        off = max(off, tried.estimate.peak_allocated_bytes - float(found.peak_bytes[within[0]]))
+        off = max(off, tried.estimate.highest.allocated - float(found.peak_bytes[within[0]]))
     least = _traced(recipe, found, int(np.argmin(found.peak_bytes)))
-    if least.estimate.peak_allocated_bytes <= budget_bytes:
+    if least.estimate.highest.allocated <= budget_bytes:
         return least
-    reachable_gib = math.ceil(least.estimate.peak_allocated_bytes / GIB * 1000) / 1000
+    reachable_gib = math.ceil(least.estimate.highest.allocated / GIB * 1000) / 1000
     raise InputError(
         f"the least that any plan reaches is {reachable_gib} GiB",
         f"set recompute.budget_gib to {reachable_gib} or more, {_others(recipe)}",
@@ -145,7 +145,7 @@ def _fitting(recipe: Recipe, found: Candidates, until_s: float) -> Plan:
             return best._replace(is_complete=False)
         index = int(within[0])
         tried, others[index] = _traced(recipe, found, index), False
-        device_bytes = tried.estimate.peak_device_bytes
+        device_bytes = tried.estimate.highest.device
         other_bytes = device_bytes - float(evaluated[index])
         if tried.estimate.fits and device_bytes <= most_bytes:
             best, first_slower = tried, index
@@ -154,7 +154,7 @@ def _fitting(recipe: Recipe, found: Candidates, until_s: float) -> Plan:
     best = best or _traced(recipe, found, int(np.argmin(evaluated)))
     if best.estimate.fits:
         return best
-    least = f"{best.estimate.peak_device_bytes / GIB:.2f} GiB of {gpu.usable_bytes / GIB:.2f}"
+    least = f"{best.estimate.highest.device / GIB:.2f} GiB of {gpu.usable_bytes / GIB:.2f}"
     raise InputError(
         f"the least that any plan reaches on {gpu.name} is {least}",
         f"set {_others(recipe).removeprefix('or ')}",

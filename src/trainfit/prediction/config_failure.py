@@ -15,7 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
 )
 
@@ -23,6 +22,7 @@ from trainfit.models.build import build_model
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import weight_dtype
+from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 
 OF_FAKE_TENSORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """Raised where a fake tensor's value is read."""
@@ -74,7 +74,7 @@ def _failure_alone(recipe: Recipe) -> Exception | None:
 def _run_alone(recipe: Recipe, initialization: AbstractContextManager[Any]) -> Exception | None:
     autocast = AUTOCAST.get(recipe.precision)
     try:
-        with FakeTensorMode(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        with CpuFakeMode(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
             with initialization:
                 model = build_model(
                     recipe.model, dtype=weight_dtype(recipe), device="cpu", attention=recipe.attention

@@ -22,7 +22,7 @@ from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline, 
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Cost, Estimate, Interval, OtherPeak
+from trainfit.spec.result import HELD_BUCKETS, Cost, Estimate, Interval, Peak, TwoPeaks
 from trainfit.spec.units import format_bytes
 
 CONVENTION = (
@@ -104,7 +104,7 @@ def ledger_of(
 def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     """Return the Estimate of a recipe's ledger on a GPU."""
     gpu = communication.on_hosts(gpu, recipe.hardware)
-    replays, fits = of_both_peaks(gpu, ledger, lambda one: replay_on(gpu, one))
+    replays, fits = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
     time = roofline(ledger, gpu)
     return of_recipe(recipe, gpu, ledger, summary(gpu, ledger, replays, time, fits=fits), time)
 
@@ -131,17 +131,16 @@ def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: R
 
 
 def of_both_peaks(
-    gpu: Gpu, ledger: Ledger, replayed: Callable[[Ledger], tuple[Replay, bool]]
+    ledger: Ledger, replayed: Callable[[Ledger], tuple[Replay, bool]]
 ) -> tuple[list[Replay], bool]:
-    """Return the replays of a ledger whose ``held`` storages are freed late and soon, and whether both fit.
+    """Return the replays of a ledger whose ``held`` storages are freed soon and late, and whether both fit.
 
-    The one that reserves more comes first. Where the two have equal peaks there is one.
+    The first is expected, the second possible. Where the two have equal peaks there is one.
     """
-    ledgers = filter(None, (ledger, ledger.freed_sooner()))
-    found, fit = zip(*map(replayed, ledgers), strict=True)
-    replays = sorted(found, key=lambda one: -one.peak_reserved_bytes)
+    ledgers = filter(None, (ledger, ledger.freed_later()))
+    replays, fit = zip(*map(replayed, ledgers), strict=True)
     peaks = {(one.peak_allocated_bytes, one.peak_reserved_bytes) for one in replays}
-    return replays[: len(peaks)], all(fit)
+    return list(replays[: len(peaks)]), all(fit)
 
 
 def summary(
@@ -150,7 +149,7 @@ def summary(
     """Return the part of an Estimate that the ledger alone decides: memory, FLOPs, time and utilisation.
 
     Args:
-        replays: the ledger's replay through the caching allocator, then one with another peak if there is.
+        replays: the ledger's replay through the caching allocator, then one with a higher peak if there is.
         time: the steady step's roofline; None: the GPU's speed is not known.
         fits: whether the replay stays within the GPU's memory.
     """
@@ -159,16 +158,15 @@ def summary(
     peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
     replayed, *others = replays
     outside = overhead_bytes(gpu, ledger)
-    peak_device_bytes = replayed.peak_reserved_bytes + outside
-    return Estimate(
+    found = Estimate(
         recipe_id=None,
         phases=replayed.phases,
         breakdown=replayed.breakdown,
         peak_phase=replayed.peak_phase,
         peak_allocated_bytes=replayed.peak_allocated_bytes,
         peak_reserved_bytes=replayed.peak_reserved_bytes,
-        peak_device_bytes=peak_device_bytes,
-        other_peak=_other_peak(others[0], outside) if others else None,
+        peak_device_bytes=replayed.peak_reserved_bytes + outside,
+        two_peaks=two_peaks(replayed, others[0], outside) if others else None,
         device_bytes=gpu.usable_bytes,
         host_bytes=ledger.host_bytes,
         fits=fits,
@@ -187,14 +185,30 @@ def summary(
         traffic=communication.traffic(ledger, gpu),
         assumptions=ledger.assumptions,
         ops_without_flops=ledger.ops_without_flops,
-        warnings=(*_little_headroom(gpu, peak_device_bytes, fits=fits), *ledger.warnings),
         versions=ledger.versions,
     )
+    return found.model_copy(update={"warnings": (*_little_headroom(gpu, found), *ledger.warnings)})
 
 
-def _other_peak(one: Replay, outside: int) -> OtherPeak:
-    allocated, reserved = one.peak_allocated_bytes, one.peak_reserved_bytes
-    return OtherPeak(allocated=allocated, reserved=reserved, device=reserved + outside)
+def two_peaks(expected: Replay, possible: Replay, outside: int) -> TwoPeaks:
+    """Return the peaks of two replays.
+
+    Args:
+        outside: bytes on the device beside the allocator's.
+    """
+
+    def peak(allocated: int, reserved: int) -> Peak:
+        return Peak(allocated=allocated, reserved=reserved, device=reserved + outside)
+
+    return TwoPeaks(
+        expected=peak(expected.peak_allocated_bytes, expected.peak_reserved_bytes),
+        possible=peak(
+            max(expected.peak_allocated_bytes, possible.peak_allocated_bytes),
+            max(expected.peak_reserved_bytes, possible.peak_reserved_bytes),
+        ),
+        possible_phases=possible.phases,
+        reason=HELD_BUCKETS,
+    )
 
 
 def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
@@ -291,12 +305,12 @@ def least_headroom(gpu: Gpu) -> float:
     return LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
 
 
-def _little_headroom(gpu: Gpu, peak_device_bytes: int, *, fits: bool) -> tuple[str, ...]:
-    headroom_bytes, least = gpu.usable_bytes - peak_device_bytes, least_headroom(gpu)
-    if not fits or headroom_bytes >= least * gpu.usable_bytes:
+def _little_headroom(gpu: Gpu, found: Estimate) -> tuple[str, ...]:
+    least = least_headroom(gpu)
+    if not found.fits or found.headroom_bytes >= least * gpu.usable_bytes:
         return ()
     return (
-        f"less than {least:.0%} of the device is free, {format_bytes(headroom_bytes)}: "
+        f"less than {least:.0%} of the device is free, {format_bytes(found.headroom_bytes)}: "
         "another process on it, or a longer batch, is enough to run out of memory",
     )
 

@@ -116,7 +116,7 @@ def _name_of(step: Callable[..., Any]) -> str:
 
 def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: int) -> Estimate:
     emptied_at = virtual.memory_stats.emptied_at
-    replays, fits = of_both_peaks(gpu, ledger, lambda one: _replay_on(gpu, one, emptied_at))
+    replays, fits = of_both_peaks(ledger, lambda one: _replay_on(gpu, one, emptied_at))
     replayed = replays[0]
     phases = replayed.phases
     if num_steps <= 1:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from trainfit.ledger.ledger import Ledger
-from trainfit.spec.provenance import installed_version
+from trainfit.spec.provenance import installed_version, release
 from trainfit.spec.recipe import Recipe
 
 LIBRARIES = ("torch", "transformers", "peft", "triton", "torchao")
@@ -27,8 +27,7 @@ def libraries_of(recipe: Recipe, ledger: Ledger) -> tuple[str, ...]:
 def versions_of(libraries: Iterable[str]) -> dict[str, str]:
     """Return the installed versions by library; one that is not installed is left out.
 
-    The build (``+cpu``, ``+cu130``) is left out too: a CPU build predicts for a CUDA build of the same
-    version.
+    The build is left out too (``release``).
     """
     found = {name: installed_version(name) for name in libraries}
-    return {name: version.partition("+")[0] for name, version in found.items() if version is not None}
+    return {name: release(version) for name, version in found.items() if version is not None}

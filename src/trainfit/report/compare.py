@@ -11,8 +11,9 @@ from typing import Any
 
 from trainfit.report.words import batch_text
 from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import PHASES, Estimate, Measurement, Record
+from trainfit.spec.result import PHASES, Estimate, Measurement, Record, WhichPeak
 from trainfit.spec.value import parse
 from trainfit.techniques.registry import describe
 
@@ -72,14 +73,27 @@ class Comparison:
             return ""
         where, named = self.measured.environment, self.predicted.versions
         # Without its build (``+cu128``).
-        ran = {name: (getattr(where, name) or "").partition("+")[0] for name in ("torch", "transformers")}
+        ran = {name: release(getattr(where, name) or "") for name in ("torch", "transformers")}
         other = [name for name in named if ran.get(name) and named[name] != ran[name]]
         predicted, measured = (", ".join(f"{name} {held[name]}" for name in other) for held in (named, ran))
         return f"predicted for {predicted}, measured with {measured}" if other else ""
 
+    @property
+    def peak_met(self) -> WhichPeak | None:
+        """Which of two predicted peaks was measured; None: one was predicted, or none measured."""
+        if self.predicted is None or self.measured is None or self.status != "done":
+            return None
+        sizes = {name: getattr(self.measured, f"peak_{name}_bytes") for name in ("allocated", "reserved")}
+        return self.predicted.met(**sizes)
+
     def value(self, side: str, name: str) -> Any:
-        """Return a field of ``predicted`` or ``measured``, such as ``phases.steady.backward``, or None."""
+        """Return a field of ``predicted`` or ``measured``, such as ``phases.steady.backward``, or None.
+
+        Of two predicted peaks, sizes and phases are of the one that was measured.
+        """
         held = getattr(self, side)
+        if side == "predicted" and held is not None:
+            held = held.with_peak(self.peak_met)
         for part in name.split("."):
             held = getattr(held, part, None)
         return held

@@ -71,6 +71,7 @@ COLUMNS = (
     *_sizes("allocated", PEAK),
     *_sizes("reserved", "peak_reserved_bytes"),
     *_sizes("device", "peak_device_bytes"),
+    Column("peak met", lambda one: one.peak_met or NOTHING, False),
     Column("step predicted", _value("predicted", "step_s", format_seconds)),
     Column("step measured", _value("measured", "step_s", format_seconds)),
     Column("tokens/s", _value("measured", "tokens_per_s", "{:,.0f}")),
@@ -113,7 +114,8 @@ def _name(one: Comparison) -> Text:
 
     text = Text(f"{one.model}  {one.batch.replace(' ', '')}", style="bold")
     text.append(f"\n{one.technique}", style="not bold dim")
-    for note in (one.lacking, one.other_versions):
+    met = f"measured: the {one.peak_met} one of two peaks" if one.peak_met else ""
+    for note in (one.lacking, one.other_versions, met):
         if note:
             text.append(f"\n{note}", style="not bold yellow")
     return text

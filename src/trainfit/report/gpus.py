@@ -101,9 +101,7 @@ def _cost_text(one: OnGpu) -> str:
 def _memory(one: OnGpu) -> str:
     """Return the peak on the device and the device's memory, which stay together on a narrow terminal."""
     found = one.estimate
-    return (
-        NOTHING if found is None else f"{found.peak_device_bytes / GIB:.1f} of {found.device_bytes / GIB:.1f}"
-    )
+    return NOTHING if found is None else f"{found.highest.device / GIB:.1f} of {found.device_bytes / GIB:.1f}"
 
 
 def _of(one: OnGpu, name: str, pattern: str, unit: float = 1) -> str:

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainfit.report import comparisons, sweep
 from trainfit.report.compare import GOAL, PHASE_NAMES, Comparison, Summary, summarise
-from trainfit.report.plot import can_draw
+from trainfit.report.plot import MUTED, WRONG, can_draw
 from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.report.words import batch_text
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NO_PLOTS = (
     "No plots: matplotlib is not installed; pip install 'trainfit[plots]', then run the same command again"
 )
+GOOD = "#1e7d57"
 BEATEN = "What is to the right of and below the line is beaten by something on it."
 FIGURES = {
     "Predicted against measured":
@@ -36,11 +37,14 @@ FIGURES = {
     "Time": ("Seconds of one optimizer step.", comparisons.time_bars),
 }  # fmt: skip
 SWEEP_FIGURES = {
-    "Memory": ("Peak allocated memory of a step, predicted without a GPU and measured.", sweep.memory_bars),
-    "Speed": ("More is better.", sweep.speed_bars),
+    "Memory": ("The peak of a step. The dashed line is the GPU's memory.", sweep.memory_bars),
+    "Speed": ("Tokens a second of all GPUs; more is better.", sweep.speed_bars),
     "Perplexity": ("Of documents kept from training.", sweep.perplexity_bars),
     "Memory against speed": (f"Both measured. {BEATEN}", sweep.front_scatter),
-    "Memory against speed, predicted": (f"Of variants that fit. {BEATEN}", sweep.predicted_scatter),
+    "Memory against speed, predicted": (
+        f"Without what is far over the GPU's memory. {BEATEN}",
+        sweep.predicted_scatter,
+    ),
 }
 """Captions and functions of the plots, by heading."""
 
@@ -65,6 +69,28 @@ def _shown(value: Any) -> Any:
 def render(template: str, **values: Any) -> str:
     """Fill ``templates/TEMPLATE.html.j2``."""
     return _templates().get_template(f"{template}.html.j2").render(**values)
+
+
+class Line(NamedTuple):
+    """A line of a result's table in a notebook."""
+
+    name: str
+    value: str | None = None  # None: a heading
+    note: str = ""
+    bar: float | None = None  # Share of the widest bar
+    color: str = MUTED
+
+
+def notebook_table(title: str, verdict: str, lines: Sequence[Line], *, good: bool, figure: str = "") -> str:
+    """Return a result's table for a notebook: a caption, the verdict in green or red, then the lines.
+
+    Args:
+        figure: SVG below the table.
+    """
+    from markupsafe import Markup
+
+    color = GOOD if good else WRONG
+    return render("jupyter", title=title, verdict=verdict, rows=lines, color=color, figure=Markup(figure))
 
 
 def _page(command: str, figures: dict[str, Any], rows: Sequence[Any], *, lead: str, **values: Any) -> str:

@@ -9,8 +9,21 @@ from rich.console import Console
 
 from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.gpus import CHEAPEST
-from trainfit.report.html import render
-from trainfit.report.plot import COLORS, INK, MUTED, Form, Kind, Panel, Series, plot_file
+from trainfit.report.html import Line, notebook_table
+from trainfit.report.plot import (
+    INK,
+    MEASURED,
+    MUTED,
+    PREDICTED,
+    WRONG,
+    Form,
+    Kind,
+    Panel,
+    Series,
+    draw,
+    plot_file,
+)
+from trainfit.report.plot import can_draw as can_plot
 from trainfit.report.precision import meaning
 from trainfit.report.prediction_text import amount
 from trainfit.report.table import NOTHING, Column, Table, or_dash
@@ -18,10 +31,12 @@ from trainfit.report.words import batch_text, describe
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.plan import Found, Plan, Rejection, flat, written
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds
+from trainfit.spec.result import Estimate
+from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds, size_unit
 from trainfit.techniques import registry
 
 LONGEST_REASON = 160
+ZOOM = 1.15  # Recipes over this multiple of the limit are not plotted
 
 
 def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) -> None:
@@ -87,7 +102,7 @@ def _columns(plans: Sequence[Plan]) -> list[Column]:
 
 
 def _gib(one: Found) -> str:
-    return f"{one.estimate.peak_device_bytes / GIB:.1f}"
+    return f"{one.estimate.highest.device / GIB:.1f}"
 
 
 def _hardware(plan: Plan) -> str:
@@ -100,7 +115,7 @@ def _least(plan: Plan) -> str:
     if plan.over_host is not None:
         need = math.ceil(plan.over_host.estimate.host_bytes / GIB)
         return f"nothing fits; --host-memory-gib {need} would do"
-    return "nothing fits" + (f"; least: {format_bytes(least.estimate.peak_device_bytes)}" if least else "")
+    return "nothing fits" + (f"; least: {format_bytes(least.estimate.highest.device)}" if least else "")
 
 
 def _run_s(plan: Plan) -> float | None:
@@ -134,7 +149,7 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
     mfu = f", {estimate.mfu:.1%} MFU" if estimate.mfu else ""
     step_tokens = recipe.batch.tokens * recipe.mesh.data_ranks
     every = " in all" * (estimate.num_gpus > 1)
-    free = plan.limit_bytes - estimate.peak_device_bytes
+    free = plan.limit_bytes - estimate.highest.device
     lines = [
         [
             "speed",
@@ -143,8 +158,8 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
         ],
         [
             "memory",
-            f"{format_bytes(estimate.peak_device_bytes)} of {_limit(plan)}; "
-            f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free",
+            f"{format_bytes(estimate.highest.device)} of {_limit(plan)}; "
+            f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free{_expected(estimate)}",
         ],
     ]
     if estimate.host_bytes:
@@ -165,6 +180,12 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
     return lines
 
 
+def _expected(estimate: Estimate) -> str:
+    """Return the lower of two peaks; the limit is compared with the higher one."""
+    peaks = estimate.two_peaks
+    return "" if peaks is None else f"; {format_bytes(peaks.expected.device)} are expected: {peaks.reason}"
+
+
 def _cost(plan: Plan, tokens_per_s: float | None, one: Found) -> str:
     money = one.estimate.cost
     text = f"{money.per_million_tokens:.4g} $ a million tokens" if money else ""
@@ -181,7 +202,7 @@ def _line(plan: Plan, one: Found) -> list[str]:
     return [
         f"{estimate.tokens_per_s:,.0f} tokens/s",
         f"{estimate.mfu:.1%} MFU" if estimate.mfu else "",
-        format_bytes(estimate.peak_device_bytes),
+        format_bytes(estimate.highest.device),
         f"{_differing(plan, one)}{mark}",
     ]
 
@@ -203,11 +224,11 @@ def _differing(plan: Plan, one: Found) -> str:
 def _frontier(out: Console, plan: Plan) -> list[list[str]]:
     """Return a line a recipe: its speed, memory, and a bar of both against the limit."""
     width = max(10, min(30, out.width - 60))
-    whole = max(plan.limit_bytes, *(one.estimate.peak_device_bytes for one in plan.frontier))
+    whole = max(plan.limit_bytes, *(one.estimate.highest.device for one in plan.frontier))
     limit = round(plan.usable_bytes / whole * width)
     lines: list[list[str]] = []
     for one in plan.frontier:
-        size = one.estimate.peak_device_bytes
+        size = one.estimate.highest.device
         drawn = bar(size / whole, width, blocks=can_draw(out)).ljust(width + 1)
         mark = "│" if can_draw(out) else "|"
         drawn = (
@@ -244,7 +265,7 @@ def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
     least = plan.least
     lines = [["limit", _limit(plan)], *([["assumed", plan.assumed]] if plan.assumed else [])]
     if least is not None:
-        lines.append(["least", f"{format_bytes(least.estimate.peak_device_bytes)}: {_words(least)}"])
+        lines.append(["least", f"{format_bytes(least.estimate.highest.device)}: {_words(least)}"])
     if given.adapter is None:
         lines.append(["try", "--tune lora or --tune qlora, more GPUs (--count), or a shorter --seq"])
     else:
@@ -264,7 +285,7 @@ def _only_host(out: Console, plan: Plan, one: Found, given: Recipe) -> None:
         ["try", f"--host-memory-gib {need}, if the host has it: this pins {pinned} for each GPU, and at most "
                 f"{limit} are allowed (by default as much as the GPU has)"],
         ["speed", f"{estimate.tokens_per_s:,.0f} tokens/s, with --host-memory-gib {need}"],
-        ["memory", f"{format_bytes(estimate.peak_device_bytes)} of {_limit(plan)}"],
+        ["memory", f"{format_bytes(estimate.highest.device)} of {_limit(plan)}"],
         ["changes", ", ".join(one.changes)],
         *([["assumed", plan.assumed]] if plan.assumed else []),
     ]  # fmt: skip
@@ -273,55 +294,88 @@ def _only_host(out: Console, plan: Plan, one: Found, given: Recipe) -> None:
 
 def plotted(plan: Plan, form: Form) -> bytes:
     """Return the file of a plot: the frontier of memory against speed, with the limit."""
-    groups: dict[str, list[Found]] = {"numerics unchanged": [], "numerics changed": []}
-    for one in plan.frontier:
-        groups["numerics changed" if one.numerics else "numerics unchanged"].append(one)
-    series = [_series("frontier", plan.frontier, "step", MUTED)]
+    given = recipe_from(plan.given)
+    hardware = f"{given.hardware.count} x {given.hardware.gpu}"
+    title = f"{given.model.display_name}, {given.batch.seq:,} tokens, {hardware}"
+    return plot_file([frontier_panel(plan)], "plan", form, title=title, size=(9, 5))
+
+
+def frontier_panel(plan: Plan) -> Panel:
+    """Return the plot of memory against speed, as far as a little over the limit."""
+    shown = [one for one in plan.frontier if one.estimate.highest.device <= ZOOM * plan.limit_bytes]
+    shown = shown or list(plan.frontier[:3])
+    name, unit = size_unit([plan.limit_bytes, *(one.estimate.highest.device for one in shown)])
+    fit, over = ([one for one in shown if (one.estimate.highest.device <= plan.usable_bytes) == fits]
+                 for fits in (True, False))  # fmt: skip
+    groups: dict[str, tuple[list[Found], dict[str, Any]]] = {
+        "numerics unchanged": ([one for one in fit if not one.numerics], {"color": PREDICTED}),
+        "numerics changed": ([one for one in fit if one.numerics], {"color": MEASURED}),
+        "over the limit": (over, {"color": WRONG, "is_hollow": True}),
+    }
+    labels = _labels(shown) if shown else {}
+    series = [_series("frontier", shown, "step", unit, color=MUTED, marker=" ")]
     series += [
-        _series(label, some, "scatter", color, text=[_short(one) for one in some])
-        for (label, some), color in zip(groups.items(), COLORS, strict=False)
+        _series(label, some, "scatter", unit, text=[labels[id(one)] for one in some], **looks)
+        for label, (some, looks) in groups.items()
         if some
     ]
-    if plan.found:
-        series.append(_series("chosen", plan.found[:1], "scatter", INK, marker="*"))
-    given = recipe_from(plan.given)
-    limit = plan.limit_bytes / GIB
-    most = max([limit, *(one.estimate.peak_device_bytes / GIB for one in plan.frontier)])
-    panel = Panel(
+    series += [_series("chosen", plan.found[:1], "scatter", unit, color=INK, marker="*")] * bool(plan.found)
+    usable = f"limit less {plan.margin:.1%}: {format_bytes(plan.usable_bytes)}"
+    most = max([plan.limit_bytes, *(one.estimate.highest.device for one in shown)])
+    left_out = len(plan.frontier) - len(shown)
+    more = f"; {left_out} more are far over the limit" if left_out else ""
+    return Panel(
         series,
-        x_label="peak on the device, GiB (less is better)",
-        y_label="tokens a second (more is better)",
-        x_limits=(None, 1.12 * most),
-        events={plan.usable_bytes / GIB: "", limit: f"limit, margin {plan.margin:.0%}"},
+        x_label=f"peak on the device, {name} (less is better{more})",
+        y_label="tokens/s (more is better)",
+        x_limits=(None, 1.06 * most / unit),
+        limits={plan.usable_bytes / unit: usable},
     )
-    hardware = f"{given.hardware.count} x {given.hardware.gpu}"
-    title = f"{given.model.display_name}, {given.batch.seq} tokens, {hardware}"
-    return plot_file([panel], "plan", form, title=title, size=(9, 5))
 
 
-def _series(label: str, some: Sequence[Found], kind: Kind, color: str, **looks: Any) -> Series:
-    sizes = [one.estimate.peak_device_bytes / GIB for one in some]
-    return Series(label, [one.estimate.tokens_per_s for one in some], sizes, kind, color=color, **looks)
+def _series(label: str, some: Sequence[Found], kind: Kind, unit: int, **looks: Any) -> Series:
+    sizes = [one.estimate.highest.device / unit for one in some]
+    return Series(label, [one.estimate.tokens_per_s for one in some], sizes, kind, **looks)
 
 
-def _short(one: Found) -> str:
-    recipe = one.as_recipe()
-    words = registry.describe(recipe).split(", ")
-    kept = [*one.numerics, *(word for word in words[1:] if "recompute" in word or "host" in word)]
-    return ", ".join([f"batch {recipe.batch.micro}", *kept])
+def _labels(some: Sequence[Found]) -> dict[int, str]:
+    """Return what differs between the recipes, of each by its ``id``: the batch, and words not of all."""
+    recipes = [one.as_recipe() for one in some]
+    words = [registry.describe(recipe).split(", ") for recipe in recipes]
+    common = set(words[0]).intersection(*words[1:]) if len(words) > 1 else set(words[0])
+    return {
+        id(one): ", ".join([f"batch {recipe.batch.micro:,}", *(word for word in mine if word not in common)])
+        for one, recipe, mine in zip(some, recipes, words, strict=True)
+    }
 
 
 def html(plan: Plan) -> str:
-    """Return the table that Jupyter shows."""
+    """Return what a notebook shows: the best recipe, the frontier as bars, what was not chosen, a plot."""
     given = recipe_from(plan.given)
-    if not plan.found:
+    best = plan.found[0] if plan.found else None
+    if best is None:
+        lines = [Line("limit", _limit(plan))]
         least = plan.least
-        lines = [("limit", _limit(plan))]
-        lines += [("least", format_bytes(least.estimate.peak_device_bytes))] if least else []
-        return render("jupyter", title=describe(given), verdict="nothing fits", rows=lines, color="#c0392b")
-    best = plan.found[0]
-    lines = [tuple(line) for line in _answer(plan, best)]
-    lines += [(" · ".join(_line(plan, one)[:3]), _words(one)) for one in plan.found[1:]]
-    lines += [("not chosen", f"{one.choice}: {_reason(one)}") for one in plan.rejected]
+        lines += [Line("least", format_bytes(least.estimate.highest.device), _words(least))] if least else []
+    else:
+        lines = [Line(name, value) for name, value in _answer(plan, best)]
+    if plan.frontier:
+        lines.append(Line(f"Memory against speed, of {plan.num_traced} traced recipes"))
+        whole = max(plan.limit_bytes, *(one.estimate.highest.device for one in plan.frontier))
+        lines += [_bar(plan, one, whole) for one in plan.frontier]
+    if plan.rejected:
+        lines.append(Line("Not chosen"))
+        lines += [Line(one.choice, _reason(one)) for one in plan.rejected]
     title = f"{given.model.display_name} on {given.hardware.count} x {given.hardware.gpu}"
-    return render("jupyter", title=title, verdict=describe(best.as_recipe()), rows=lines, color="#1e7d57")
+    verdict = f"NOTHING FITS: {describe(given)}" if best is None else describe(best.as_recipe())
+    figure = ""
+    if can_plot() and len(plan.frontier) > 1:
+        figure = draw([frontier_panel(plan)], f"plan-{given.id}", title="Memory against speed", size=(9, 5))
+    return notebook_table(title, verdict, lines, good=best is not None, figure=figure)
+
+
+def _bar(plan: Plan, one: Found, whole: float) -> Line:
+    size = one.estimate.highest.device
+    color = PREDICTED if size <= plan.usable_bytes else WRONG
+    name = f"{_differing(plan, one)}{' *' * bool(one.numerics)}"
+    return Line(name, f"{one.estimate.tokens_per_s:,.0f} tokens/s", format_bytes(size), size / whole, color)

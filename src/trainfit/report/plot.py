@@ -1,6 +1,7 @@
 """Draw plots from declared panels and series, as SVG, PNG or PDF, with matplotlib (the extra ``plots``)."""
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from trainfit.report.plot_texts import place_texts
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import check_can_write
 from trainfit.spec.optional import is_installed, optional, require
@@ -29,8 +31,6 @@ MARKERS = "os^Dv"
 PAGE_COLORS = {INK: "ink", MUTED: "muted", GRID: "line"}
 """Colors that follow a page's light or dark style, by the names of its CSS variables."""
 BAR_WIDTH = 0.8  # Share of the distance between two names that their bars take
-TEXT_OFFSETS = ((5, 8, "left"), (-5, 8, "right"), (5, -9, "left"), (-5, -9, "right"), (8, 0, "left"))
-"""Where a point's text may be: points to the right, points up, alignment."""
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif", "font.size": 9, "text.color": INK, "text.parse_math": False,
     "axes.labelcolor": INK, "axes.edgecolor": GRID, "axes.facecolor": "none", "axes.axisbelow": True,
@@ -82,6 +82,8 @@ class Panel:
     x_ticks: Mapping[float, str] = field(default_factory=dict)  # The only ticks of x, and their texts
     span: tuple[float, float] | None = None  # A shaded range of y
     lines: Sequence[float] = ()  # Positions on the y axis of reference lines
+    limits: Mapping[float, str] = field(default_factory=dict)
+    """Dashed lines up the drawing, with a text above: where sizes run to the right, the memory of a GPU."""
     events: Mapping[float, str] = field(default_factory=dict)  # Dotted lines: position on x, and text
 
     def flipped(self, x: Any, y: Any) -> tuple[Any, Any]:
@@ -230,6 +232,12 @@ def _draw_panel(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -
     if panel.span is not None:
         draw_span = axes.axvspan if panel.is_horizontal else axes.axhspan
         draw_span(*panel.span, color=PREDICTED, alpha=0.12, linewidth=0)
+    for at, text in panel.limits.items():
+        axes.axvline(at, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
+        axes.annotate(
+            text, (at, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points",
+            fontsize=8, ha="center", va="bottom", color=INK,
+        )  # fmt: skip
     for at in panel.lines:
         (axes.axvline if panel.is_horizontal else axes.axhline)(at, color=MUTED, linewidth=0.8)
     _draw_series(axes, panel, looks)
@@ -244,7 +252,14 @@ def _draw_panel(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -
         axes.grid(axis=name, visible=False)
         if any(one.text for one in panel.series):
             axes.margins(**{value: 0.12})
-    _plain_logarithms(axes)
+    if any(one.text for one in panel.series if one.kind != "bar"):
+        axes.margins(0.14, 0.1)
+        for axis, is_log in ((axes.xaxis, panel.x_log), (axes.yaxis, panel.y_log)):
+            if not is_log and axis.get_data_interval()[0] >= 0 > axis.get_view_interval()[0]:
+                axes.set(
+                    **{f"{axis.axis_name}lim": (0, None)}
+                )  # The margin holds no values that do not exist.
+    _plain_numbers(axes, named=name if panel.names else "")
     if panel.x_ticks:
         getattr(axes, f"set_{name}ticks")(list(panel.x_ticks), list(panel.x_ticks.values()))
         getattr(axes, f"{name}axis").set_tick_params(which="minor", length=0)
@@ -275,8 +290,9 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
         if one.kind == "band":
             axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.15, linewidth=0, label=one.label)
         elif one.kind == "bar" and any(y is not None for y in one.y):
-            at, start, length, width = zip(*bars[id(one)], strict=True)
-            hatched = {"facecolor": "none", "edgecolor": MUTED, "hatch": "////"}
+            known = [bar for bar, y in zip(bars[id(one)], one.y, strict=True) if y is not None]
+            at, start, length, width = zip(*known, strict=True)
+            hatched = {"facecolor": "none", "edgecolor": color, "hatch": "////", "linewidth": 0.8}
             style = {"alpha": one.alpha} | (hatched if one.is_hollow else {"color": color})
             draw_bars = (
                 partial(axes.barh, left=start) if panel.is_horizontal else partial(axes.bar, bottom=start)
@@ -290,9 +306,12 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
                 "linestyle": "none" if one.kind == "scatter" else "--" if one.is_hollow else "-",
                 "linewidth": 1.5, "alpha": one.alpha,
                 "drawstyle": "steps-post" if one.kind == "step" else "default", "label": one.label,
+                "clip_on": False,
             }  # fmt: skip
             if marker in "|_":
                 style |= {"markersize": 14, "markeredgewidth": 1.8}
+            elif marker == "*":
+                style |= {"markersize": 11, "markeredgecolor": "white", "markeredgewidth": 0.6}
             axes.plot(*panel.flipped(*(zip(*known, strict=True) if known else ((), ()))), **style)
             for x, *ends in zip(one.x, one.low, one.high, strict=True) if one.low else ():
                 if None not in ends:
@@ -318,17 +337,34 @@ def _bars(panel: Panel) -> dict[int, list[Bar]]:
     return found
 
 
-def _plain_logarithms(axes: Any) -> None:
-    """Write plain numbers on logarithmic axes, also between powers of ten where few of those are in sight."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def _plain_numbers(axes: Any, *, named: str) -> None:
+    """Write numbers in full, with commas from 1,000 on, and between powers of ten where those are few.
 
-    for axis in (axes.xaxis, axes.yaxis):
+    Args:
+        named: the axis that has names and no numbers.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
+
+    class Commas(ScalarFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return number(x) if abs(x) >= 1000 else super().__call__(x, pos)
+
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
             subs = (1.0,) if high / max(low, 1e-12) > 1e3 else (1.0, 2.0, 5.0)
             axis.set_major_locator(LogLocator(subs=subs))
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
             axis.set_minor_formatter(NullFormatter())
+        elif name != named:
+            plain = Commas(useOffset=False)
+            plain.set_scientific(False)
+            axis.set_major_formatter(plain)
+
+
+def number(value: float) -> str:
+    """Return a number in at most four digits, from 1,000 on in full with commas: ``0.125``, ``16,384``."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _draw_heads(figure: Any, grid: Any, title: str) -> None:
@@ -353,34 +389,39 @@ def _draw_heads(figure: Any, grid: Any, title: str) -> None:
 def _draw_texts(figure: Any, axes: Any, panel: Panel) -> None:
     """Write the texts of bars at their ends, and those of points where they cover nothing."""
     bars = _bars(panel)
+    if panel.limits:
+        figure.canvas.draw()
     for one in panel.series:
         if one.text and one.kind == "bar":
             for (at, start, length, _), text in zip(bars[id(one)], one.text, strict=True):
                 _draw_bar_text(axes, panel, at, start + length, text)
-    points = [item for one in panel.series if one.kind != "bar" for item in _texts(one)]
-    if not points:
-        return
-    figure.canvas.draw()  # Texts are placed where the layout has put the axes.
-    dots = [axes.transData.transform(panel.flipped(*point)) for point, _, _ in points]
-    taken: list[Any] = []
-    for point, text, is_needed in points:
-        for offset in TEXT_OFFSETS:
-            *move, align = offset
-            style = {"xytext": move, "textcoords": "offset points", "ha": align, "va": "center"}
-            drawn = axes.annotate(text, panel.flipped(*point), fontsize=7.5, **style)
-            box = drawn.get_window_extent()
-            covers = any(box.contains(*dot) for dot in dots) or any(box.overlaps(other) for other in taken)
-            if not covers or (is_needed and offset == TEXT_OFFSETS[-1]):
-                taken.append(box)
-                break
-            drawn.remove()
+    points = [one for one in panel.series if one.kind in ("line", "step", "scatter")]
+    texts = [item for one in points for item in _texts(panel, one)]
+    if texts:
+        figure.canvas.draw()  # Texts are placed where the layout has put the axes.
+        dots = [panel.flipped(x, y) for one in points for x, y in zip(one.x, one.y, strict=True)
+                if y is not None]  # fmt: skip
+        place_texts(axes, texts, dots, list(_lines(axes, panel)))
 
 
-def _texts(one: Series) -> Iterator[tuple[Any, str, bool]]:
-    """Yield point, text and whether the text must be drawn, which holds on lines."""
+def _texts(panel: Panel, one: Series) -> Iterator[tuple[Any, str]]:
+    """Yield point and text, of each value that has both."""
     for x, y, text in zip(one.x, one.y, one.text, strict=False):
         if y is not None and text:
-            yield (x, y), short(text, 34), one.kind != "scatter"
+            yield panel.flipped(x, y), short(text, 72)
+
+
+def _lines(axes: Any, panel: Panel) -> Iterator[Sequence[Any]]:
+    """Yield the drawn lines as points, in data units."""
+    low, high = axes.get_ylim()
+    yield from ([(at, low), (at, high)] for at in (*panel.limits, *panel.events))
+    for one in panel.series:
+        known = [panel.flipped(x, y) for x, y in zip(one.x, one.y, strict=True) if y is not None]
+        if one.kind == "line":
+            yield known
+        elif one.kind == "step":
+            pairs = list(itertools.pairwise(known))
+            yield [*(point for a, b in pairs for point in (a, (b[0], a[1]))), *known[-1:]]
 
 
 def _draw_bar_text(axes: Any, panel: Panel, at: float, end: float, text: str) -> None:
@@ -391,7 +432,12 @@ def _draw_bar_text(axes: Any, panel: Panel, at: float, end: float, text: str) ->
         move, align = (4 * side, 0), {"ha": "right" if side < 0 else "left", "va": "center"}
     else:
         move, align = (0, 3 * side), {"ha": "center", "va": "top" if side < 0 else "bottom"}
-    axes.annotate(
+    drawn = axes.annotate(
         text, panel.flipped(at, end), xytext=move, textcoords="offset points", fontsize=7.5, color=MUTED,
         **align,
     )  # fmt: skip
+    if panel.limits and panel.is_horizontal:
+        box = drawn.get_window_extent()
+        crossed = [axes.transData.transform((limit, at))[0] for limit in panel.limits]
+        if any(box.x0 - 2 < x < box.x1 + 2 for x in crossed):  # Within the bar, which is not crossed there.
+            drawn.set(position=(-4, 0), ha="right", color="white")

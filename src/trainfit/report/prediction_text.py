@@ -15,11 +15,8 @@ from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, quantity
 from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, OtherPhase, Phases, Run
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Explanation, OtherPhase, Peak, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
-
-LEAST_APART = 0.01
-"""Share by which two possible peaks differ if both are shown."""
 
 
 def show(
@@ -85,6 +82,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
     counted += f", {format_count(estimate.trainable_params)} trained" if frozen else ""
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
+        *([name, words] for name, words in two_peaks(estimate)),
         ["speed", speed(recipe, estimate)],
         *([["batch", _batch(recipe)]] if recipe is not None and estimate.num_gpus > 1 else []),
         *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
@@ -96,6 +94,23 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
         lines.append(["versions", holds_for(estimate.versions)])
     lines += [[Text("warning", style="bold yellow"), line] for line in estimate.warnings]
     rows(out, lines, "left", "wrap")
+
+
+def two_peaks(of: Estimate | Explanation) -> list[list[str]]:
+    """Return lines of the expected and the possible peak, and why; none where there is one peak."""
+    peaks = of.two_peaks
+    if peaks is None:
+        return []
+
+    def sizes(peak: Peak) -> str:
+        allocated, reserved, device = (format_bytes(size) for _, size in peak)
+        return f"{allocated} allocated, {reserved} reserved, {device} on the device"
+
+    decides = "; the verdict is by this peak" * isinstance(of, Estimate)
+    return [
+        ["expected", sizes(peaks.expected)],
+        ["possible", f"{sizes(peaks.possible)}: {peaks.reason}{decides}"],
+    ]
 
 
 def show_advice(recipe: Recipe, advice: Advice, out: Console | None = None) -> None:
@@ -131,7 +146,7 @@ def _advised(one: Found) -> list[str]:
         notes += ["modelled, no step was measured on it"] * (gpu.basis != "measured")
         notes += ["no price is known"] * (gpu.price_per_hour is None)
     marked = f" ({'; '.join(notes)})" if notes else ""
-    return [format_bytes(found.peak_device_bytes), speed, ", ".join(one.changes) + marked]
+    return [format_bytes(found.highest.device), speed, ", ".join(one.changes) + marked]
 
 
 def _batch(recipe: Recipe) -> str:
@@ -160,7 +175,7 @@ def _gpu(recipe: Recipe | None, estimate: Estimate) -> str:
 def verdict(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return whether it fits, and by how much."""
     headroom, device = estimate.headroom_bytes, estimate.device_bytes
-    size = f"{format_bytes(estimate.peak_device_bytes)} of {format_bytes(device)}"
+    size = f"{format_bytes(estimate.highest.device)} of {format_bytes(device)}"
     gpu = _gpu(recipe, estimate)
     if estimate.num_gpus > 1:
         gpu = f"each of {estimate.num_gpus} x {gpu}"
@@ -227,7 +242,8 @@ def _memory(out: Console, estimate: Estimate) -> None:
     label = len("pinned on the host" if estimate.host_bytes else "on the device")
     width = max(0, min(40, out.width - 27 - label))
     peak = estimate.peak_allocated_bytes
-    heading(out, f"Memory{of_one(estimate)} at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
+    name = "peak" if estimate.two_peaks is None else "expected peak"
+    heading(out, f"Memory{of_one(estimate)} at the {name} ({estimate.peak_phase.replace('.', ' step, ')})")
     sizes = {name: getattr(estimate.breakdown, name) for name in CATEGORIES}
     lines = [(name, size, f"{size / peak:.1%}") for name, size in sizes.items() if size]
     lines += [
@@ -243,20 +259,6 @@ def _memory(out: Console, estimate: Estimate) -> None:
     cells = zip(lines, [*bars, ""], strict=False)
     shown = [[name, format_bytes(size), share, filled] for (name, size, share), filled in cells]
     rows(out, shown, "left", "right", "right", "left")
-    if (other := _other_peak(estimate)) is not None:
-        out.print(other, style="dim")
-
-
-def _other_peak(estimate: Estimate) -> str | None:
-    """Return a line about the lower of DDP's two peaks, where one of its sizes is lower by over 1 %."""
-    other = estimate.other_peak
-    names = ("allocated", "reserved", "device")
-    if other is None or all(
-        getattr(other, name) >= (1 - LEAST_APART) * getattr(estimate, f"peak_{name}_bytes") for name in names
-    ):
-        return None
-    sizes = " / ".join(format_bytes(getattr(other, name)) for name in names)
-    return f"or {sizes} (allocated / reserved / on the device), if NCCL lets go of DDP's first buckets soon"
 
 
 def _full_bar(estimate: Estimate) -> int:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from trainfit.report import html
 from trainfit.report import prediction_text as predictions
 from trainfit.report.console import console, heading, notes, rows
-from trainfit.report.html import render
+from trainfit.report.plot import CATEGORY_COLORS, INK, MUTED, PREDICTED, WRONG
 from trainfit.report.words import describe, quantity
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, Estimate, Measurement
@@ -16,7 +17,6 @@ from trainfit.spec.units import format_bytes, format_count, format_flops, format
 if TYPE_CHECKING:
     from trainfit.training.observer import TrainSummary
 
-GOOD, BAD = "#1e7d57", "#c0392b"
 PEAK_IS = {"cuda-allocated": "allocated on the GPU", "live-tensors": "of live tensors"}
 """Parts counted in a training run's peak memory."""
 NAMES = {
@@ -35,17 +35,6 @@ def _known(value: Any, *names: str) -> list[Line]:
         [NAMES[name], quantity(name, held), ""]
         for name in names
         if (held := getattr(value, name)) is not None
-    ]
-
-
-def _parts(value: Estimate | Measurement, *, shares: bool = False) -> list[Line]:
-    """Return lines of memory at the peak by category."""
-    if value.breakdown is None:
-        return []
-    parts = [(name, getattr(value.breakdown, name)) for name in CATEGORIES]
-    total = value.breakdown.total
-    return [
-        [name, format_bytes(size), f"({size / total:.1%})" if shares else ""] for name, size in parts if size
     ]
 
 
@@ -170,23 +159,47 @@ def _used(found: dict[str, Any]) -> list[Line]:
     ]
 
 
-def _html(title: str, verdict: str, lines: Sequence[Line], *, good: bool) -> str:
-    """Return a caption, the verdict in green or red, then one row a name and its value."""
-    cells = [(name, " ".join(part for part in parts if part)) for name, *parts in lines]
-    return render("jupyter", title=title, verdict=verdict, rows=cells, color=GOOD if good else BAD)
+def _html(title: str, verdict: str, lines: Sequence[Line | html.Line], *, good: bool) -> str:
+    """Return the table that a notebook shows."""
+    rows = [
+        line if isinstance(line, html.Line) else html.Line(line[0], line[1], " ".join(line[2:]))
+        for line in lines
+    ]
+    return html.notebook_table(title, verdict, rows, good=good)
+
+
+def _bars(value: Estimate | Measurement, whole: float) -> list[html.Line]:
+    """Return a line with a bar for each category of memory at the peak; a bar of ``whole`` bytes is full."""
+    if value.breakdown is None:
+        return []
+    sizes = {name: getattr(value.breakdown, name) for name in CATEGORIES}
+    return [
+        html.Line(name, format_bytes(size), f"{size / value.breakdown.total:.1%}", size / whole,
+                  CATEGORY_COLORS.get(name, MUTED))
+        for name, size in sizes.items() if size
+    ]  # fmt: skip
 
 
 def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = ()) -> str:
     """Return the table of a prediction: verdict, speed, cost, memory at the peak by category, warnings."""
-    lines = [["speed", predictions.speed(recipe, estimate)]]
+    lines: list[Line | html.Line] = [
+        *predictions.two_peaks(estimate),
+        ["speed", predictions.speed(recipe, estimate)],
+    ]
     if estimate.tokens_per_s:
         lines.append(["cost", predictions.cost(recipe, estimate)])
-    lines += _parts(estimate, shares=True)
+    lines.append(html.Line("Memory at the peak"))
+    whole = max(estimate.device_bytes, estimate.peak_device_bytes)
+    lines += _bars(estimate, whole)
     totals = {"allocated": "peak_allocated", "reserved": "peak_reserved", "on the device": "peak_device"}
     totals |= {"pinned on the host": "host"} if estimate.host_bytes else {}
     for name, field in totals.items():
-        size = format_bytes(getattr(estimate, f"{field}_bytes"))
-        lines.append([f"{name}{predictions.of_one(estimate)}", size])
+        size = getattr(estimate, f"{field}_bytes")
+        bar = size / whole if field == "peak_device" else None
+        color = PREDICTED if estimate.fits else WRONG
+        lines.append(html.Line(f"{name}{predictions.of_one(estimate)}", format_bytes(size), "", bar, color))
+    size = estimate.device_bytes
+    lines.append(html.Line("the device", format_bytes(size), "", size / whole, INK))
     lines += [*(["warning", line] for line in estimate.warnings), *(["note", line] for line in notes)]
     verdict = predictions.verdict(recipe, estimate)
     return _html(predictions.subject(recipe, estimate), verdict, lines, good=estimate.fits)
@@ -194,7 +207,9 @@ def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[s
 
 def measurement_html(recipe: Recipe, result: Measurement) -> str:
     """Return the table of a measurement: status, memory, time, speed, device."""
-    lines = [["device", result.environment.device], *_measured(result), *_parts(result)]
+    lines: list[Line | html.Line] = [["device", result.environment.device], *_measured(result)]
+    if result.breakdown is not None:
+        lines += [html.Line("Memory at the peak"), *_bars(result, result.breakdown.total)]
     return _html(describe(recipe, _cpu(result)), _ending(result), lines, good=result.status == "done")
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw, short
+from trainfit.report.plot import MEASURED, MUTED, PREDICTED, WRONG, Kind, Panel, Series, draw, short
 from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.spec.result import Outcome
 from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, front, frontier
-from trainfit.spec.units import GIB, MIB, format_count
+from trainfit.spec.units import format_bytes, format_count, size_unit
 
 if TYPE_CHECKING:
     import rich.table
@@ -23,17 +24,23 @@ VERDICTS = {"fits": "good", "tight": "warning", "does not fit": "bad"}
 LONGEST_MESSAGE = 160  # Characters of a message in a line of progress
 SHORT = {"out-of-memory": "OOM"}
 MAX_ROWS = 60  # Bars of more variants are not drawn; the page says so
-CUT = 1.5  # Bars end at this multiple of the longest measured one, as far longer ones flatten the others
+CUT = 1.5  # Bars end at this multiple of the longest measured one, and of the GPU's memory
+ZOOM = 1.3  # Points over this multiple of the GPU's memory are left out
+IN_SIGHT = 3.0  # A GPU's memory is drawn up to this multiple of the largest peak
+LONGEST_NAME = 58
+BASIC = ("none", "false", "null", "standard")
+"""Values that say that a choice is not made."""
+DOES_NOT_FIT, TIGHT = "does not fit", "tight: a later step may run out of memory"
+AMBER = "#b8860b"
 SPREAD = 6.0  # An axis is logarithmic where the largest value is more than this multiple of the smallest
 
 Values = Sequence[float | None]
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, int]:
-    """Return GiB, or MiB where the largest measured (else predicted) peak is below one GiB; and its bytes."""
+    """Return the unit that fits the largest measured (else predicted) peak, and its bytes."""
     measured = [size for row in rows if (size := row.measured_bytes) is not None]
-    sizes = measured or [size for row in rows if (size := row.predicted_bytes) is not None]
-    return ("GiB", GIB) if not sizes or max(sizes) >= GIB else ("MiB", MIB)
+    return size_unit(measured or [size for row in rows if (size := row.predicted_bytes) is not None])
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
@@ -56,6 +63,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column(f"predicted {name}", memory("predicted_bytes", 3), rank=4),
         Column(f"measured {name}", memory("measured_bytes", 3)),
         Column("error", number("error", percent), rank=1),
+        Column("peak met", number("peak_met", str), False, rank=9),
         Column("samples/s predicted", number("predicted_samples_per_s"), rank=8),
         Column(
             "tokens/s predicted", number("predicted_tokens_per_s", _count), rank=1 if predicted_only else 7
@@ -150,49 +158,98 @@ def _over(value: float | None, size: float) -> float | None:
 
 
 def memory_bars(rows: Sequence[Row]) -> str | None:
-    """Draw peak allocated memory, predicted above measured."""
-    name, size = unit(rows)
-    fields = {"predicted": "predicted_bytes", "measured": "measured_bytes"}
+    """Draw peak memory, predicted above measured, against what the GPU has.
+
+    Allocated bytes are drawn where some were measured, else bytes on the device, which decide the verdict.
+    """
+    is_measured = any(row.measured_bytes is not None for row in rows)
+    fields = {"predicted": "predicted_bytes" if is_measured else "predicted_device_bytes"}
+    fields |= {"measured": "measured_bytes"} if is_measured else {}
+    held = [size for row in rows for field in fields.values() if (size := getattr(row, field)) is not None]
+    if not held:
+        return None
+    name, size = size_unit(held)
     sides = {side: [_over(getattr(row, field), size) for row in rows] for side, field in fields.items()}
-    return _bars(rows, sides, f"peak allocated, {name}", "memory", "{:,.2f}" if name == "GiB" else "{:,.1f}")
+    limits = {at / size: text for at, text in _capacities(rows).items() if at <= IN_SIGHT * max(held)}
+    axis = f"peak {'allocated' if is_measured else 'on the device, predicted'}, {name}"
+    return _bars(rows, sides, axis, "memory", "{:,.2f}", limits=limits)
 
 
 def speed_bars(rows: Sequence[Row]) -> str | None:
-    """Draw samples a second; tokens a second where the sequences of the variants differ in length."""
-    by = _speed_unit(rows)
-    fields = {"predicted": "predicted_samples_per_s", "measured": "samples_per_s"}
+    """Draw tokens a second of all GPUs, predicted above measured."""
     sides = {
-        side: [_over(getattr(row, field), 1 / _per_sample(row, by)) for row in rows]
-        for side, field in fields.items()
+        "predicted": [row.predicted_tokens_per_s for row in rows],
+        "measured": [row.tokens_per_s for row in rows],
     }
-    return _bars(rows, sides, f"{by} a second", "speed", "{:,.4g}" if by == "samples" else "{:,.0f}")
+    return _bars(rows, sides, "tokens/s", "speed", "{:,.0f}")
 
 
 def perplexity_bars(rows: Sequence[Row]) -> str | None:
     """Draw perplexity on documents that training did not see."""
     sides = {"measured": [row.perplexity for row in rows]}
-    return _bars(rows, sides, "perplexity after training (lower is better)", "perplexity", "{:.3f}")
+    return _bars(rows, sides, "perplexity after training (lower is better)", "perplexity", "{:,.3f}")
 
 
-def _bars(rows: Sequence[Row], sides: Mapping[str, Values], axis: str, name: str, digits: str) -> str | None:
-    """Draw horizontal bars, a group for each row; a row without a value names its status."""
-    known = {side: values for side, values in sides.items() if any(value is not None for value in values)}
-    shown = {side: values[:MAX_ROWS] for side, values in known.items()}
+def _capacities(rows: Sequence[Row]) -> dict[int, str]:
+    """Return the memory of each GPU of the rows, and its text; equal memories are one."""
+    cards: dict[int, list[str]] = {}
+    for row in rows:
+        if row.device_bytes is not None:
+            gpu = row.recipe["hardware"]["gpu"]
+            cards[row.device_bytes] = list(dict.fromkeys([*cards.get(row.device_bytes, ()), gpu]))
+    return {size: f"{', '.join(names)}: {format_bytes(size)}" for size, names in cards.items()}
+
+
+def _bars(
+    rows: Sequence[Row],
+    sides: Mapping[str, Values],
+    axis: str,
+    name: str,
+    digits: str,
+    *,
+    limits: Mapping[float, str] | None = None,
+) -> str | None:
+    """Draw horizontal bars, a group for each row; a row without a value names its status.
+
+    Bars of variants that are predicted not to fit are hatched. Far longer ones than the others, or than what
+    the GPU has, are cut.
+    """
+    shown = {
+        side: values[:MAX_ROWS]
+        for side, values in sides.items()
+        if any(value is not None for value in values)
+    }
     if not shown:
         return None
     pairs = [pair for pair in zip(*shown.values(), strict=True) if None not in pair]
-    most = CUT * max(map(max, pairs)) if len(shown) > 1 and pairs else float("inf")
+    most = CUT * max(map(max, pairs)) if len(shown) > 1 and pairs else math.inf
+    if limits:
+        most = min(most, CUT * max(limits))
     series = [
         Series(
-            side, [None if value is None else min(value, most) for value in values], kind="bar",
-            text=[_bar_text(row, side, y, most, digits) for row, y in zip(rows, values, strict=False)],
-            color=PREDICTED if side == "predicted" else MEASURED,
+            label, [None if value is None else min(value, most) for value in values], kind="bar",
+            text=[_bar_text(row, side, y, most, digits) if (row.verdict == DOES_NOT_FIT) == over else ""
+                  for row, y in zip(rows, whole, strict=False)],
+            color=WRONG if over else PREDICTED if side == "predicted" else MEASURED, stack=side,
+            is_hollow=over,
         )
-        for side, values in shown.items()
+        for side, whole in shown.items()
+        for over, label, values in _by_fit(rows, side, whole)
     ]  # fmt: skip
-    names = [short(row.variant, 34) for row in rows[:MAX_ROWS]]
-    panel = Panel(series, y_label=axis, names=names, is_horizontal=True, y_limits=(0, None))
+    panel = Panel(
+        series, y_label=axis, names=[short(row.variant, LONGEST_NAME) for row in rows[:MAX_ROWS]],
+        is_horizontal=True, y_limits=(0, None), limits=limits or {},
+    )  # fmt: skip
     return draw([panel], name, title=axis, is_themed=True)
+
+
+def _by_fit(rows: Sequence[Row], side: str, values: Values) -> list[tuple[bool, str, Values]]:
+    """Split values into those of rows that may fit and, if there are some, those of rows that do not."""
+    over = [row.verdict == DOES_NOT_FIT for row in rows[: len(values)]]
+    fit = [None if bad else value for value, bad in zip(values, over, strict=True)]
+    rest = [value if bad else None for value, bad in zip(values, over, strict=True)]
+    word = f"{side}: {DOES_NOT_FIT}"
+    return [(False, side, fit), *([(True, word, rest)] if any(value is not None for value in rest) else [])]
 
 
 def _bar_text(row: Row, side: str, value: float | None, most: float, digits: str) -> str:
@@ -208,64 +265,84 @@ def _bar_text(row: Row, side: str, value: float | None, most: float, digits: str
 def front_scatter(rows: Sequence[Row]) -> str | None:
     """Draw measured memory against speed, with the front of the variants."""
     points = {row.variant: point for row in rows if (point := row.place()) is not None}
-    return _scatter(rows, points, front(rows), "peak allocated, measured", "measured")
+    return _scatter(rows, points, front(rows), "measured")
 
 
 def predicted_scatter(rows: Sequence[Row]) -> str | None:
-    """Draw predicted bytes on the device against speed, of the variants that fit, where none is measured."""
+    """Draw predicted bytes on the device against speed, where none is measured."""
     best = frontier(rows)
     points = {
         row.variant: (size, speed)
         for row in (rows if best.is_predicted else ())
-        if row.verdict == "fits"
-        and (size := row.predicted_device_bytes)
-        and (speed := row.predicted_tokens_per_s)
+        if (size := row.predicted_device_bytes) and (speed := row.predicted_tokens_per_s)
     }
-    cards = {row.device_bytes: row.recipe["hardware"]["gpu"] for row in rows if row.variant in points}
-    return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted", cards)
+    return _scatter(rows, points, best.variants, "predicted")
 
 
 def _scatter(
-    rows: Sequence[Row],
-    points: dict[str, tuple[int, float]],
-    best: Sequence[str],
-    x_label: str,
-    side: str,
-    cards: Mapping[int, str] | None = None,
+    rows: Sequence[Row], points: Mapping[str, tuple[int, float]], best: Sequence[str], side: str
 ) -> str | None:
-    """Draw points of (bytes, tokens a second), those of ``best`` joined, and a line at each card's bytes."""
-    if not points:
+    """Draw points of (bytes, tokens a second), those of ``best`` joined, and a line at each GPU's memory.
+
+    What is far over every GPU's memory is left out.
+    """
+    capacities = _capacities([row for row in rows if row.variant in points])
+    end = ZOOM * max(capacities, default=0)
+    kept = {variant: point for variant, point in points.items() if not capacities or point[0] <= end}
+    if not kept:
         return None
-    shown = [row for row in rows if row.variant in points]
-    (name, size), by = unit(shown), _speed_unit(shown)
-    per_token = {row.variant: _per_sample(row, by) / row.recipe["batch"]["seq"] for row in shown}
-    at = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
-    color = PREDICTED if side == "predicted" else MEASURED
-    others = [variant for variant in at if variant not in best]
+    name, size = size_unit([x for x, _ in kept.values()])
+    at = {variant: (x / size, speed) for variant, (x, speed) in kept.items()}
+    over, tight = ([row.variant for row in rows if row.variant in at and row.verdict == verdict]
+                   for verdict in (DOES_NOT_FIT, "tight"))  # fmt: skip
+    others = [variant for variant in at if variant not in (*best, *over, *tight)]
+    shorter = dict(zip((row.variant for row in rows), telling([row.variant for row in rows]), strict=True))
     groups: list[tuple[str, Kind, str, Sequence[str]]] = [
-        ("front: nothing else is both smaller and faster", "step", color, best),
+        ("front: nothing else is both smaller and faster", "step",
+         PREDICTED if side == "predicted" else MEASURED, best),
         ("dominated", "scatter", MUTED, others),
-    ]
+        (TIGHT, "scatter", AMBER, tight),
+        (DOES_NOT_FIT, "scatter", WRONG, over),
+    ]  # fmt: skip
     series = [
         Series(
-            label, [at[one][1] for one in group], [at[one][0] for one in group], kind, text=group, color=ink
+            label, [at[one][1] for one in group], [at[one][0] for one in group], kind, color=ink,
+            text=[shorter[one] for one in group], is_hollow=label in (DOES_NOT_FIT, TIGHT),
         )
         for label, kind, ink, group in groups
         if group
-    ]
-    lines = {num_bytes / size: card for num_bytes, card in (cards or {}).items()}
+    ]  # fmt: skip
     sizes, speeds = zip(*at.values(), strict=True)
-    wide = [max(values) > SPREAD * min(values) for values in ((*sizes, *lines), speeds)]
+    limits = {cap / size: text for cap, text in capacities.items() if cap / size <= IN_SIGHT * max(sizes)}
+    wide = [max(values) > SPREAD * min(values) for values in ((*sizes, *limits), speeds)]
+    where = "allocated" if side == "measured" else "on the device"
     panel = Panel(
-        series, events=lines, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
-        y_label=f"{by} a second, {side} (more is better)",
+        series, limits=limits, x_label=f"peak {where}, {side}, {name} (less is better)", x_log=wide[0],
+        y_log=wide[1], y_label=f"tokens/s, {side} (more is better)",
     )  # fmt: skip
-    return draw([panel], "front", title=f"Memory against speed, {side}", is_themed=True)
+    return draw([panel], "front", title=f"Memory against speed, {side}", is_themed=True, size=(9.2, 4.8))
 
 
-def _speed_unit(rows: Sequence[Row]) -> str:
-    return "samples" if len({row.recipe["batch"]["seq"] for row in rows}) <= 1 else "tokens"
+def telling(names: Sequence[str]) -> list[str]:
+    """Return names of variants by what differs: ``micro=4 full`` of ``micro=4 recompute=full adapter=none``.
 
+    Nothing is left of ``key=value`` where all names have the same, or where the value is ``none``; of other
+    words the value. Names that would become equal stay as they are.
+    """
+    words = [name.split() for name in names]
+    keys = [[word.partition("=")[0] for word in one] for one in words]
+    if any(one != keys[0] for one in keys) or not all("=" in word for one in words for word in one):
+        return list(names)
+    same = [len(set(column)) == 1 for column in zip(*words, strict=True)]
 
-def _per_sample(row: Row, by: str) -> int:
-    return 1 if by == "samples" else row.recipe["batch"]["seq"]
+    def told(word: str) -> str:
+        value = word.partition("=")[2]
+        return "" if value in BASIC else value if value.isalpha() and value != "true" else word
+
+    found = [
+        " ".join(filter(None, (told(word) for word, is_same in zip(one, same, strict=True) if not is_same)))
+        for one in words
+    ]
+    bare = [one or " ".join(word for word, is_same in zip(full, same, strict=True) if not is_same)
+            for one, full in zip(found, words, strict=True)]  # fmt: skip
+    return bare if len(set(bare)) == len(bare) else list(names)

@@ -18,7 +18,7 @@ import trainfit
 from trainfit.spec.bench import BenchResult
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Record
+from trainfit.spec.result import HELD_BUCKETS, Record
 from trainfit.spec.value import canonical_json, parse
 
 DIGEST = "digest"
@@ -58,6 +58,15 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def release(version: str) -> str:
+    """Return a version without its build: 2.13.0 of 2.13.0+cu130, 2.13.0+cpu and 2.13.0.
+
+    Versions are compared by it: a CPU build predicts for a CUDA build. The metadata of PyPI's packages leaves
+    out the build, which ``torch.__version__`` has.
+    """
+    return version.partition("+")[0]
 
 
 def now() -> str:
@@ -111,7 +120,25 @@ def from_line(line: str, where: str) -> Record:
         if data.pop(DIGEST) != found:
             problem = "the content is not what was written (its SHA-256 differs)"
             raise InputError(problem, REPAIR, file=where)
-    return parse(Record, data, file=where)
+    return parse(Record, _with_two_peaks(data), file=where)
+
+
+def _with_two_peaks(data: Any) -> Any:
+    """Return a record's content whose estimate, if an older one, has the lower of its two peaks as its own.
+
+    Its peaks were the higher ones, with the lower ones in ``other_peak``; its phases stay the higher ones'.
+    """
+    estimate = data.get("estimate") if isinstance(data, dict) else None
+    if not isinstance(estimate, dict) or "other_peak" not in estimate:
+        return data
+    lower = estimate["other_peak"]
+    now = {name: value for name, value in estimate.items() if name != "other_peak"}
+    if isinstance(lower, dict):
+        higher = {name: estimate.get(f"peak_{name}_bytes") for name in lower}
+        both = {"expected": lower, "possible": higher, "possible_phases": estimate.get("phases")}
+        now |= {f"peak_{name}_bytes": size for name, size in lower.items()}
+        now["two_peaks"] = both | {"reason": HELD_BUCKETS}
+    return data | {"estimate": now}
 
 
 def lines_of(path: str | Path, content: bytes) -> list[tuple[str, str]]:

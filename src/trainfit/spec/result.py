@@ -3,7 +3,7 @@
 Sizes in bytes, times in seconds, FLOPs of one optimizer step on one GPU unless a name says otherwise.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from trainfit.spec.bench import BenchResult, Environment, Spread
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
@@ -170,12 +170,30 @@ class TracedCode(Value):
     """Beside the training steps; what they take is in no figure of the step."""
 
 
-class OtherPeak(Value):
-    """The lower of two possible peaks, in bytes. Which one a run has is a race of two of its threads."""
+class Peak(Value):
+    """Sizes of a peak, in bytes."""
 
     allocated: Bytes
     reserved: Bytes
     device: Bytes
+
+
+class TwoPeaks(Value):
+    """The two peaks of which a run has one or the other: a race of two of its threads decides."""
+
+    expected: Peak
+    """The lower one, which the estimate's own fields are of."""
+    possible: Peak
+    """The higher one, which decides whether the run fits."""
+    possible_phases: Phases
+    reason: str
+
+
+WhichPeak = Literal["expected", "possible"]
+HELD_BUCKETS = (
+    "NCCL may hold DDP's first buckets into the second backward, depending on when its watchdog thread looks"
+)
+"""Reason of two peaks (docs/internals/data-parallel.md)."""
 
 
 class Estimate(Value):
@@ -189,7 +207,9 @@ class Estimate(Value):
     peak_reserved_bytes: Bytes
     peak_device_bytes: Bytes
     """As nvidia-smi shows it: reserved, the CUDA context and the libraries' own memory."""
-    other_peak: OtherPeak | None = None  # Of DDP, where NCCL may hold the first step's buckets or not
+    two_peaks: TwoPeaks | None = None
+    """Of DDP. The peaks, phases and breakdown above are of the expected one; ``fits`` and the headroom of the
+    possible one."""
     device_bytes: Bytes  # Usable by a process
     host_bytes: Bytes = 0  # Pinned host memory of what offload keeps there
     fits: bool
@@ -226,9 +246,49 @@ class Estimate(Value):
     code: TracedCode | None = None  # None: of a recipe
 
     @property
+    def highest(self) -> Peak:
+        """The highest peak that is possible: a limit must hold for it."""
+        if self.two_peaks is not None:
+            return self.two_peaks.possible
+        return Peak(
+            allocated=self.peak_allocated_bytes,
+            reserved=self.peak_reserved_bytes,
+            device=self.peak_device_bytes,
+        )
+
+    @property
     def headroom_bytes(self) -> int:
-        """Free bytes left on the device; negative when it does not fit."""
-        return self.device_bytes - self.peak_device_bytes
+        """Free bytes left on the device at the highest peak; negative when it does not fit."""
+        return self.device_bytes - self.highest.device
+
+    def met(self, **measured: int | None) -> WhichPeak | None:
+        """Return which of the two peaks measured bytes are nearer to; None: there is one peak, or no bytes.
+
+        Args:
+            measured: bytes by the fields of ``Peak``.
+        """
+        known = {name: size for name, size in measured.items() if size}
+        if self.two_peaks is None or not known:
+            return None
+        peaks: dict[WhichPeak, Peak] = {
+            "expected": self.two_peaks.expected,
+            "possible": self.two_peaks.possible,
+        }
+        off = {
+            which: sum(abs(getattr(peak, name) - size) / size for name, size in known.items())
+            for which, peak in peaks.items()
+        }
+        return "possible" if off["possible"] < off["expected"] else "expected"
+
+    def with_peak(self, which: WhichPeak | None) -> Self:
+        """Return the estimate with sizes and phases of one of its two peaks; None: as it is.
+
+        ``breakdown`` stays that of the expected peak.
+        """
+        if self.two_peaks is None or which != "possible":
+            return self
+        sizes = {f"peak_{name}_bytes": size for name, size in self.two_peaks.possible}
+        return self.model_copy(update={**sizes, "phases": self.two_peaks.possible_phases})
 
 
 class Run(Value):
@@ -393,6 +453,7 @@ class Explanation(Value):
     recipe_id: str
     gpu: str
     peak_allocated_bytes: Bytes
+    two_peaks: TwoPeaks | None = None  # Of DDP; all else is of the expected one
     versions: dict[str, str] = {}  # Versions of the libraries that it holds for, as an Estimate has them
     phases: Phases
     moment: Moment  # The allocation that reached the peak

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.recipe import Parallel, Recipe
-from trainfit.spec.result import Estimate, Measurement, Outcome
+from trainfit.spec.result import Estimate, Measurement, Outcome, WhichPeak
 from trainfit.spec.value import Count, FromPercent, PositiveInt, Value, disagreement
 
 Part = Literal["predict", "measure", "train"]
@@ -152,10 +152,14 @@ class Row(Value):
     train: dict[str, Any] | None = None  # Summary of the training run, and its ``speed``
 
     predicted_bytes = _of_estimate("peak_allocated_bytes")
-    predicted_device_bytes = _of_estimate("peak_device_bytes")
     device_bytes = _of_estimate("device_bytes")
     headroom_bytes = _of_estimate("headroom_bytes")
     predicted_tokens_per_s = _of_estimate("tokens_per_s")
+
+    @property
+    def predicted_device_bytes(self) -> int | None:
+        """On the device at the highest peak, which the verdict is by."""
+        return None if self.estimate is None else self.estimate.highest.device
 
     @property
     def samples(self) -> int:
@@ -181,10 +185,17 @@ class Row(Value):
         return self._trained.get("peak_memory_bytes")
 
     @property
+    def peak_met(self) -> WhichPeak | None:
+        """Which of two predicted peaks was measured; None: one was predicted, or none measured."""
+        return None if self.estimate is None else self.estimate.met(allocated=self.measured_bytes)
+
+    @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured."""
-        predicted, measured = self.predicted_bytes, self.measured_bytes
-        return (predicted - measured) / measured if predicted is not None and measured else None
+        """(predicted - measured) / measured; of two predicted peaks of the one that was measured."""
+        measured = self.measured_bytes
+        if self.estimate is None or not measured:
+            return None
+        return (self.estimate.with_peak(self.peak_met).peak_allocated_bytes - measured) / measured
 
     @property
     def predicted_samples_per_s(self) -> float | None:

@@ -5,9 +5,15 @@ GiB is 2**30 bytes, GB is 10**9 bytes.
 
 import math
 import re
+from collections.abc import Iterable
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+
+
+def size_unit(sizes: Iterable[float]) -> tuple[str, int]:
+    """Return the name and bytes of the unit that fits the largest size: GiB, or MiB where it is below one."""
+    return ("GiB", GIB) if max(sizes, default=GIB) >= GIB else ("MiB", MIB)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -4,7 +4,7 @@ A value is frozen, strict (no silent conversion of text to numbers), refuses unk
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -55,6 +55,23 @@ def parse(kind: type[V], data: Any, *, file: str = "") -> V:
         from trainfit.spec.parsing.refusal import as_input_error
 
         raise as_input_error(kind, data, error, file) from None
+
+
+def texts(given: Any, *, field: str, remedy: str = "write one text, or a list of texts") -> tuple[str, ...]:
+    """Return an argument that takes several texts, of which one alone is a text, not its letters.
+
+    Raises:
+        InputError: neither text nor a sequence of text.
+    """
+    from trainfit.spec.errors import InputError
+
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, Iterable) and not isinstance(given, Mapping | bytes):
+        found = tuple(given)
+        if all(isinstance(one, str) for one in found):
+            return found
+    raise InputError("should be text, or a list of text", remedy, field=field, value=given)
 
 
 def disagreement(problem: str, remedy: str, *, field: str) -> PydanticCustomError:

@@ -19,7 +19,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Estimate, Measurement
+from trainfit.spec.result import Estimate, Measurement, WhichPeak
 from trainfit.spec.value import Value
 from trainfit.verification.draws import allowed, draw
 
@@ -50,8 +50,9 @@ class Check(Value):
     recipe: dict[str, Any]
     status: str  # done, out-of-memory, timeout, crashed; refused: this machine cannot run it
     message: str = ""
-    predicted: dict[str, int]
+    predicted: dict[str, int]  # Of two possible peaks the one that was measured
     measured: dict[str, int]
+    peak_met: WhichPeak | None = None  # Which of two predicted peaks that is; None: one was predicted
     errors: dict[str, float]  # (predicted - measured) / measured, if both are known
 
 
@@ -172,7 +173,7 @@ def _fitting(data: dict[str, Any]) -> Pair | None:
     if kept is None:
         return None
     _, estimate = kept
-    fits = estimate.peak_device_bytes <= LARGEST_SHARE * estimate.device_bytes
+    fits = estimate.highest.device <= LARGEST_SHARE * estimate.device_bytes
     return kept if fits and (estimate.step_s or 0.0) <= LONGEST_STEP_S else None
 
 
@@ -183,12 +184,13 @@ def _check(
     names = ["allocated"] if on_cpu else list(QUANTITIES)
     known = {name: getattr(measured, QUANTITIES[name], None) for name in names}
     bytes_measured = {name: size for name, size in known.items() if size}
-    predicted = {name: getattr(estimate, QUANTITIES[name]) for name in names}
+    met = estimate.met(**{name: size for name, size in bytes_measured.items() if name != "device"})
+    predicted = {name: getattr(estimate.with_peak(met), QUANTITIES[name]) for name in names}
     status = "refused" if measured is None else measured.status
     errors = {name: (predicted[name] - size) / size for name, size in bytes_measured.items()}
     return Check(
         recipe_id=recipe.id, recipe=recipe.content(), status=status, message=message, predicted=predicted,
-        measured=bytes_measured, errors=errors if status == "done" else {},
+        measured=bytes_measured, peak_met=met, errors=errors if status == "done" else {},
     )  # fmt: skip
 
 
@@ -212,4 +214,5 @@ def outcome(check: Check) -> str:
     """Return one line: the status, or the errors."""
     if not check.errors:
         return f"{check.status}: {(check.message or 'no memory was measured').splitlines()[0]}"
-    return ", ".join(f"{name} {error:+.2%}" for name, error in check.errors.items())
+    errors = ", ".join(f"{name} {error:+.2%}" for name, error in check.errors.items())
+    return errors if check.peak_met is None else f"{errors} (the {check.peak_met} one of two peaks)"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.virtual.compile import VirtualCompiler
 from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
 from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import HostTensorMode, PlacementState
@@ -102,7 +102,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
         stack.enter_context(transformers_sees_real_tensors())
         if traits is not None:
             stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(CpuFakeMode(allow_non_fake_inputs=True))
         placement = PlacementState()
         tracer = Tracer(traits, scopes, placement)
         stack.enter_context(HostTensorMode(placement))

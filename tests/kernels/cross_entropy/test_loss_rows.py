@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernel_runs import interpreted
+from kernel_runs import interpreted_loops
 from trainfit.kernels.cross_entropy import chunked, fused, gradients_in_forward
 from trainfit.kernels.cross_entropy.chunked import Head
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
@@ -56,8 +56,8 @@ def run_triton(y: Tensor, targets: Tensor, softcap: float, terms: Terms) -> tupl
 RUNS = [
     pytest.param(run_chunked, Terms(), id="chunked"),
     *(pytest.param(run_plain, terms, id=f"plain-{terms}") for terms in (Terms(), Terms(0.2, 1e-6))),
-    pytest.param(run_triton, Terms(), id="triton", marks=interpreted),
-    pytest.param(run_triton, Terms(0.2, 1e-6), id="triton with terms", marks=interpreted),
+    pytest.param(run_triton, Terms(), id="triton", marks=interpreted_loops),
+    pytest.param(run_triton, Terms(0.2, 1e-6), id="triton with terms", marks=interpreted_loops),
 ]
 
 
@@ -151,7 +151,7 @@ def test_infinities_and_nan_propagate(run: Any, spoil: Any, terms: Terms):
     assert grads[losses.isnan()].isnan().all()
 
 
-@pytest.mark.parametrize("run", [run_plain, pytest.param(run_triton, marks=interpreted)])
+@pytest.mark.parametrize("run", [run_plain, pytest.param(run_triton, marks=interpreted_loops)])
 def test_only_rows_of_invalid_labels_are_nan(run: Any):
     torch.manual_seed(0)
     targets = torch.tensor([1, -1, -101, -(2**40), 50, 2**31, 2**40, IGNORED])
@@ -160,7 +160,7 @@ def test_only_rows_of_invalid_labels_are_nan(run: Any):
     assert not gradients[-1].any()
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.parametrize("terms", [Terms(), Terms(0.1), Terms(z_loss=1e-2), Terms(0.2, 1e-2, 7)], ids=str)
 @pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, 3.0), (torch.float16, 0.0)])
 def test_the_kernel_in_the_interpreter(dtype: torch.dtype, softcap: float, terms: Terms):
@@ -174,7 +174,7 @@ def test_the_kernel_in_the_interpreter(dtype: torch.dtype, softcap: float, terms
         assert torch.allclose(found[1].double(), exact[1], rtol=relative, atol=2e-7)
 
 
-@interpreted
+@interpreted_loops
 def test_certain_tokens_in_fp16():
     """One token has all the probability: as the target, and against it; another is impossible."""
     y, targets = logits(4.0, 0.0)
@@ -189,7 +189,7 @@ def test_certain_tokens_in_fp16():
     assert got[0][1] == pytest.approx(6e4, rel=1e-3)
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gradients_are_scaled_unless_the_factor_is_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """More elements than all programs take at once, and no multiple of a block."""

@@ -23,7 +23,6 @@ from trainfit.kernels.cross_entropy.fused import (
 )
 from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.ledger.ledger import Ledger
-from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.models.language_head import PLAIN, SCALED, SOFT_CAPPED
 from trainfit.prediction.estimate import predict
@@ -32,6 +31,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
 from trainfit.step import assemble
 from trainfit.techniques import registry
+from trial_start import forked
 from virtual_runs import recipe_of, steady, steady_sum
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention_runs import computed, inputs, largest_error, plain, wrong_results
 from benchmarks.kernels.attention_candidates import candidates
-from kernel_runs import interpreted
+from kernel_runs import interpreted_loops
 from trainfit.kernels.flash_attention import op as flash
 from trainfit.kernels.flash_attention import reference as tiled
 from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
@@ -68,7 +68,7 @@ def test_gradients_are_differences() -> None:
         assert torch.autograd.gradcheck(run, tensors)
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.parametrize(
     ("shape", "dtype", "is_causal"),
     [*((shape, FP32, True) for shape in SHAPES), (SHAPES[3], FP32, False), (SHAPES[4], FP32, False),
@@ -79,7 +79,7 @@ def test_kernels_in_the_interpreter(shape: Any, dtype: torch.dtype, is_causal: b
     assert largest_error(by_triton, inputs(*shape, dtype), is_causal) < (1e-5 if dtype == FP32 else 2e-2)
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 def test_kernels_with_a_scale_that_is_not_positive(scale: float) -> None:
     q, k, v, gradient = inputs(1, 2, 1, 40, 37, 16, FP32)
@@ -91,7 +91,7 @@ def test_kernels_with_a_scale_that_is_not_positive(scale: float) -> None:
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
 
 
-@interpreted
+@interpreted_loops
 @pytest.mark.parametrize(
     ("shape", "is_causal"),
     [(SHAPES[0], True), (SHAPES[3], False), (SHAPES[4], True), ((1, 6, 2, 70, 70, 16), True)],
@@ -244,7 +244,7 @@ def shared_keys(tensors: list[Tensor]) -> list[Tensor]:
     [
         (flash.flash_attention, (2, 4, 2, 77, 77, 16), FP32, "cpu"),
         (flash.TiledAttention.apply, (2, 4, 2, 77, 77, 16), FP32, "cpu"),
-        pytest.param(by_triton, (1, 4, 2, 40, 40, 16), FP32, "cpu", marks=interpreted),
+        pytest.param(by_triton, (1, 4, 2, 40, 40, 16), FP32, "cpu", marks=interpreted_loops),
         *(
             pytest.param(flash.flash_attention, (2, 4, 2, 77, 77, d), dtype, "cuda", marks=pytest.mark.gpu)
             for d, dtype in ((64, BF16), (128, BF16), (80, FP16))
@@ -271,7 +271,7 @@ def certain(tensors: list[Tensor]) -> list[Tensor]:
     [
         (flash.flash_attention, (1, 4, 2, 60, 60, 64), FP32, "cpu", False),
         (flash.flash_attention, (1, 4, 2, 60, 60, 64), FP32, "cpu", True),
-        pytest.param(by_triton, (1, 4, 2, 40, 40, 64), FP32, "cpu", True, marks=interpreted),
+        pytest.param(by_triton, (1, 4, 2, 40, 40, 64), FP32, "cpu", True, marks=interpreted_loops),
         *(
             pytest.param(
                 flash.flash_attention, (1, 4, 2, 331, 331, d), dtype, "cuda", True, marks=pytest.mark.gpu

@@ -84,13 +84,17 @@ def test_ddp_adds_its_buckets_and_in_the_second_step_the_first_ones() -> None:
     ddp, one = predicted("ddp"), predicted(None)
     assert ddp.phases.after_init == one.phases.after_init + BUCKET
     assert ddp.phases.first.peak == one.phases.first.peak + BUCKET
-    assert ddp.peak_allocated_bytes == one.peak_allocated_bytes + 2 * BUCKET
-    other = ddp.other_peak
-    assert other is not None
-    assert other.allocated == ddp.peak_allocated_bytes - BUCKET
-    assert ddp.peak_device_bytes - other.device == ddp.peak_reserved_bytes - other.reserved >= 0
+    assert ddp.peak_allocated_bytes == one.peak_allocated_bytes + BUCKET
+    peaks = ddp.two_peaks
+    assert peaks is not None
+    assert peaks.expected.allocated == ddp.peak_allocated_bytes
+    possible = peaks.possible
+    assert possible == ddp.highest
+    assert possible.allocated == peaks.possible_phases.peak == ddp.peak_allocated_bytes + BUCKET
+    assert possible.device - ddp.peak_device_bytes == possible.reserved - ddp.peak_reserved_bytes >= 0
+    assert ddp.headroom_bytes == ddp.device_bytes - possible.device
     assert ddp.phases.steady.optimizer == one.phases.steady.optimizer + BUCKET
-    assert ddp.breakdown.communication == 2 * BUCKET
+    assert ddp.breakdown.communication == BUCKET
     assert collectives("ddp", "backward") == [("all_reduce", sum(PARAMETERS))]
 
 

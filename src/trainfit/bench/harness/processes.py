@@ -24,6 +24,7 @@ import torch.distributed as dist
 from trainfit.bench.harness.bench import failure_of
 from trainfit.measurement.process import die_with_parent
 from trainfit.spec.errors import InputError
+from trainfit.virtual.own_process import autograd_has_threads
 
 PATIENCE_S = 120.0  # Longest wait for the next result of a rank
 POLL_S = 1e-4
@@ -117,8 +118,9 @@ class Ranks:
                 f"this machine has {torch.cuda.device_count()} GPUs", "use fewer processes",
                 field="processes", value=self.world_size,
             )  # fmt: skip
-        # A forked process needs no imports, and cannot use a GPU that its parent has used.
-        context = get_context("spawn" if self.device_type == "cuda" else "fork")
+        # A forked process needs no imports, but cannot use a GPU, or autograd's threads, as its parent has.
+        can_fork = self.device_type != "cuda" and not autograd_has_threads()
+        context = get_context("fork" if can_fork else "spawn")
         path = Path(self._folder.name, "store")
         for number in range(self.world_size):
             here, there = context.Pipe(duplex=False)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from trainfit.explanation.difference import difference
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
+from trainfit.report.prediction_text import two_peaks
 from trainfit.report.words import describe, holds_for
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, CommunicationBound, CurvePoint, Explanation
@@ -25,6 +26,8 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     peak = format_bytes(explanation.peak_allocated_bytes)
     each = " of one GPU" * (recipe.hardware.count > 1)
     out.print(f"Peak {peak}{each}: {at.step} step, {at.phase}, at {at.op}{where}")
+    if explanation.two_peaks is not None:
+        rows(out, two_peaks(explanation), "left", "wrap")
     if line := holds_for(explanation.versions):
         out.print(line)
     _chart(out, explanation)

@@ -10,9 +10,11 @@ PEAK_DTYPE = {
     "float64": "fp64",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
+    "int8": "int8",
 }
 """The peak of a catalog's row that a dtype of torch has."""
 WIDER = {
+    "int8": ("int8", "fp8", "bf16", "fp16", "fp32"),
     "fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"),
     "fp16": ("fp16", "fp32", "bf16"), "tf32": ("tf32", "fp32", "bf16", "fp16"),
     "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32"),

@@ -1,8 +1,8 @@
 """PyTorch's DistributedDataParallel on a virtual rank: its C++ reducer runs on fake tensors.
 
-The second forward rebuilds the buckets. NCCL's process group keeps those of the first backward until a later
-collective finds their reductions done, which depends on the watchdog's thread. So the second step has one of
-two peaks: the ledger frees them late, and names them in ``held``.
+The second forward rebuilds the buckets. NCCL's process group may keep those of the first backward until a
+later collective, which depends on the watchdog's thread. So the second step has one of two peaks: the ledger
+frees them with the rebuilding, and names in ``held`` when NCCL lets them go at the latest.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ EMPTY = torch.ops.aten.empty.memory_format
 
 
 class FirstBuckets:
-    """The buckets of each first backward, held until the next reduction as NCCL's group does."""
+    """The buckets of each backward, which NCCL's group may hold until the next one's first reduction."""
 
     def __init__(self, tracer: Tracer):
         self._live = tracer.live
-        self._held: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-        """DDP module -> its buckets of the last backward."""
+        self._reduced: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        """DDP module -> storages of its buckets of the last backward."""
+        self._released: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        """DDP module -> those of them that its reducer released since."""
         self._first_collective = 0
         """Index of the present backward's first reduction."""
 
@@ -40,9 +42,11 @@ class FirstBuckets:
         buffer, module = bucket.buffer(), of()
         assert module is not None
         if bucket.index() == 0:
-            self._held[module] = []
+            self._reduced[module] = []
             self._first_collective = len(self._live.ledger.collectives)
-        self._held[module].append(buffer)
+            latest = len(self._live.ledger.events)
+            self._live.ledger.held += [(index, latest) for index in self._released.pop(module, ())]
+        self._reduced[module].append(self._live.index_of(buffer))
         dist.all_reduce(buffer, group=module.process_group, async_op=True)
         if bucket.is_last():
             self._wait()
@@ -57,10 +61,9 @@ class FirstBuckets:
         for index in range(self._first_collective, len(ledger.collectives)):
             ledger.collectives[index] = ledger.collectives[index]._replace(waited_at=now)
 
-    def rebuilt(self, module: Any, num_events: int) -> None:
-        """Record that the reducer released its buckets after so many events."""
-        released = [(self._live.index_of(buffer), num_events) for buffer in self._held.get(module, ())]
-        self._live.ledger.held += released
+    def rebuilt(self, module: Any) -> None:
+        """Record that the reducer released the buckets of the last backward."""
+        self._released[module] = self._reduced.get(module, [])
 
 
 @contextmanager
@@ -80,13 +83,13 @@ def ddp_on_fakes(tracer: Tracer) -> Iterator[FirstBuckets]:
         dist._register_comm_hook(self.reducer, weakref.ref(self), buckets.reduce)
 
     def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
-        start, num_events = len(live.ledger.storages), len(live.ledger.events)
+        start = len(live.ledger.storages)
         was_rebuilt = self._has_rebuilt_buckets
         with _RealCounters():
             result = prepare(self, *args, **kwargs)
         if self._has_rebuilt_buckets and not was_rebuilt:
             live.categorise("communication", range(start, len(live.ledger.storages)))
-            buckets.rebuilt(self, num_events)
+            buckets.rebuilt(self)
         return result
 
     def refused(self: Any, state: Any, hook: Any) -> None:

@@ -11,7 +11,9 @@ from trainfit.virtual import own_process
 
 def can_fork() -> bool:
     """Return whether a fork is safe (no other thread may hold a lock) and runs at the same time."""
-    if sys.platform != "linux" or not own_process.is_own_process or own_process.has_threads():
+    if sys.platform != "linux" or not own_process.is_own_process:
+        return False
+    if own_process.has_threads() or own_process.autograd_has_threads():
         return False
     return len(os.sched_getaffinity(0)) > 1
 

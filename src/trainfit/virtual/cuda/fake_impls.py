@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from trainfit.spec.errors import InputError
 from trainfit.spec.units import format_bytes
 from trainfit.virtual.trace.exclusive import replaced
-from trainfit.virtual.trace.host_tensors import known_highest, known_value
+from trainfit.virtual.trace.host_tensors import known_highest, on_host, seen_values
 
 aten = torch.ops.aten
 CPU, META, STRIDED = torch.device("cpu"), torch.device("meta"), torch.strided
@@ -58,6 +58,8 @@ PROFILING = frozenset({
 STATES = "_trainfit_states"
 """Attribute of a FakeTensorMode: device -> the attributes of its tensors."""
 LARGEST_FALLBACK_BYTES = 64 << 20  # Inputs of an operation that may run for real
+MAKE_SUBCLASS = Tensor._make_subclass
+"""The function itself: in user code it is replaced (virtual/user/gpu.py)."""
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 
@@ -153,9 +155,7 @@ def _fake(mode: Any, meta: Tensor, device: torch.device) -> FakeTensor:
     states = mode.__dict__.setdefault(STATES, {})
     if device not in states:
         states[device] = dict(vars(FakeTensor(mode, meta, device)))
-    made: Any = Tensor._make_subclass(
-        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-    )
+    made: Any = MAKE_SUBCLASS(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_throw_on_mutable_data_ptr(made)  # pyright: ignore[reportAttributeAccessIssue]
     made.__dict__.update(states[device])
     return made
@@ -277,10 +277,10 @@ def _check_rows(table: Tensor, indices: Tensor) -> None:
 
 
 def read(t: Tensor) -> Any:
-    """Return a tensor's value if known, else zero: no gradient is infinite (GradScaler), no norm is large."""
-    known = known_value(t)
-    if known is not None:
-        return known
+    """Return a tensor's value if known or assumed, else zero: no gradient is infinite, no norm is large."""
+    seen = seen_values(t)
+    if seen is not None:
+        return on_host(seen.item, (), {})
     return False if t.dtype == torch.bool else 0.0 if t.is_floating_point() else 0
 
 

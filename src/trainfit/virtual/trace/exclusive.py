@@ -53,7 +53,7 @@ is_tracing_thread._dynamo_marked_constant = True  # pyright: ignore[reportFuncti
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute while entered, within ``exclusive``.
+    """Replace an attribute, or set a missing one, while entered, within ``exclusive``.
 
     Functions, methods and properties change for the tracing thread alone, classes and tables for every
     thread.
@@ -61,7 +61,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     with exclusive():
         inherited = name not in vars(owner)
         before = None if inherited else vars(owner)[name]
-        setattr(owner, name, _for_tracing_thread(value, getattr(owner, name)))
+        setattr(owner, name, _for_tracing_thread(value, getattr(owner, name, _nothing)))
         try:
             yield
         finally:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 
 aten = torch.ops.aten
 ENGINE = "_engine_run_backward"
@@ -53,7 +54,7 @@ def sole_reference_counts() -> tuple[int, int]:
 
     They are observed, as they depend on PyTorch's version; first called outside a dispatch.
     """
-    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad(), _CountsMode() as mode:
+    with _disable_current_modes(), CpuFakeMode(), torch.enable_grad(), _CountsMode() as mode:
         x = torch.empty(2, 2, requires_grad=True)
         used_twice = x @ x
         ((used_twice @ used_twice).tanh() + used_twice.tanh()).sum().backward()

@@ -23,6 +23,7 @@ from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_random import draw
 from trainfit.virtual.trace.tensors import tensors_of
 
+aten = torch.ops.aten
 FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -34,7 +35,23 @@ MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 MAX_VALUES = 1 << 22
 """Elements of the largest tensor that carries its values."""
+DECIDED = {
+    aten.bitwise_or.Tensor: True, aten.bitwise_or_.Tensor: True, aten.logical_or.default: True,
+    aten.bitwise_and.Tensor: False, aten.bitwise_and_.Tensor: False, aten.logical_and.default: False,
+}  # fmt: skip
+"""Operations -> the value of one whole input that decides the result whatever the other is: all sequences are
+finished at the greatest length (generation's stopping criteria)."""
 VALUE = "_trainfit_value"
+ASSUMED = "_trainfit_assumed"
+"""Attribute of a tensor whose values are not known: the values that code sees which reads it. Without it they
+are zeros."""
+EQUALS = {
+    aten.eq.Tensor: False, aten.eq.Scalar: False, aten.ne.Tensor: True, aten.ne.Scalar: True,
+    aten.isin.Tensor_Tensor: False, aten.isin.Tensor_Scalar: False, aten.isin.Scalar_Tensor: False,
+}  # fmt: skip
+"""Comparisons -> their assumed result on values that are not known."""
+MAX_ASSUMED = 1 << 16
+"""Elements of the largest tensor of assumed values."""
 OVERWRITTEN = "_trainfit_overwritten"
 """Set on the storage of values that were overwritten with unknown ones."""
 
@@ -126,12 +143,48 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
     if any(carried_values(t) is None for t in tensors):
-        known = getattr(out, VALUE, None)
-        if known is not None and func._schema.is_mutable:
-            setattr(known.untyped_storage(), OVERWRITTEN, True)
+        decided = DECIDED.get(func)
+        is_decided = decided is not None and any(_is_all(t, decided) for t in tensors)
+        seen = None if is_decided or out.numel() > MAX_ASSUMED else _assumed(func, args, kwargs, tensors, out)
+        if func._schema.is_mutable:
+            forget_values(out)
+        if is_decided:
+            setattr(out, VALUE, on_host(torch.full, (out.shape, decided), {"dtype": out.dtype}))
+        elif seen is not None:
+            setattr(out, ASSUMED, seen)
         return
     real_args, real_kwargs = tree_map_only(Tensor, carried_values, (args, kwargs))
     setattr(out, VALUE, on_host(func, real_args, real_kwargs))
+
+
+def _assumed(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Tensor) -> Tensor | None:
+    """Return values for code that reads ``out``, consistent with those of its inputs; None: zeros.
+
+    An unknown value equals no other, as a sampled token does not end its sequence.
+    """
+    if any(hasattr(t, ASSUMED) for t in tensors):
+        if base_name(func) == "index_put" and _selects_nothing(args[1]):
+            kept = seen_values(args[0])
+            return None if kept is None else on_host(kept.clone, (), {})
+        if all(seen_values(t) is not None for t in tensors):
+            seen_args, seen_kwargs = tree_map_only(Tensor, seen_values, (args, kwargs))
+            return on_host(func, seen_args, seen_kwargs)
+    if func not in EQUALS:
+        return None
+    is_same = func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]  # isfinite, isnan
+    return on_host(torch.full, (out.shape, EQUALS[func] != is_same), {"dtype": out.dtype})
+
+
+def _selects_nothing(indices: Any) -> bool:
+    masks = [t for t in indices if t is not None and t.dtype == torch.bool]
+    seen = [seen_values(t) for t in masks]
+    return any(t is not None and not on_host(lambda t=t: bool(t.any()), (), {}) for t in seen)
+
+
+def _is_all(t: Tensor, value: bool) -> bool:
+    """Return whether all elements of a boolean tensor are known to have a value."""
+    known = carried_values(t) if t.dtype == torch.bool else None
+    return known is not None and on_host(lambda: bool((known == value).all()), (), {})
 
 
 def _carry_overwritten(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
@@ -143,9 +196,17 @@ def _carry_overwritten(func: Any, args: Any, kwargs: Any, tensors: list[Tensor])
         return
     if torch.Tag.nondeterministic_seeded in func.tags or any(carried_values(t) is None for t in tensors):
         for t in written:
-            setattr(getattr(t, VALUE).untyped_storage(), OVERWRITTEN, True)
+            forget_values(t)
     else:
         on_host(func, *tree_map_only(Tensor, carried_values, (args, kwargs)))
+
+
+def forget_values(t: Tensor) -> None:
+    """Take the values of a tensor, and of those that share its memory, for overwritten with unknown ones."""
+    for name in (VALUE, ASSUMED):
+        known = getattr(t, name, None)
+        if known is not None:
+            setattr(known.untyped_storage(), OVERWRITTEN, True)
 
 
 def known_value(t: Tensor) -> Any:
@@ -164,6 +225,15 @@ def carried_values(t: Tensor) -> Tensor | None:
     """Return a tensor's values, its own or those it carries; None if unknown."""
     values = t if is_host(t) else getattr(t, VALUE, None)
     return None if values is None or hasattr(values.untyped_storage(), OVERWRITTEN) else values
+
+
+def seen_values(t: Tensor) -> Tensor | None:
+    """Return the values that code sees which reads a tensor: those it carries, or is assumed to have."""
+    known = carried_values(t)
+    if known is None:
+        known = getattr(t, ASSUMED, None)
+        known = None if known is None or hasattr(known.untyped_storage(), OVERWRITTEN) else known
+    return known
 
 
 def _names_device(args: Any, kwargs: Any) -> bool:

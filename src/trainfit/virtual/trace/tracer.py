@@ -1,5 +1,6 @@
 """The tracer: a dispatch mode that records every operation of a step on fake tensors in a ledger."""
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -19,7 +20,7 @@ from trainfit.virtual.cuda.scratch.libraries import Workspaces
 from trainfit.virtual.trace.counted_mode import CountedMode
 from trainfit.virtual.trace.dry_run import DryRun, dry_run
 from trainfit.virtual.trace.gradient_accumulation import accumulate_in_place, sole_reference_counts
-from trainfit.virtual.trace.host_tensors import PlacementState, carry_values, is_host, on_host
+from trainfit.virtual.trace.host_tensors import PlacementState, carry_values, is_host, known_value, on_host
 from trainfit.virtual.trace.masks.tracker import MaskTracker
 from trainfit.virtual.trace.op_entries import op_entries
 from trainfit.virtual.trace.scope import Scope, ScopeTracker
@@ -52,6 +53,8 @@ class Tracer(TorchDispatchMode):
         visible."""
         self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
         """Called with each operation of ``torch.distributed``."""
+        self.on_unknown: Callable[[], None] = lambda: None
+        """Called where a value is read that is not known."""
         self._unknown: set[str] = set()
         self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = self._in_mode = 0
         self._host: dict[int, tuple[Any, int]] = {}
@@ -86,11 +89,20 @@ class Tracer(TorchDispatchMode):
         ledger.pinned = tuple((storage.nbytes(), group) for storage, group in self._host.values())
         return ledger
 
-    def launched(self, name: str, num_bytes: int, dtype: str) -> None:
-        """Record a kernel of compiled code, which is no operation of PyTorch."""
+    def launched(self, name: str, num_bytes: int, dtype: str, product: tuple[int, ...] = ()) -> None:
+        """Record a kernel that is no operation of PyTorch: of compiled code, of the user or a library.
+
+        Args:
+            product: of a matrix product: batch, m, n, k.
+        """
         scope, segment = self.scopes.current(), self.live.segment
         self.live.current_group = scope.group
-        op = Op(name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype, **self._host_calls())
+        flops = 2 * math.prod(product) if product else 0
+        needed = self.scopes.phase in ("forward", "backward") and not (scope.recomputing or scope.updating)
+        op = Op(
+            name, scope.module, segment, scope.group, flops, flops, flops * needed, flops * needed, num_bytes,
+            dtype, is_update=scope.updating, shape=product, **self._host_calls(),
+        )  # fmt: skip
         self.ledger.ops.append(op)
 
     def count_read(self) -> None:
@@ -138,6 +150,8 @@ class Tracer(TorchDispatchMode):
             return out
         if func in READS_VALUE:
             self.count_read()
+            if known_value(args[0]) is None:
+                self.on_unknown()
             return read(args[0])
         func = accumulate_in_place(func, args, kwargs)
         launched = dry_run(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None
@@ -221,6 +235,8 @@ class Tracer(TorchDispatchMode):
         counted = count(func, args, kwargs, out, attention.kernel)
         if counted is None:
             self._unknown.add(str(func))
+        elif self.masks.is_of_positions(func, args):
+            counted = counted._replace(model_full=0, model_causal=0)
         elif counted.model_full:
             share = self.visible_share
             share = self.masks.visible_share(func, args, kwargs) if share is None else share

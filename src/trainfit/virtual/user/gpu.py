@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils, swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -16,6 +17,7 @@ from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import transformers_sees_real_tensors
+from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import PlacementState, is_host
@@ -27,6 +29,7 @@ from trainfit.virtual.trace.process_state import (
 )
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
+from trainfit.virtual.user.bitsandbytes_library import bitsandbytes_library
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.files import files
 from trainfit.virtual.user.flex_attention import flex_attention
@@ -38,6 +41,7 @@ from trainfit.virtual.user.tensors import UserTensorMode, real_of
 from trainfit.virtual.user.torch_cuda import MemoryStats, cuda_module
 from trainfit.virtual.user.torch_cuda.streams import own_pools
 from trainfit.virtual.user.tracer import UserTracer
+from trainfit.virtual.user.triton_launches import triton_launches
 
 if TYPE_CHECKING:
     from trainfit.virtual.cluster.ddp import FirstBuckets
@@ -73,7 +77,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
     local_ranks = min(num_ranks or 1, gpu.gpus_per_host)
     scopes, placement = ScopeTracker(), PlacementState()
     # Imports PyTorch's compiler, which must see the real torch.cuda.
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = CpuFakeMode(allow_non_fake_inputs=True)
     learn_torch_cuda()
     tracer = UserTracer(traits, scopes, placement, fake)
     memory_stats = MemoryStats(tracer, gpu.usable_bytes)
@@ -92,12 +96,15 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
             enter(single_rank())
         enter(report_fallbacks(tracer.notes))
         enter(cuda_module(gpu, traits, memory_stats, steps, local_ranks))
+        enter(triton_launches(traits, tracer))
+        quantized = enter(bitsandbytes_library(tracer))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
-        enter(_fake_parameters(tracer, steps))
+        enter(_fake_parameters(tracer, steps, quantized.before_optimizer))
         enter(_reports_cuda(tracer))
-        enter(UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host))
+        tracer.functions = UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host)
+        enter(tracer.functions)
         enter(scopes)
         enter(steps)
         enter(tracer)
@@ -112,7 +119,9 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
 
 
 @contextmanager
-def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
+def _fake_parameters(
+    tracer: UserTracer, steps: StepFollower, before_optimizer: Callable[[Any], None]
+) -> Iterator[None]:
     """Make parameters on the host fake, and keep Parameter objects when a module moves, as with CUDA."""
     original: Callable[..., Any] = nn.Parameter.__new__
 
@@ -123,14 +132,32 @@ def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
         steps.parameter_made(parameter)
         return parameter
 
+    make_subclass = torch.Tensor._make_subclass
+
+    def make(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
+        # How libraries make parameters of classes of their own (bitsandbytes' Params4bit).
+        if is_host(data) and issubclass(cls, nn.Parameter) and data.device.type == "cpu":
+            data = tracer.twin_on_host(data)
+        if not isinstance(data, FakeTensor):
+            return make_subclass(cls, data, require_grad, **kwargs)
+        with torch.no_grad():
+            made = data.detach()
+        made.__class__ = _fake_class(cls)
+        made.requires_grad_(require_grad)
+        if issubclass(cls, nn.Parameter):
+            steps.parameter_made(made)
+        return made
+
     init_optimizer: Callable[..., None] = torch.optim.Optimizer.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         steps.has_optimizer = True
+        before_optimizer(self)
         init_optimizer(self, *args, **kwargs)
 
     with (
         replaced(nn.Parameter, "__new__", staticmethod(new)),
+        replaced(torch.Tensor, "_make_subclass", staticmethod(make)),
         replaced(nn.Module, "_apply", _applied(steps)),
         replaced(nn.Module, "state_dict", steps.reading_state(nn.Module.state_dict)),
         replaced(torch.optim.Optimizer, "__init__", init),
@@ -182,6 +209,12 @@ def _applied(steps: StepFollower) -> Callable[..., Any]:
         return self
 
     return apply
+
+
+@cache
+def _fake_class(cls: type) -> Any:
+    """Return a class of fake tensors with the methods of another subclass of ``torch.Tensor``."""
+    return cls if issubclass(cls, FakeTensor) else type(cls.__name__, (cls, FakeTensor), {})
 
 
 @contextmanager

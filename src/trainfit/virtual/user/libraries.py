@@ -1,5 +1,6 @@
 """Caches and states of libraries above PyTorch, reset so that they find the virtual GPU."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,8 @@ def libraries() -> Iterator[None]:
     before = [dict(state) for state in _accelerate_states()]
     for state in _accelerate_states():
         state.clear()
+    # transformers would load weights in threads, which are not traced (``restored_environment`` undoes it).
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     with ExitStack() as stack:
         stack.callback(_clear_queries)
         stack.callback(_restore_states, before)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from trainfit.ledger.ledger import Segment
 from trainfit.virtual.trace.exclusive import chosen_by_thread
 from trainfit.virtual.trace.scope import NO_SCOPE, ScopeTracker
+from trainfit.virtual.user.loops import LoopWatch
 from trainfit.virtual.user.other_phases import OtherPhase, SegmentStart, bytes_of, kinds_of, other_phases
 from trainfit.virtual.user.passes import Passes
 from trainfit.virtual.user.placement import is_device
@@ -59,6 +60,8 @@ class StepFollower:
         scopes.on_outermost, scopes.on_outermost_ended = self._forward_begins, self._forward_ended
         tracer.before_record, tracer.after_record = self._operation_begins, self._recorded
         tracer.on_compiled = self.passes.compiled
+        self._loops = LoopWatch()
+        tracer.on_unknown = self._loops.read
 
     def __enter__(self) -> "StepFollower":
         self._handles = [
@@ -112,6 +115,7 @@ class StepFollower:
     def _forward_begins(self, module: nn.Module) -> None:
         if self._engine_depth:
             return  # Recomputation.
+        self._loops.forward()
         self._register(module)
         self._pass_begins(module)
 
@@ -257,6 +261,8 @@ class StepFollower:
             self._tracer.live.categorise("activations", self._tracer.live.allocated_in(0))
 
     def _begin(self, phase: str) -> None:
+        if phase in ("backward", "optimizer"):
+            self._loops.trained()
         if self._scopes.phase != phase:
             self._split(phase)
             self._grad_was_enabled, self._state_read = True, -1

@@ -16,8 +16,8 @@ from trainfit.virtual.trace.host_tensors import (
     FACTORIES,
     HostTensorMode,
     PlacementState,
-    carried_values,
     on_host,
+    seen_values,
 )
 from trainfit.virtual.user.placement import (
     CPU,
@@ -188,8 +188,8 @@ class UserTensorMode(HostTensorMode):
 
 
 def real_of(t: Tensor) -> Tensor:
-    """Return a real tensor with a fake one's values if they are known, else zeros."""
-    known = carried_values(t)
+    """Return a real tensor with a fake one's values if they are known or assumed, else zeros."""
+    known = seen_values(t)
     if known is not None:
         return known.clone()
     # NumPy's zeros take no memory before they are written.

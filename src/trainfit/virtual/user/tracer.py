@@ -4,11 +4,14 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._library.triton import triton_ops_to_kernels
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -35,6 +38,7 @@ INDEXING = tuple(
 )
 ACROSS_SIDES = (*INDEXING, "aten::copy_", "aten::_to_copy", "aten::set_", "aten::is_same_size", "aten::equal")
 """Operations whose tensors may be on different devices."""
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 ALL_SELECTED = "a mask that depends on the data is taken to select everything"
 
 
@@ -46,6 +50,10 @@ class UserTracer(Tracer):
         self._fake = fake
         self.is_inside = False  # True while PyTorch's own code runs, which must see fake tensors on the CPU
         self.notes: set[str] = set()  # Deviations of the trace from a real run
+        self.functions: AbstractContextManager[Any] = nullcontext()
+        """The mode that translates calls above autograd (``UserTensorMode``)."""
+        self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
+        """Namespace of a library's operators -> what runs them on device tensors."""
         self.before_collective: Callable[[Any], None] = lambda func: None
         """Called with each operation of ``torch.distributed``, those on host tensors included."""
         self.before_record: Callable[[], None] = lambda: None
@@ -62,13 +70,30 @@ class UserTracer(Tracer):
             return self._dispatch(func, types, args, kwargs or {})
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, value: bool = True) -> Iterator[None]:
         """Let fake tensors report the CPU."""
-        outer, self.is_inside = self.is_inside, True
+        outer, self.is_inside = self.is_inside, value
         try:
             yield
         finally:
             self.is_inside = outer
+
+    @contextmanager
+    def python_body(self) -> Iterator[None]:
+        """Trace the Python code of an operator, which runs below its dispatch, as other code of the user.
+
+        Autograd's keys are entered again, without gradients: they decompose composite operations.
+        """
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD)
+        with ExitStack() as stack:
+            stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, AUTOGRAD, excluded)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, False)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.inside(False))
+            if self.functions not in torch.overrides._get_current_function_mode_stack():
+                stack.enter_context(self.functions)
+            stack.enter_context(self)
+            yield
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
@@ -81,6 +106,12 @@ class UserTracer(Tracer):
             with self.placement.moving():
                 return self._traced(func, types, args, kwargs)
         tensors = tensors_of((args, kwargs))
+        if func.namespace in self.libraries and any(map(is_device, tensors)):
+            return self.libraries[func.namespace](func, args, kwargs)
+        body = _python_body(func)
+        if body is not None and any(map(is_device, tensors)):
+            with self.python_body():
+                return body(*args, **kwargs)
         if func in LIFTS and is_host(args[0]):
             return on_host(func, args, kwargs)  # from_numpy and torch.tensor, which move the result later
         if self.placement.is_leaving:
@@ -156,6 +187,21 @@ class UserTracer(Tracer):
             twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
         mark(twin)
         return twin
+
+
+@lru_cache(maxsize=4096)
+def _python_body(func: Any) -> Callable[..., Any] | None:
+    """Return the Python implementation of a custom operator that is recorded as its parts, else None.
+
+    These are ``torch.library.triton_op``, and a ``custom_op`` that has no fake implementation.
+    """
+    defined: Any = OPDEFS.get(func._schema.name)
+    if defined is None:
+        return None
+    if func._schema.name in triton_ops_to_kernels:
+        return defined._abstract_fn  # The same function, which ``triton_op`` registers for fake tensors.
+    own = defined._backend_fns
+    return own.get("cuda") or own.get(None) if defined._abstract_fn is None else None
 
 
 def _marked(out: Any) -> Any:

@@ -98,6 +98,16 @@ class MaskTracker:
         known = self._expression_of(mask) if mask is not None else None
         return self._visible(known) if known else None
 
+    def is_of_positions(self, func: Any, args: Any) -> bool:
+        """Return whether a product is an outer product with positions: the angles of rotary embeddings.
+
+        transformers 5.17 multiplies frequencies by positions as matrices, 5.23 elementwise: no model FLOPs.
+        """
+        if func._schema.name != "aten::bmm" or args[0].shape[2] != 1:
+            return False
+        marks = (self.mark_of(x) for x in args)
+        return any(mark is not None and mark.expression is not None for mark in marks)
+
     def propagate(self, func: Any, args: Any, kwargs: Any, out: Any, product: Any) -> None:
         """Mark the result of an operation, which ``product`` identifies for ``on_share``."""
         t = out[0] if type(out) in (tuple, list) and out else out

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
@@ -78,6 +79,8 @@ def cuda_module(
         (torch.accelerator, accelerator),
         (torch.accelerator.memory, accelerator),
         (torch, {"Generator": Generator, "Stream": Stream, "Event": Event}),
+        # A fake tensor on "cuda", as DTensor makes for the shape of a result, would first make a context.
+        (fake_tensor, {"init_gpu_context": nothing}),
         # A string where a CPU build has None.
         (torch.version, {"cuda": torch.version.cuda or CUDA_VERSION}),
         *_backends(traits),
