@@ -309,6 +309,76 @@ def test_a_checkpoint_is_a_phase() -> None:
     assert traced.step_s == pytest.approx(plain.step_s, rel=0.01)
 
 
+# -- inputs --------------------------------------------------------------------------------------------------
+
+
+def ids_in(module: Callable[[], nn.Module], accumulate: int = 1) -> Callable[[], None]:
+    def train() -> None:
+        trained = module()
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for number in range(3 * accumulate):
+            trained(torch.randint(0, 100, (4, 32)).cuda()).square().mean().backward()
+            if number % accumulate == accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return train
+
+
+def replicated() -> nn.Module:
+    torch.distributed.init_process_group("nccl")
+    return nn.parallel.DistributedDataParallel(LanguageModel().cuda())
+
+
+def sharded_and_split() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, made = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp")), LanguageModel().cuda()
+    parallelize_module(made, mesh["tp"], {"head": ColwiseParallel()})
+    return fully_shard(made, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize(
+    ("module", "accumulate", "world_size", "tokens", "ranks"),
+    [
+        (lambda: LanguageModel().cuda(), 1, None, 128, 1), (lambda: LanguageModel().cuda(), 3, None, 384, 1),
+        (replicated, 1, 4, 128, 4), (sharded_and_split, 1, 4, 128, 2),
+    ],
+)  # fmt: skip
+def test_tokens_are_the_ids_that_enter_the_model(
+    module: Callable[[], nn.Module], accumulate: int, world_size: int | None, tokens: int, ranks: int
+) -> None:
+    traced = trainfit.trace(ids_in(module, accumulate), world_size=world_size)
+    inputs, money = traced.code.inputs, traced.cost
+    assert (inputs.tokens, inputs.samples, inputs.data_ranks) == (tokens, 4 * accumulate, ranks)
+    assert traced.tokens_per_s == pytest.approx(tokens * ranks / traced.step_s)
+    assert money.num_gpus == (world_size or 1)
+    assert money.per_million_tokens == pytest.approx(money.per_hour / 3600 / traced.tokens_per_s * 1e6)
+    assert "tokens/s" in str(traced)
+    assert "$ a million tokens" in str(traced)
+
+
+def test_images_are_samples() -> None:
+    def train() -> None:
+        classifier = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 30 * 30, 10)).cuda()
+        optimizer = torch.optim.SGD(classifier.parameters(), lr=0.1)
+        for _ in range(2):
+            images, labels = torch.randn(16, 3, 32, 32).cuda(), torch.randint(0, 10, (16,)).cuda()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(classifier(images), labels)
+            loss.backward()
+            optimizer.step()
+
+    traced = trainfit.trace(train, steps=2)
+    assert (traced.code.inputs.tokens, traced.code.inputs.samples) == (0, 16)
+    assert traced.tokens_per_s is traced.cost.per_million_tokens is None
+    assert traced.code.inputs.samples_per_s == pytest.approx(16 / traced.step_s)
+    assert "samples/s" in str(traced)
+    assert "$ a million samples" in str(traced)
+
+
 # -- text ----------------------------------------------------------------------------------------------------
 
 

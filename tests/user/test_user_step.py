@@ -341,6 +341,7 @@ def test_it_prints() -> None:
     assert "Largest holders" in text
     assert "train_one_matrix" in traced._repr_html_()
     assert isinstance(traced, trainfit.Estimate)
-    assert traced.recipe_id is traced.tokens_per_s is traced.cost is None
+    assert traced.recipe_id is traced.tokens_per_s is None
+    assert traced.cost.per_million_samples
     assert traced.mfu == pytest.approx(traced.model_flops / traced.step_s / 67e12)
     assert type(traced).model_validate_json(traced.model_dump_json()) == traced

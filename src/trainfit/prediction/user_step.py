@@ -27,7 +27,7 @@ from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
-from trainfit.spec.result import Estimate, OtherPhase, PeakHolder, Phases, TracedCode
+from trainfit.spec.result import Cost, Estimate, OtherPhase, PeakHolder, Phases, StepInputs, TracedCode
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.user import UserGpu, user_gpu
 from trainfit.virtual.user import other_phases as one_phase
@@ -126,12 +126,18 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
     ledger.segments = [s._replace(phase="between") if s.phase == "data" else s for s in ledger.segments]
     time = roofline(ledger, gpu)
     found = summary(gpu, ledger, replays, time, fits=fits)
+    inputs, tokens_per_s = _inputs(virtual, found.step_s)
     rates = (
         (*attention_time.assumptions(ledger, gpu, is_measured), *without_rows(ledger, gpu)) if time else ()
     )
     rates += communication.assumptions(ledger, gpu)
     code = TracedCode(
-        name=name, gpu=gpu.name, num_steps=num_steps, holders=_holders(ledger, replayed), other_phases=others
+        name=name,
+        gpu=gpu.name,
+        num_steps=num_steps,
+        holders=_holders(ledger, replayed),
+        inputs=inputs,
+        other_phases=others,
     )
     return found.model_copy(
         update={
@@ -141,7 +147,31 @@ def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: 
             "warnings": (*found.warnings, *communication.large_hosts(gpu)),
             "versions": versions_of(name for name in LIBRARIES if name in sys.modules),
             "code": code,
+            "tokens_per_s": tokens_per_s,
+            "cost": _cost(gpu, virtual.num_ranks, tokens_per_s, inputs.samples_per_s),
         }
+    )
+
+
+def _inputs(virtual: UserGpu, step_s: float | None) -> tuple[StepInputs, float | None]:
+    """Return the inputs of a step, and the tokens of all GPUs a second."""
+    tokens, samples = virtual.steps.step_inputs()
+    ranks = virtual.steps.data_ranks or 1
+    rates = [ranks * each / step_s if step_s and each else None for each in (tokens, samples)]
+    return StepInputs(tokens=tokens, samples=samples, data_ranks=ranks, samples_per_s=rates[1]), rates[0]
+
+
+def _cost(gpu: Gpu, num_gpus: int, tokens_per_s: float | None, samples_per_s: float | None) -> Cost | None:
+    price = gpu.price_per_hour
+    if price is None:
+        return None
+    per_s = price * num_gpus / 3600
+    return Cost(
+        price_per_gpu_hour=price,
+        num_gpus=num_gpus,
+        per_hour=price * num_gpus,
+        per_million_tokens=per_s / tokens_per_s * 1e6 if tokens_per_s else None,
+        per_million_samples=per_s / samples_per_s * 1e6 if samples_per_s else None,
     )
 
 
@@ -237,6 +267,12 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
         notes.append("no backward ran" if not virtual.steps.has_trained else "no whole step ran")
     elif whole == 1:
         notes.append("one optimizer step ran: the steady step is taken to be like the first")
+    tokens, samples = virtual.steps.step_inputs()
+    if tokens or samples:
+        what = f"{tokens:,} tokens, the integers that the model's first embedding looks up"
+        notes.append(
+            f"a step of a GPU has {what if tokens else f'{samples:,} samples, the length of its first input'}"
+        )
     if virtual.buckets is not None:
         notes.append(
             "memory, FLOPs and time are those of rank 0; what other ranks would send is not known"

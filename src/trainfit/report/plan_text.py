@@ -188,7 +188,7 @@ def _expected(estimate: Estimate) -> str:
 
 def _cost(plan: Plan, tokens_per_s: float | None, one: Found) -> str:
     money = one.estimate.cost
-    text = f"{money.per_million_tokens:.4g} $ a million tokens" if money else ""
+    text = f"{money.per_million_tokens:.4g} $ a million tokens" if money and money.per_million_tokens else ""
     if plan.run_tokens and tokens_per_s:
         run_s = plan.run_tokens / tokens_per_s
         dollars = f", {money.per_hour * run_s / 3600:,.0f} $" if money else ""

@@ -85,7 +85,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
         *([name, words] for name, words in two_peaks(estimate)),
         ["speed", speed(recipe, estimate)],
         *([["batch", _batch(recipe)]] if recipe is not None and estimate.num_gpus > 1 else []),
-        *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
+        *([["cost", cost(recipe, estimate)]] if estimate.cost or (recipe and estimate.tokens_per_s) else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
         *([["assumed", assumed]] if assumed else []),
         ["model", f"{format_count(estimate.params)} parameters{counted}{identity}"],
@@ -197,10 +197,14 @@ def speed(recipe: Recipe | None, estimate: Estimate) -> str:
     mfu = "" if estimate.mfu is None else f", {estimate.mfu:.1%} MFU"
     step = f"a step {format_seconds(estimate.step_s)}{between}"
     mark = _if_it_fitted(estimate)
-    if estimate.tokens_per_s is None:
+    inputs = None if estimate.code is None else estimate.code.inputs
+    rate, unit = estimate.tokens_per_s, "tokens"
+    if rate is None and inputs is not None:
+        rate, unit = inputs.samples_per_s, "samples"
+    if rate is None:
         return f"{mark}{step}{mfu}"
     every = " in all" * (estimate.num_gpus > 1)
-    return f"{mark}{estimate.tokens_per_s:,.0f} tokens/s{every}{mfu}, {step}"
+    return f"{mark}{rate:,.0f} {unit}/s{every}{mfu}, {step}"
 
 
 def cost(recipe: Recipe | None, estimate: Estimate) -> str:
@@ -209,7 +213,11 @@ def cost(recipe: Recipe | None, estimate: Estimate) -> str:
     if money is None:
         return f"no price of {_gpu(recipe, estimate)} is known: give yours, --price USD"
     gpus = f"{money.num_gpus} GPU{'s' * (money.num_gpus > 1)} at {money.price_per_gpu_hour:.2f} $"
-    costs = f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
+    costs = f"{money.per_hour:.2f} $ an hour ({gpus})"
+    if money.per_million_tokens is not None:
+        costs = f"{money.per_million_tokens:.4g} $ a million tokens, {costs}"
+    elif money.per_million_samples is not None:
+        costs = f"{money.per_million_samples:.4g} $ a million samples, {costs}"
     return f"{_if_it_fitted(estimate)}{costs}"
 
 

@@ -121,7 +121,8 @@ class Cost(Value):
     price_per_gpu_hour: float
     num_gpus: Count
     per_hour: float
-    per_million_tokens: float
+    per_million_tokens: float | None  # None: of traced code whose tokens are not known
+    per_million_samples: float | None = None  # Of traced code
 
 
 class Interval(Value):
@@ -159,6 +160,15 @@ class OtherPhase(Value):
     saved_bytes: Bytes = 0
 
 
+class StepInputs(Value):
+    """The inputs of a training step of traced code, on one GPU and of all together."""
+
+    tokens: Count  # Integers that the module's first embedding looks up; 0: none
+    samples: Count  # Length of the first dimension of its first input; 0: not known
+    data_ranks: Count  # GPUs with inputs of their own
+    samples_per_s: float | None = None  # Of all GPUs
+
+
 class TracedCode(Value):
     """The user's own training code that an estimate is of, in place of a recipe."""
 
@@ -166,6 +176,7 @@ class TracedCode(Value):
     gpu: str
     num_steps: Count  # Optimizer steps that were traced
     holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
+    inputs: StepInputs | None = None  # None: no module was called in the step
     other_phases: tuple[OtherPhase, ...] = ()
     """Beside the training steps; what they take is in no figure of the step."""
 

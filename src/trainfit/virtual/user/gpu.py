@@ -52,6 +52,7 @@ class UserGpu:
 
     def __init__(self, tracer: UserTracer, steps: StepFollower, memory_stats: MemoryStats):
         self.tracer, self.steps, self.memory_stats = tracer, steps, memory_stats
+        self.num_ranks = 1
         self.buckets: FirstBuckets | None = None  # DDP's, on several ranks
 
 
@@ -114,6 +115,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
         if num_ranks is None:
             enter(own_pools(tracer, torch.cuda.current_stream))
         else:
+            virtual.num_ranks = num_ranks
             virtual.buckets = enter(virtual_rank(num_ranks, local_ranks, tracer, steps))
         yield virtual
 

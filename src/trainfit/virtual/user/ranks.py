@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import _op_schema, _random
+from torch.distributed.tensor import DTensor, _op_schema, _random
 from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainfit.spec.errors import InputError
@@ -73,6 +75,7 @@ def virtual_rank(
             (tracer, "before_collective", _check_partner),
         ):
             enter(replaced(owner, name, function))
+        steps.data_ranks_of = _data_ranks_of(num_ranks)
         enter(one_rank(tracer, torch.cuda.current_stream))
         enter(replaced(tracer, "on_collective", _gathering(tracer.on_collective)))
         buckets = enter(ddp_on_fakes(tracer))
@@ -81,6 +84,24 @@ def virtual_rank(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _data_ranks_of(num_ranks: int) -> Callable[[nn.Module], int]:
+    """Return a function that returns how many ranks have inputs of their own for a module.
+
+    Those of DDP's group or of FSDP2's mesh; one, where only tensor parallelism makes its parameters DTensors.
+    """
+
+    def data_ranks(module: nn.Module) -> int:
+        for each in module.modules():
+            if isinstance(each, DistributedDataParallel):
+                return each.process_group.size()
+            state: Any = each._get_fsdp_state() if isinstance(each, FSDPModule) else None
+            if state is not None and state._fsdp_param_group is not None:
+                return state._fsdp_param_group.mesh_info.mesh.size()
+        return 1 if any(isinstance(p, DTensor) for p in module.parameters()) else num_ranks
+
+    return data_ranks
 
 
 def _of_groups(num_ranks: int, notes: set[str]) -> list[Replacement]:

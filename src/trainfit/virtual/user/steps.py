@@ -7,6 +7,7 @@ writing of checkpoints, are phases beside the step (other_phases.py).
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +52,9 @@ class StepFollower:
         self.has_optimizer = False  # Steps are updates rather than backwards
         self.num_parameters = self.num_trained = 0
         """Elements of all and of trainable parameters on the device at the last call of a module."""
+        self.data_ranks_of: Callable[[nn.Module], int] = lambda module: 1
+        """Returns the number of ranks that have inputs of their own for a module; 0: it does not say."""
+        self.data_ranks = 0
         self.passes = Passes(tracer.live)
         self.notes = tracer.notes
         self._grad_was_enabled = True
@@ -244,6 +248,7 @@ class StepFollower:
     def _register(self, module: nn.Module) -> None:
         if module not in self._known_modules:
             self._known_modules.add(module)
+            self.data_ranks = self.data_ranks_of(module) or self.data_ranks
             self._scopes.bind(module, [])
         held = [p for ref in self._parameters.values() if (p := ref()) is not None]
         self._parameters = {id(p): weakref.ref(p) for p in held}
@@ -293,6 +298,18 @@ class StepFollower:
     def other_phases(self) -> list[OtherPhase]:
         """Return the evaluations, generations and checkpoints in order."""
         return list(other_phases(self._starts, self._kinds(), self._number_of))
+
+    def step_inputs(self) -> tuple[int, int]:
+        """Return the tokens and the samples of the steady step: those of the module that takes the most."""
+        tokens, samples = Counter[int](), Counter[int]()
+        for start, segment in zip(self._starts, self.segments(), strict=True):
+            is_last = segment.step == "steady" or (self.num_steps() <= 1 and segment.step == "first")
+            if start.forward >= 0 and is_last:
+                one = self.passes.all[start.forward]
+                if one.has_grad and one.reaches:
+                    tokens[one.module] += one.tokens
+                    samples[one.module] += one.samples
+        return max(tokens.values(), default=0), max(samples.values(), default=0)
 
     def _kinds(self) -> dict[int, str]:
         if not self.has_trained:
