@@ -95,7 +95,8 @@ def _data_ranks_of(num_ranks: int) -> Callable[[nn.Module], int]:
     def data_ranks(module: nn.Module) -> int:
         for each in module.modules():
             if isinstance(each, DistributedDataParallel):
-                return each.process_group.size()
+                group: Any = each.process_group
+                return group.size()
             state: Any = each._get_fsdp_state() if isinstance(each, FSDPModule) else None
             if state is not None and state._fsdp_param_group is not None:
                 return state._fsdp_param_group.mesh_info.mesh.size()
