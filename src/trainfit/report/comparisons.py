@@ -22,7 +22,7 @@ from trainfit.report.plot import (
     short,
 )
 from trainfit.report.table import NOTHING, Column, Table, or_dash, percent
-from trainfit.spec.units import GIB, format_bytes, format_seconds
+from trainfit.spec.units import format_bytes, format_seconds, size_unit
 
 if TYPE_CHECKING:
     import rich.table
@@ -132,13 +132,15 @@ def _drawn(panel: Panel, name: str, title: str) -> str:
 
 def scatter(comparisons: Sequence[Comparison]) -> str | None:
     """Draw predicted against measured peaks, both axes logarithmic, with the band of the goal."""
-    known = [
-        (one.model, [one.value(side, PEAK) / GIB for side in ("measured", "predicted")])
+    peaks = [
+        (one.model, [one.value(side, PEAK) for side in ("measured", "predicted")])
         for one in comparisons
         if one.error(PEAK) is not None
     ]
-    if not known:
+    if not peaks:
         return None
+    unit, size = size_unit(value for _, pair in peaks for value in pair)
+    known = [(model, [value / size for value in pair]) for model, pair in peaks]
     ends = (min(min(pair) for _, pair in known) / 1.4, max(max(pair) for _, pair in known) * 1.4)
     band = Series(
         f"within {GOAL:.0%}", (), ends, "band", color=PREDICTED,
@@ -149,7 +151,7 @@ def scatter(comparisons: Sequence[Comparison]) -> str | None:
         x, y = zip(*(pair for name, pair in known if name == model), strict=True)
         series.append(Series(model, y, x, "scatter"))
     panel = Panel(
-        series, x_label="measured peak, GiB", y_label="predicted peak, GiB", x_log=True, y_log=True,
+        series, x_label=f"measured peak, {unit}", y_label=f"predicted peak, {unit}", x_log=True, y_log=True,
         x_limits=ends, y_limits=ends,
     )  # fmt: skip
     return _drawn(panel, "scatter", "Predicted against measured peak")
@@ -183,18 +185,19 @@ def breakdown_bars(comparisons: Sequence[Comparison]) -> str | None:
     if not shown:
         return None
     sides = {side: [one.value(side, "breakdown") for one in shown] for side in names}
+    unit, size = size_unit(held.total for rows in sides.values() for held in rows if held)
     series: list[Series] = []
     for name, color in CATEGORY_COLORS.items():
         if any(held and getattr(held, name) for rows in sides.values() for held in rows):
             for side, rows in sides.items():
-                sizes = [getattr(held, name) / GIB if held else None for held in rows]
+                sizes = [getattr(held, name) / size if held else None for held in rows]
                 series.append(Series(name, sizes, kind="bar", stack=side, color=color))
     for side, rows in sides.items():
         whole = [one.value(side, PEAK) for one in shown]
-        unsplit = [size / GIB if size and not held else None for size, held in zip(whole, rows, strict=True)]
+        unsplit = [peak / size if peak and not held else None for peak, held in zip(whole, rows, strict=True)]
         if any(unsplit):
             series.append(Series("not split", unsplit, kind="bar", stack=side, color=MUTED, is_hollow=True))
-    axis = "GiB at the peak (above: predicted, below: measured)"
+    axis = f"{unit} at the peak (above: predicted, below: measured)"
     panel = Panel(series, y_label=axis, names=[_label(one) for one in shown], is_horizontal=True)
     return _drawn(panel, "breakdown", "Memory at the peak")
 
@@ -204,17 +207,24 @@ def time_bars(comparisons: Sequence[Comparison]) -> str | None:
     shown = [one for one in comparisons if one.value("measured", "step_s")][:MAX_ROWS]
     if not shown:
         return None
+    is_short = all(one.value("measured", "step_s") < 1 for one in shown)
+    unit, scale = ("milliseconds", 1e3) if is_short else ("seconds", 1.0)
+
+    def of(one: Comparison, side: str, name: str) -> float | None:
+        value = one.value(side, name)
+        return None if value is None else value * scale
+
     measured = Series(
-        "measured (band: 10 to 90 %)", [one.value("measured", "step_s") for one in shown], kind="scatter",
-        low=[one.value("measured", "step_times.low") for one in shown], color=MEASURED,
-        high=[one.value("measured", "step_times.high") for one in shown],
+        "measured (band: 10 to 90 %)", [of(one, "measured", "step_s") for one in shown], kind="scatter",
+        low=[of(one, "measured", "step_times.low") for one in shown], color=MEASURED,
+        high=[of(one, "measured", "step_times.high") for one in shown],
     )  # fmt: skip
-    seconds = [one.value("predicted", "step_s") if one.on_its_device else None for one in shown]
+    seconds = [of(one, "predicted", "step_s") if one.on_its_device else None for one in shown]
     predicted = Series("predicted", seconds, kind="scatter", marker="D", color=PREDICTED)
     names, series = [_label(one) for one in shown], [measured, *([predicted] if any(seconds) else [])]
-    panel = Panel(series, y_label="seconds a step", names=names, is_horizontal=True, y_log=True)
+    panel = Panel(series, y_label=f"{unit} a step", names=names, is_horizontal=True, y_log=True)
     return _drawn(panel, "times", "Time of a step")
 
 
 def _label(one: Comparison) -> str:
-    return f"{short(one.model, 22)} · {short(one.technique, 34)} · {one.batch}"
+    return f"{short(one.model, 22)} · {short(one.technique, 48)} · {one.batch}"

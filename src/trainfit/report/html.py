@@ -33,8 +33,8 @@ FIGURES = {
     "Predicted against measured":
         ("Peak allocated memory of one training step; the band is the goal.", comparisons.scatter),
     "Error by recipe": ("Predicted minus measured peak, over measured.", comparisons.error_bars),
-    "Memory at the peak": ("By category, in GiB.", comparisons.breakdown_bars),
-    "Time": ("Seconds of one optimizer step.", comparisons.time_bars),
+    "Memory at the peak": ("By category.", comparisons.breakdown_bars),
+    "Time": ("Of one optimizer step.", comparisons.time_bars),
 }  # fmt: skip
 SWEEP_FIGURES = {
     "Memory": ("The peak of a step. The dashed line is the GPU's memory.", sweep.memory_bars),

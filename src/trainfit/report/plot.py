@@ -194,7 +194,7 @@ def _named(panel: Panel) -> Panel:
         replace(one, x=[at[x] if isinstance(x, str) else x for x in one.x] if one.x else range(len(one.y)))
         for one in panel.series
     ]
-    return replace(panel, names=[short(name) for name in names], series=series)
+    return replace(panel, names=[short(name, 80) for name in names], series=series)
 
 
 def short(text: str, limit: int = 64) -> str:
@@ -415,6 +415,8 @@ def _lines(axes: Any, panel: Panel) -> Iterator[Sequence[Any]]:
     """Yield the drawn lines as points, in data units."""
     low, high = axes.get_ylim()
     yield from ([(at, low), (at, high)] for at in (*panel.limits, *panel.events))
+    ends = axes.get_ylim() if panel.is_horizontal else axes.get_xlim()
+    yield from ([panel.flipped(end, at) for end in ends] for at in panel.lines)
     for one in panel.series:
         known = [panel.flipped(x, y) for x, y in zip(one.x, one.y, strict=True) if y is not None]
         if one.kind == "line":
