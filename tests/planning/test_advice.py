@@ -91,8 +91,9 @@ def test_the_text_says_where_nothing_is_enough_and_what_the_next_command_is(
     recipe = trainfit.load_recipe(LARGE)
     other = recipe.model_copy(update={"hardware": Hardware(gpu="rtx-5090")}).content()
     estimate = Estimate.model_construct(
-        tokens_per_s=1000.0, peak_device_bytes=2**34, host_bytes=2**33, num_gpus=1
-    )
+        tokens_per_s=1000.0, peak_allocated_bytes=2**33, peak_reserved_bytes=2**33, peak_device_bytes=2**34,
+        host_bytes=2**33, num_gpus=1,
+    )  # fmt: skip
     gpu = Found(recipe=other, changes=("hardware.gpu: rtx-5090",), numerics=(), estimate=estimate)
     show_advice(recipe, Advice(changes=(), gpu=gpu, gpus=None, is_complete=False))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line]
