@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import trainfit
 from trainfit.models.build import build_model
@@ -392,3 +393,27 @@ def test_shards_are_initialised_with_a_seed() -> None:
     assert random._rng_tracker is None
     assert seeded.peak_allocated_bytes == zeros.peak_allocated_bytes
     assert seeded.phases.steady == zeros.phases.steady
+
+
+def recompute_sharded() -> None:
+    """Recomputation compares the device of what DTensor saves, under which no function mode is entered."""
+    dist.init_process_group("nccl")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    weight = nn.Parameter(distributed_tensor.distribute_tensor(torch.randn(N, N, device="cuda"), mesh))
+    model = nn.Linear(N, N).cuda()
+    seen: set[str] = set()
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        seen.add(t.device.type)
+        return t
+
+    for _ in range(2):
+        x = distributed_tensor.DTensor.from_local(model(torch.randn(ROWS, N, device="cuda")), mesh)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = checkpoint(lambda x: (x @ weight).relu().square(), x, use_reentrant=False)
+            (y @ weight).sum().to_local().backward()
+    assert seen == {"cuda"}
+
+
+def test_dtensors_are_on_the_device_wherever_they_are_asked() -> None:
+    assert trainfit.trace(recompute_sharded, world_size=2).model_flops > 0

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -263,3 +264,23 @@ def test_what_is_not_modelled_is_named() -> None:
         inside(torch.cuda.tunable.enable)
     with pytest.raises(InputError, match=r"torch\.cuda\.memory\.change_current_allocator is not modelled"):
         inside(lambda: torch.cuda.change_current_allocator(torch.cuda.memory._CUDAAllocator(None)))
+
+
+def test_the_allocator_is_set_as_the_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of 21 MiB in an expandable segment takes pages of 20 MiB, else a segment of 22 MiB."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    reserved: list[int] = []
+
+    def run(setting: str) -> None:
+        if setting:
+            os.environ["PYTORCH_ALLOC_CONF"] = setting
+        kept = torch.empty(21 * MIB, dtype=torch.uint8, device="cuda")
+        reserved.append(torch.cuda.memory_reserved())
+        del kept
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
+
+    for setting in ("", "expandable_segments:True"):
+        found = inside(lambda setting=setting: run(setting))
+        assert any("expandable" in note for note in found.assumptions) == bool(setting)
+    assert reserved == [22 * MIB, 40 * MIB]

@@ -6,6 +6,7 @@ no layer is repeated: what the callable executes is counted.
 
 import contextlib
 import functools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.allocator import OutOfMemory
+from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger, Segment
 from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import communication
@@ -67,6 +69,7 @@ def trace(
         with contextlib.suppress(TraceComplete):
             _run(step)
         segments, whole = virtual.steps.segments(), virtual.steps.num_steps()
+        allocator = allocator_settings(os.environ)  # The code may have set it.
         ledger = virtual.tracer.finish()
     name = _name_of(step)
     if len(segments) == 1 or not virtual.steps.num_parameters:
@@ -78,8 +81,10 @@ def trace(
         )
     ledger.segments = segments
     ledger.params, ledger.trainable_params = virtual.steps.num_parameters, virtual.steps.num_trained
+    outside = allocator_settings(os.environ).assumptions  # Stated anyway.
     ledger.assumptions = _assumptions(ledger, virtual, whole)
-    found = _estimate(name, row, ledger, virtual, whole)
+    ledger.assumptions += tuple(note for note in allocator.assumptions if note not in outside)
+    found = _estimate(name, row, ledger, virtual, whole, allocator.expandable_segments)
     return found if world_size is None else found.model_copy(update={"num_gpus": world_size})
 
 
@@ -114,9 +119,11 @@ def _name_of(step: Callable[..., Any]) -> str:
     return getattr(step, "__qualname__", type(step).__name__)
 
 
-def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: int) -> Estimate:
+def _estimate(
+    name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: int, expandable: bool
+) -> Estimate:
     emptied_at = virtual.memory_stats.emptied_at
-    replays, fits = of_both_peaks(ledger, lambda one: _replay_on(gpu, one, emptied_at))
+    replays, fits = of_both_peaks(ledger, lambda one: _replay_on(gpu, one, emptied_at, expandable))
     replayed = replays[0]
     phases = replayed.phases
     if num_steps <= 1:
@@ -232,14 +239,14 @@ def _peak_phase(replayed: Replay, phases: Phases) -> str:
     return step if step == "setup" else replayed.peak_phase
 
 
-def _replay_on(gpu: Gpu, ledger: Ledger, emptied_at: set[int]) -> tuple[Replay, bool]:
+def _replay_on(gpu: Gpu, ledger: Ledger, emptied_at: set[int], expandable: bool) -> tuple[Replay, bool]:
     """As ``estimate.replay_on``, the cache given back where the code did so."""
     capacity = gpu.usable_bytes - overhead_bytes(gpu, ledger)
-    free = replay(ledger, EmptyCacheAllocator(emptied_at))
+    free = replay(ledger, EmptyCacheAllocator(emptied_at, None, expandable))
     if free.peak_reserved_bytes <= capacity or free.peak_allocated_bytes > capacity:
         return free, free.peak_reserved_bytes <= capacity
     try:
-        return replay(ledger, EmptyCacheAllocator(emptied_at, capacity)), True
+        return replay(ledger, EmptyCacheAllocator(emptied_at, capacity, expandable)), True
     except OutOfMemory:
         return free, False
 

@@ -28,7 +28,7 @@ from trainfit.virtual.cluster.ddp import FirstBuckets, ddp_on_fakes
 from trainfit.virtual.cluster.rank import one_rank
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import VALUE, carried_values, is_host, on_host
-from trainfit.virtual.user.placement import CUDA
+from trainfit.virtual.user.placement import CUDA, device_of
 from trainfit.virtual.user.process_groups import world_size_of
 from trainfit.virtual.user.steps import StepFollower
 from trainfit.virtual.user.tracer import UserTracer
@@ -69,7 +69,7 @@ def virtual_rank(
         for owner, name, function in (
             *_of_groups(num_ranks, tracer.notes),
             *_of_checkpoints(tracer.notes, steps),
-            *_of_dtensor(),
+            *_of_dtensor(tracer),
             (SyncBatchNorm, "forward", staticmethod(_with_all_counts(SyncBatchNorm.forward))),
             *_of_fsdp(steps),
             (tracer, "before_collective", _check_partner),
@@ -129,14 +129,17 @@ def _of_checkpoints(notes: set[str], steps: StepFollower) -> list[Replacement]:
     ]
 
 
-def _of_dtensor() -> list[Replacement]:
-    tracker = _random.OffsetBasedRNGTracker
+def _of_dtensor(tracer: UserTracer) -> list[Replacement]:
+    tracker, device = _random.OffsetBasedRNGTracker, torch.Tensor.device
+    seen = property(lambda self: device.__get__(self) if tracer.is_inside else device_of(self))
     return [
         # Draw random numbers as a single rank does: they are not computed, so no shard needs an offset.
         (_random, "_rng_tracker", None),
         (tracker, "__init__", _undistributed),
         (tracker, "_distribute_region", _unchanged_region),
         (tracker, "distribute_region_enabled", property(lambda self: False, lambda self, value: None)),
+        # Also where no function mode is entered, as in the hooks of saved tensors.
+        (DTensor, "device", seen),
         (_op_schema, "_rebuild_tensor_from_dtensor_meta", _whole_tensor),
     ]
 

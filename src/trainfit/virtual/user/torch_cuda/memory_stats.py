@@ -1,10 +1,12 @@
 """Memory statistics (``torch.cuda.memory_stats()``, snapshots) in user code, from a replay of the ledger so
 far."""
 
+import os
 from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import ALLOCATE, Ledger
 from trainfit.ledger.segments import Block
 from trainfit.virtual.user.tracer import UserTracer
@@ -38,13 +40,15 @@ class MemoryStats:
     def __init__(self, tracer: UserTracer, capacity_bytes: int):
         self.tracer, self.capacity_bytes = tracer, capacity_bytes
         self.emptied_at: set[int] = set()
-        self._allocator = CountingAllocator()
+        self._allocator: CountingAllocator | None = None
         self._handles: dict[int, int] = {}
         self._num_seen = 0
         self._history: list[Change] | None = None
 
     def now(self) -> "CountingAllocator":
         """Return the allocator after all events so far."""
+        if self._allocator is None:  # The code may set it until it first asks.
+            self._allocator = CountingAllocator(allocator_settings(os.environ).expandable_segments)
         ledger, allocator = self.tracer.ledger, self._allocator
         for event in ledger.events[self._num_seen :]:
             storage = ledger.storages[event.storage]
@@ -110,7 +114,7 @@ class MemoryStats:
         }
 
     def _keep(self, action: str, handle: int, storage: int, stream: int) -> None:
-        if self._history is not None and handle:
+        if self._history is not None and self._allocator is not None and handle:
             block = self._allocator.block(handle)
             self._history.append(Change(action, block.address, block.size, stream, storage))
 
@@ -149,8 +153,8 @@ def _frames(ledger: Ledger, index: int) -> list[dict[str, Any]]:
 class CountingAllocator(CachingAllocator):
     """A caching allocator that keeps the statistics of ``torch.cuda.memory_stats`` (DeviceStats)."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, expandable_segments: bool = False) -> None:
+        super().__init__(expandable_segments=expandable_segments)
         self.num_emptied = 0
         self._counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self._requested: dict[int, int] = {}
@@ -166,7 +170,7 @@ class CountingAllocator(CachingAllocator):
             is_first = block.before is None and (
                 after is None or (not after.allocated and after.after is None)
             )
-            if is_first and not new:
+            if is_first and not new and not block.expandable:
                 self._unsplit[block.pool.small] -= 1
                 self._unsplit_bytes[block.pool.small] -= block.size + (after.size if after else 0)
             self._requested[handle] = num_bytes
@@ -183,13 +187,18 @@ class CountingAllocator(CachingAllocator):
         block = self._blocks[handle]
         self._changed(block, -1, self._requested.pop(handle))
         super().free(handle)
-        if block.before is None and block.after is None:
+        if block.before is None and block.after is None and not block.expandable:
             self._unsplit[block.pool.small] += 1
             self._unsplit_bytes[block.pool.small] += block.size
         self._split(block.pool.small)
 
     def empty_cache(self) -> None:
         self.num_emptied += 1
+        if self._expandable:
+            reserved = self.reserved_bytes
+            super().empty_cache()
+            self._add("reserved_bytes", False, self.reserved_bytes - reserved)
+            return
         for small in (False, True):
             self._add("segment", small, -self._unsplit[small])
             self._add("reserved_bytes", small, -self._unsplit_bytes[small])
@@ -258,8 +267,10 @@ class CountingAllocator(CachingAllocator):
 class EmptyCacheAllocator(CachingAllocator):
     """A caching allocator that empties its cache before the calls (malloc and free) of these numbers."""
 
-    def __init__(self, emptied_at: set[int], capacity_bytes: int | None = None):
-        super().__init__(capacity_bytes)
+    def __init__(
+        self, emptied_at: set[int], capacity_bytes: int | None = None, expandable_segments: bool = False
+    ):
+        super().__init__(capacity_bytes, expandable_segments)
         self._emptied_at, self._num_calls = emptied_at, 0
 
     def malloc(self, num_bytes: int, stream: int = 0) -> int:

@@ -111,10 +111,10 @@ def _provided(name: str, function: Any) -> Iterator[None]:
         delattr(torch._C, name)
 
 
-def _is_built() -> bool:
-    """Return True to code outside PyTorch, whose own modules import by it what their build has."""
-    caller = sys._getframe(2).f_globals.get("__name__", "")  # Above the function that chooses by thread
-    return torch._C._has_cuda or caller.partition(".")[0] != "torch"
+def _is_pytorchs_own() -> bool:
+    """Return whether PyTorch's own code asks, which takes by the answer what its build has."""
+    caller = sys._getframe(3).f_globals.get("__name__", "")  # Above the function that chooses by thread
+    return caller.partition(".")[0] == "torch"
 
 
 def _yes(*_: Any, **__: Any) -> bool:
@@ -224,7 +224,7 @@ def _backends(traits: GpuTraits) -> list[tuple[Any, Functions]]:
             torch.backends.cuda,
             {
                 **dict.fromkeys(kernels, supports),
-                "is_built": _is_built,
+                "is_built": lambda: torch._C._has_cuda or not _is_pytorchs_own(),
                 "is_flash_attention_available": _yes,
                 "SDPAParams": SimpleNamespace,
                 "cufft_plan_cache": plans,
@@ -253,8 +253,8 @@ def _of_other_modules(
     if pynvml is not None:
         yield pynvml, nvml_functions(gpu, memory_stats, num_devices)
     if torch.distributed.is_available():
-        for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
-            yield importlib.import_module(name), {"is_nccl_available": _yes}
+        has_nccl: Any = torch.distributed.is_nccl_available
+        yield torch.distributed, {"is_nccl_available": lambda: has_nccl() or not _is_pytorchs_own()}
 
 
 def _refuse(*_: Any, **__: Any) -> None:
