@@ -6,6 +6,7 @@ device tensor. Small device tensors computed from host values alone (positions, 
 values, so that code which reads them (``if mask.all():``) branches as on the GPU.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
@@ -50,6 +51,10 @@ EQUALS = {
     aten.isin.Tensor_Tensor: False, aten.isin.Tensor_Scalar: False, aten.isin.Scalar_Tensor: False,
 }  # fmt: skip
 """Comparisons -> their assumed result on values that are not known."""
+COMPARES = frozenset(
+    getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
+)
+"""Comparisons that take values that are not known for zeros."""
 MAX_ASSUMED = 1 << 16
 """Elements of the largest tensor of assumed values."""
 OVERWRITTEN = "_trainfit_overwritten"
@@ -162,17 +167,23 @@ def _assumed(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Tens
 
     An unknown value equals no other, as a sampled token does not end its sequence.
     """
-    if any(hasattr(t, ASSUMED) for t in tensors):
-        if base_name(func) == "index_put" and _selects_nothing(args[1]):
-            kept = seen_values(args[0])
-            return None if kept is None else on_host(kept.clone, (), {})
-        if all(seen_values(t) is not None for t in tensors):
-            seen_args, seen_kwargs = tree_map_only(Tensor, seen_values, (args, kwargs))
+    follows = func in COMPARES or any(hasattr(t, ASSUMED) for t in tensors)
+    if follows and base_name(func) == "index_put" and _selects_nothing(args[1]):
+        kept = seen_values(args[0])
+        return None if kept is None else on_host(kept.clone, (), {})
+    if follows and all(t.numel() <= MAX_ASSUMED for t in tensors):
+        seen_args, seen_kwargs = tree_map_only(Tensor, _seen_or_zeros, (args, kwargs))
+        with contextlib.suppress(RuntimeError):  # What zeros do not allow: a division, a size of their number
             return on_host(func, seen_args, seen_kwargs)
     if func not in EQUALS:
         return None
     is_same = func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]  # isfinite, isnan
     return on_host(torch.full, (out.shape, EQUALS[func] != is_same), {"dtype": out.dtype})
+
+
+def _seen_or_zeros(t: Tensor) -> Tensor:
+    seen = seen_values(t)
+    return on_host(torch.zeros, (t.shape,), {"dtype": t.dtype}) if seen is None else seen
 
 
 def _selects_nothing(indices: Any) -> bool:
