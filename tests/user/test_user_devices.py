@@ -298,3 +298,25 @@ def test_host_tensors_are_copied_with_their_values() -> None:
         assert pickle.loads(pickle.dumps(value.detach())).tolist() == [1.5, 2.5]
 
     inside(check)
+
+
+def test_backward_inside_a_backward() -> None:
+    """Reentrant checkpointing runs the engine inside the engine."""
+    devices = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            devices.append(torch.empty(2, device=gradients[0].device).device.type)
+            return 2 * gradients[0]
+
+    def check() -> None:
+        x = torch.ones(2, device="cuda", requires_grad=True)
+        checkpoint(Twice.apply, x, use_reentrant=True).sum().backward()
+
+    inside(check)
+    assert devices == ["cuda"]

@@ -92,7 +92,9 @@ class HostTensorMode(TorchFunctionMode):
         original = module._engine_run_backward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            # A backward inside a backward (reentrant checkpointing) runs inside the outer one's ``run``.
+            is_entered = self in torch.overrides._get_current_function_mode_stack()
+            with contextlib.nullcontext() if is_entered else self:
                 return original(*args, **kwargs)
 
         with replaced(module, "_engine_run_backward", run):

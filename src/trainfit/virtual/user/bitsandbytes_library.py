@@ -27,6 +27,8 @@ from trainfit.virtual.user.tracer import UserTracer
 NAME = "bitsandbytes"
 FLOATS = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}
 """bitsandbytes' name of a dtype -> PyTorch's, bytes."""
+NOTHING = ("cprefetch", "cfill", "get_context", "get_cusparse")
+"""Functions of the native library that are not recorded, as are those about the host (``has_..._cpu``)."""
 SCALE_BYTES = 4
 """Of a block's largest value (absmax)."""
 PAGED = (
@@ -114,7 +116,7 @@ class NativeLibrary:
         self._managed: list[np.ndarray[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith(("cprefetch", "cfill", "get_context", "get_cusparse")):
+        if name.startswith(NOTHING) or name.endswith("_cpu"):
             return lambda *args: 0
         if name == "cget_managed_ptr":
             return self._managed_memory

@@ -5,6 +5,7 @@ update. The first optimizer that steps counts the steps. Forwards that no backwa
 writing of checkpoints, are phases beside the step (other_phases.py).
 """
 
+import math
 import time
 import weakref
 from collections import Counter
@@ -259,8 +260,8 @@ class StepFollower:
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
                 self._tracer.live.watch_gradient(parameter, NO_SCOPE)
-        self.num_parameters = sum(p.numel() for p in on_device)
-        self.num_trained = sum(p.numel() for p in on_device if p.requires_grad)
+        self.num_parameters = sum(map(_num_elements, on_device))
+        self.num_trained = sum(_num_elements(p) for p in on_device if p.requires_grad)
         if len(self._starts) == 1:
             # Other tensors moved to the device before training: the first batch, targets, tables.
             self._tracer.live.categorise("activations", self._tracer.live.allocated_in(0))
@@ -327,3 +328,9 @@ class StepFollower:
         if number >= whole:
             return "rest"
         return "first" if number == 0 else "steady" if number == whole - 1 else "later"
+
+
+def _num_elements(parameter: Tensor) -> int:
+    """Return a parameter's elements; of a packed one (bitsandbytes' Params4bit) those before packing."""
+    packed = getattr(parameter, "quant_state", None)
+    return parameter.numel() if packed is None else math.prod(packed.shape)

@@ -32,6 +32,8 @@ from trainfit.virtual.user.placement import (
 )
 
 PARSE_TO: Callable[..., Any] = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
+TO = torch.Tensor.to
+"""Not the method of a subclass (bitsandbytes' Int8Params), which calls it."""
 FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 NEW = frozenset(getattr(torch.Tensor, f"new_{name}") for name in ("tensor", "zeros", "ones", "full", "empty"))
 LIKE = frozenset(
@@ -145,17 +147,17 @@ class UserTensorMode(HostTensorMode):
                     field="step",
                 )
             with self._placement.moving():
-                return t.to(device=CPU, **{**options, "copy": True})
+                return TO(t, device=CPU, **{**options, "copy": True})
         if names_host(device) and is_device(t):
             return self._to_host(t, options)
-        return t.to(device=CPU if names_cuda(device) else device, **options)
+        return TO(t, device=CPU if names_cuda(device) else device, **options)
 
     def _to_host(self, t: Tensor, options: dict[str, Any]) -> Tensor:
         """Return known values or zeros as a real tensor; tensors that need gradients stay fake."""
         traced = t.requires_grad and torch.is_grad_enabled()
         if traced or t.numel() * t.element_size() > LARGEST_REAL_BYTES:
             with self._placement.leaving():
-                return t.to(device=CPU, **{**options, "copy": True})
+                return TO(t, device=CPU, **{**options, "copy": True})
         return real_of(t).to(options.get("dtype", t.dtype))
 
     def _set_data(self, t: Tensor, data: Tensor) -> None:
