@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+from trainfit.cli.completion import experiments
 from trainfit.cli.options import Device, Json, RecordFile, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.printable import printable, say
@@ -38,7 +39,8 @@ OPTIONS = {"cls": BenchCommand}
 
 def run(
     name: Annotated[
-        str | None, Argument(metavar="NAME", help="The experiment; without it, list them.")
+        str | None,
+        Argument(metavar="NAME", help="The experiment; without it, list them.", autocompletion=experiments),
     ] = None,
     device: Device = "auto",
     form: Annotated[Literal["tiny", "full"] | None, Option(help=FORM_HELP)] = None,

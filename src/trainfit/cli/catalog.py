@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainfit.cli import completion
 from trainfit.cli.options import Json, print_json
 
 if TYPE_CHECKING:
@@ -16,10 +17,14 @@ BASIS = {
     "modelled": "predicted by the same rules, with an H200's shares of the peak",
     "accounted": "mfu and communication only",
 }
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
+ONE_HELP = "One row only, with its source."
+GpuName = Annotated[str | None, typer.Argument(metavar="NAME", help=ONE_HELP, autocompletion=completion.gpus)]
+ModelName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help=ONE_HELP, autocompletion=completion.models)
+]
 
 
-def gpus(name: Name = None, json: Json = False) -> None:
+def gpus(name: GpuName = None, json: Json = False) -> None:
     """List the catalog's accelerators, or show one."""
     from trainfit.catalog import load as catalog
     from trainfit.report.console import console, rows
@@ -112,7 +117,7 @@ def _active(row: "ModelRow") -> str:
     return "" if active is None else format_count(active)
 
 
-def models(name: Name = None, json: Json = False) -> None:
+def models(name: ModelName = None, json: Json = False) -> None:
     """List the catalog's models, or show one."""
     from trainfit.catalog import load as catalog
     from trainfit.report.console import console, heading, rows

@@ -45,7 +45,7 @@ ABOUT = "Will this training run fit, how fast will it go, what will it cost? Ans
 def app() -> typer.Typer:
     """Return the command line with every verb."""
     verbs = typer.Typer(
-        help=ABOUT, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        help=ABOUT, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
     version_option = typer.Option(False, "--version", help="Print the version.", callback=_version)
@@ -65,7 +65,8 @@ def app() -> typer.Typer:
     return verbs
 
 
-NOISY_IMPORTS = ("torchao", "torch.utils._pytree")  # Loggers that warn when transformers imports torchao
+NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
+"""Loggers that warn where a user's script imports torchao; for our own code, ``models.deferred_torchao``."""
 
 
 def _version(wanted: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
-from trainfit.cli import options
+from trainfit.cli import completion, options
 from trainfit.cli.options import Json, PeakFlops, count, finite, share
 from trainfit.spec import DEFAULT_GPU
 
@@ -24,12 +24,17 @@ Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16"]
 
 
 def run(
-    model: Annotated[str | None, Option(metavar="NAME", help="A catalog model, or a config.json.")] = None,
+    model: Annotated[
+        str | None,
+        Option(metavar="NAME", help="A catalog model, or a config.json.", autocompletion=completion.models),
+    ] = None,
     batch: Annotated[int | None, Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")] = None,
     seq: Annotated[int | None, Option(min=1, metavar="S", help="Tokens a sequence.")] = None,
     step_s: Annotated[float | None, Option(metavar="T", callback=finite, help="Seconds a step.")] = None,
     mfu: Annotated[float | None, Option(metavar="SHARE", parser=share, help=MFU_HELP)] = None,
-    gpu: Annotated[str, Option(metavar="NAME", help="An accelerator of the catalog.")] = DEFAULT_GPU,
+    gpu: Annotated[
+        str, Option(metavar="NAME", help="An accelerator of the catalog.", autocompletion=completion.gpus)
+    ] = DEFAULT_GPU,
     num_gpus: Annotated[int, Option("--count", "--gpus", min=1, metavar="N", help="Number of GPUs.")] = 1,
     adapter: Annotated[Literal["lora"] | None, Option(help="Frozen weights: no weight gradients.")] = None,
     rank: Annotated[int, Option(min=1, metavar="R", help="The adapter's rank.")] = 16,

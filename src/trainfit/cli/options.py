@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainfit.cli import completion
 from trainfit.spec.printable import printable, say
 from trainfit.spec.units import read_count, read_share
 
@@ -55,9 +56,14 @@ RECIPE_HELP = (
     "A recipe file, a model's config.json (every other field at its default), or the name of a shipped "
     "recipe or catalog model (also the model's name on the Hub)."
 )
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=completion.recipes)
+]
 SET_HELP = "Set a recipe's field, such as batch.micro=8."
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP, autocompletion=completion.fields),
+]
 PEAK_HELP = "The device's dense peak, for MFU and HFU."
 PeakFlops = Annotated[
     float | None, typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP)
@@ -83,6 +89,7 @@ class RecipeOption:
     metavar: str  # Empty: a flag
     settings: tuple[str, ...]  # Values of --set; {} is the option's own value
     more: str = ""  # Further help
+    complete: Callable[[str], list[str]] | None = None  # Values that a shell completes
 
     @property
     def key(self) -> str:
@@ -100,7 +107,10 @@ class RecipeOption:
         settings = " --set ".join(self.settings).replace('"', "").replace("{}", self.metavar)
         help = f"Same as --set {settings}.{' ' * bool(self.more)}{self.more}"
         # Text, so that the recipe's own checks refuse a bad value as they do with --set.
-        kind = Annotated[str | None, typer.Option(*self.names, metavar=self.metavar, help=help)]
+        kind = Annotated[
+            str | None,
+            typer.Option(*self.names, metavar=self.metavar, help=help, autocompletion=self.complete),
+        ]
         flag = Annotated[bool, typer.Option(*self.names, help=help)]
         kind, default = (kind, None) if self.metavar else (flag, False)
         return inspect.Parameter(self.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
@@ -108,11 +118,11 @@ class RecipeOption:
 
 SEVERAL = "predict and plan compare several, with commas between them."
 RECIPE_OPTIONS = (
-    RecipeOption(("--gpu",), "NAME", ('hardware.gpu="{}"',), SEVERAL),
+    RecipeOption(("--gpu",), "NAME", ('hardware.gpu="{}"',), SEVERAL, completion.gpus),
     RecipeOption(("--count", "--gpus"), "N", ("hardware.count={}",), SEVERAL),
     RecipeOption(("--batch",), "B", ("batch.micro={}",)),
     RecipeOption(("--seq",), "S", ("batch.seq={}",), "8k is 8192."),
-    RecipeOption(("--precision",), "NAME", ('precision="{}"',)),
+    RecipeOption(("--precision",), "NAME", ('precision="{}"',), complete=completion.precisions),
     RecipeOption(("--lora",), "", ("adapter=lora",)),
     RecipeOption(("--qlora",), "", ("adapter=lora", "quantize=nf4")),
     RecipeOption(("--price",), "USD", ("hardware.price_per_hour={}",), "Default: the catalog's."),

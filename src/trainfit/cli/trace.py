@@ -11,6 +11,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+from trainfit.cli import completion
 from trainfit.cli.launch import Launch, launch_of
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, only_json, print_json
 from trainfit.spec import DEFAULT_GPU
@@ -58,7 +59,11 @@ def run(
     ] = None,
     gpu: Annotated[
         str | None,
-        Option(metavar="NAME", help=f"A measured or modelled GPU of trainfit gpus ({DEFAULT_GPU})."),
+        Option(
+            metavar="NAME",
+            help=f"A measured or modelled GPU of trainfit gpus ({DEFAULT_GPU}).",
+            autocompletion=completion.gpus,
+        ),
     ] = None,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
     world_size: Annotated[int | None, Option(min=1, metavar="N", help=RANKS_HELP)] = None,

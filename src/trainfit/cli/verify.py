@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from trainfit.cli import completion
 from trainfit.cli.options import Json, RecordFile, attempt, finite, keep, only_json, print_json
 from trainfit.spec.printable import say
 
@@ -19,7 +20,7 @@ GPU_HELP = "The catalog's name of this machine's GPU."
 def run(
     count: Annotated[int | None, Option(min=1, max=1000, metavar="N", help=COUNT_HELP)] = None,
     seed: Annotated[int, Option(min=0, metavar="N", help="Which recipes are drawn.")] = 0,
-    gpu: Annotated[str | None, Option(metavar="NAME", help=GPU_HELP)] = None,
+    gpu: Annotated[str | None, Option(metavar="NAME", help=GPU_HELP, autocompletion=completion.gpus)] = None,
     timeout: Annotated[
         float, Option(metavar="SECONDS", min=1, callback=finite, help="Limit of one measurement.")
     ] = 300.0,

@@ -15,6 +15,7 @@ from torch import nn
 from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, WIDTH_KEYS, remote_code_keys
 from trainfit.catalog.text_model import LAYER_KEYS, LAYERS_ELSEWHERE
 from trainfit.models.deferred_init import is_deferred
+from trainfit.models.deferred_torchao import quiet_torchao
 from trainfit.models.few_blocks import outlined
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.models.hf_text import text_class
@@ -105,7 +106,8 @@ def causal_model_class(hf_config: Any) -> type[Any]:
     # BERT-like types, whose tokens attend to later ones unless is_decoder is set.
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(hf_config, "is_decoder", None) is False:
         raise _wrong_type(kind, f"an encoder: {NOT_CAUSAL}", OTHER_MODEL)
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None) or text_class(type(hf_config))
+    with quiet_torchao():  # Both import the model's module.
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None) or text_class(type(hf_config))
     if found is None:
         problem = "transformers has no causal language model of this type"
         raise _wrong_type(kind, problem, OTHER_MODEL)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from trainfit.kernels.flash_attention.op import MAX_HEAD_SIZE, attend, register
+from trainfit.models.deferred_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
 from trainfit.virtual.trace.exclusive import exclusive
 
@@ -33,8 +34,9 @@ MEANING = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bia
 
 def register_attention() -> None:
     """Register ``attn_implementation=NAME`` with transformers."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
+    with quiet_torchao():
+        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.modeling_utils import AttentionInterface
 
     register()  # torch.compile cannot trace this.
     AttentionInterface.register(NAME, own_attention)

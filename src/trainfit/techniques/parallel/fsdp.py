@@ -6,6 +6,9 @@ and its backward. Several replicas of the shards (HSDP) all-reduce their gradien
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainfit.catalog.load import gpu, model_config
@@ -108,6 +111,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         options["reshard_after_forward"] = mesh.reshard_after_forward
     model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
+    draft.around_forward.append(_views_are_only_read)
     if mesh.pipeline > 1 and not mesh.reshard_after_forward:
         draft.before_batch.append(model.set_reshard_after_backward)
     if mesh.expert > 1:
@@ -118,6 +122,17 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         _send_by_copies(model, draft)
     if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
         draft.before_batch.append(model.set_requires_gradient_sync)
+
+
+@contextmanager
+def _views_are_only_read() -> Iterator[None]:
+    """Silence FSDP2's warning of modules that return views, which an operation in place would harm.
+
+    Nothing here changes the output of a block or of the model in place.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        yield
 
 
 def _prefetch(model: Any, blocks: list[Any], num_ahead: int) -> None:

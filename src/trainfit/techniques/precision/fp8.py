@@ -8,17 +8,13 @@ fp8 peak where most FLOPs are in fp8. On a CPU operands are rounded to fp8 and m
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.virtual.trace.exclusive import exclusive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,9 +67,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers by torchao's, on the same weights; refuse where none gains."""
+    from trainfit.models.deferred_torchao import quiet_torchao
     from trainfit.models.layers import layer_lists
 
-    with _quiet():
+    with quiet_torchao():
         float8: Any = optional("torchao.float8", "torchao", field="precision", value="fp8")
 
     config = float8.Float8LinearConfig(emulate=draft.runs_on_cpu(recipe))
@@ -97,18 +94,6 @@ def gains(module: nn.Module, name: str = "") -> bool:
         return False
     fits = module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
     return fits and (module.in_features > SMALL[0] or module.out_features > SMALL[1])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torchao's import warnings about kernels that are not used here, for every thread."""
-    with exclusive():
-        before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(before)
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
