@@ -42,4 +42,4 @@ def test_every_name_that_is_completed_is_one_that_is_taken() -> None:
     from trainfit.catalog.load import gpu
 
     assert [gpu(name).name for name in completion.gpus("")] == completion.gpus("")
-    assert completion.gpus("H2") == ["h200"]
+    assert "h200" in completion.gpus("H2")

@@ -82,7 +82,7 @@ def test_a_plan_that_only_the_hosts_limit_forbids_says_so_first() -> None:
     found = Found(recipe=recipe.content(), changes=("offload.weights: true",), numerics=(), estimate=estimate)
     plan = Plan.model_construct(
         given=recipe.content(), limit_bytes=24 * GIB, host_limit_bytes=24 * GIB, margin=0.02, found=(),
-        frontier=(), over_host=found, least=found, rejected=(), num_traced=1, num_ranked=0,
+        frontier=(found,), over_host=found, least=found, rejected=(), num_traced=1, num_ranked=0,
         keep_quality=False, assumed="", largest=None, run_tokens=None, tokens_per_step=None,
     )  # fmt: skip
     lines = drawn(lambda out: show_plan(plan, out=out), 110).splitlines()
