@@ -49,12 +49,12 @@ def _columns(found: Sequence[OnGpu]) -> list[Column]:
     every = [
         *_of_hardware(found),
         Column("verdict", _verdict, False, kind=lambda one: VERDICTS.get(_verdict(one), "")),
-        Column("GiB of", _memory, rank=0),
-        Column("tokens/s predicted", lambda one: _of(one, "tokens_per_s", "{:,.0f}"), rank=2),
-        Column("MFU", lambda one: or_dash(one.estimate and one.estimate.mfu, "{:.1%}"), rank=1),
+        Column("memory GiB", _memory, False),
+        Column("tokens/s predicted", lambda one: _of(one, "tokens_per_s", "{:,.0f}"), rank=1),
+        Column("MFU", lambda one: or_dash(one.estimate and one.estimate.mfu, "{:.1%}"), rank=3),
         Column("time", lambda one: or_dash(one.run and one.run.run_s, format_seconds)),
         Column("GPU-hours", lambda one: or_dash(one.run and one.run.gpu_hours, amount)),
-        Column("$/h a GPU", lambda one: or_dash(_price(one), "{:.2f}"), rank=1),
+        Column("$/h a GPU", lambda one: or_dash(_price(one), "{:.2f}"), rank=2),
         Column("cost $" if any(one.run for one in found) else "$ a million tokens", _cost_text),
     ]
     return list(Table(every, found).filled().columns)

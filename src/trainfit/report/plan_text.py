@@ -91,7 +91,7 @@ def _columns(plans: Sequence[Plan]) -> list[Column]:
         Column("GPUs", _hardware, False),
         Column("verdict", lambda plan: "fits" if plan.found else "nothing fits", False,
                kind=lambda plan: "good" if plan.found else "bad"),
-        Column("GiB of", lambda plan: f"{of(_gib)(plan)} of {plan.limit_bytes / GIB:.1f}"),
+        Column("memory GiB", lambda plan: f"{of(_gib)(plan)} of {plan.limit_bytes / GIB:.1f}", False),
         Column("tokens/s predicted", of(lambda one: or_dash(one.estimate.tokens_per_s, "{:,.0f}"))),
         Column("MFU", of(lambda one: or_dash(one.estimate.mfu, "{:.1%}")), rank=2),
         Column("time", lambda plan: or_dash(_run_s(plan), format_seconds), rank=1),
