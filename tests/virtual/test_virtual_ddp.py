@@ -61,7 +61,7 @@ def test_one_bucket_is_reduced_in_the_first_step_and_two_in_the_second() -> None
 
 def test_first_buckets_are_held_until_the_second_backward_reduces() -> None:
     ledger, expected = trained(gradient_as_bucket_view=True)
-    later = ledger.freed_later()
+    later = ledger.with_higher_peak()
     assert later is not None
     replayed = replay(later, CachingAllocator())
     held, rebuilt = 4 * MATRIX, 4 * MATRIX
@@ -69,4 +69,4 @@ def test_first_buckets_are_held_until_the_second_backward_reduces() -> None:
     assert 0 <= forward - (4 * MATRIX + held + rebuilt + WORKSPACES) < 1 << 20  # activations of 8 rows
     assert replayed.peak_phase == "steady.backward"
     assert expected.peak_allocated_bytes == replayed.peak_allocated_bytes - held
-    assert later.freed_later() is None
+    assert later.with_higher_peak() is None

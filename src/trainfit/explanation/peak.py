@@ -42,6 +42,8 @@ def explain(recipe: Recipe) -> Explanation:
     gpu = find_gpu(recipe.hardware.gpu)
     ledger = ledger_of(recipe)
     (replayed, *others), _ = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
+    outside, traced = overhead_bytes(gpu, ledger), ledger
+    ledger = ledger.with_lower_peak()
     events = ledger.expand()
     holders = _holders(ledger, replayed.at_peak)
     step = ledger.segments[events[replayed.peak_event].segment].step
@@ -51,7 +53,7 @@ def explain(recipe: Recipe) -> Explanation:
         recipe_id=recipe.id,
         gpu=gpu.name,
         peak_allocated_bytes=replayed.peak_allocated_bytes,
-        two_peaks=two_peaks(replayed, others[0], overhead_bytes(gpu, ledger)) if others else None,
+        two_peaks=two_peaks(traced, replayed, others[0], outside) if others else None,
         versions=ledger.versions,
         phases=replayed.phases,
         moment=_moment(ledger, events, replayed.peak_event),

@@ -208,13 +208,25 @@ class Ledger:
     """Device memory outside the allocator that other ranks read and write."""
     held: list[tuple[int, int]] = field(default_factory=list)
     """Storages that another thread may hold longer: index, and after how many events it frees them then."""
+    optional: list[int] = field(default_factory=list)
+    """Storages that another run of the same step may do without."""
     expanded: list[LiveEvent] | None = field(default=None, init=False, repr=False, compare=False)
     """What ``expand`` returned."""
 
-    def freed_later(self) -> "Ledger | None":
-        """Return the ledger with the frees of ``held`` at their latest; None: no storage is held."""
+    def with_lower_peak(self) -> "Ledger":
+        """Return the ledger without its ``optional`` storages; itself if there are none."""
+        if not self.optional:
+            return self
+        dropped = set(self.optional)
+        return replace(self, events=[one for one in self.events if one.storage not in dropped], optional=[])
+
+    def with_higher_peak(self) -> "Ledger | None":
+        """Return the ledger with its ``optional`` storages, and the frees of ``held`` at their latest.
+
+        None: it has neither.
+        """
         if not self.held:
-            return None
+            return self if self.optional else None
         held, last = {storage for storage, _ in self.held}, len(self.events)
         frees = {one.storage: one for one in self.events if one.kind == FREE and one.storage in held}
         later: dict[int, list[Event]] = {}

@@ -22,7 +22,7 @@ from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline, 
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import HELD_BUCKETS, Cost, Estimate, Interval, Peak, TwoPeaks
+from trainfit.spec.result import HELD_BUCKETS, PADDED_COPIES, Cost, Estimate, Interval, Peak, TwoPeaks
 from trainfit.spec.units import format_bytes
 
 CONVENTION = (
@@ -133,11 +133,11 @@ def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: R
 def of_both_peaks(
     ledger: Ledger, replayed: Callable[[Ledger], tuple[Replay, bool]]
 ) -> tuple[list[Replay], bool]:
-    """Return the replays of a ledger whose ``held`` storages are freed soon and late, and whether both fit.
+    """Return the replays of a ledger with its lower and its higher peak, and whether both fit.
 
     The first is expected, the second possible. Where the two have equal peaks there is one.
     """
-    ledgers = filter(None, (ledger, ledger.freed_later()))
+    ledgers = filter(None, (ledger.with_lower_peak(), ledger.with_higher_peak()))
     replays, fit = zip(*map(replayed, ledgers), strict=True)
     peaks = {(one.peak_allocated_bytes, one.peak_reserved_bytes) for one in replays}
     return list(replays[: len(peaks)]), all(fit)
@@ -166,7 +166,7 @@ def summary(
         peak_allocated_bytes=replayed.peak_allocated_bytes,
         peak_reserved_bytes=replayed.peak_reserved_bytes,
         peak_device_bytes=replayed.peak_reserved_bytes + outside,
-        two_peaks=two_peaks(replayed, others[0], outside) if others else None,
+        two_peaks=two_peaks(ledger, replayed, others[0], outside) if others else None,
         device_bytes=gpu.usable_bytes,
         host_bytes=ledger.host_bytes,
         fits=fits,
@@ -190,8 +190,8 @@ def summary(
     return found.model_copy(update={"warnings": (*_little_headroom(gpu, found), *ledger.warnings)})
 
 
-def two_peaks(expected: Replay, possible: Replay, outside: int) -> TwoPeaks:
-    """Return the peaks of two replays.
+def two_peaks(ledger: Ledger, expected: Replay, possible: Replay, outside: int) -> TwoPeaks:
+    """Return the peaks of two replays of a ledger.
 
     Args:
         outside: bytes on the device beside the allocator's.
@@ -207,7 +207,7 @@ def two_peaks(expected: Replay, possible: Replay, outside: int) -> TwoPeaks:
             max(expected.peak_reserved_bytes, possible.peak_reserved_bytes),
         ),
         possible_phases=possible.phases,
-        reason=HELD_BUCKETS,
+        reason="; ".join([HELD_BUCKETS] * bool(ledger.held) + [PADDED_COPIES] * bool(ledger.optional)),
     )
 
 

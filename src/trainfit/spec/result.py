@@ -190,7 +190,7 @@ class Peak(Value):
 
 
 class TwoPeaks(Value):
-    """The two peaks of which a run has one or the other: a race of two of its threads decides."""
+    """The two peaks of which a run has one or the other, as its threads or timings fall."""
 
     expected: Peak
     """The lower one, which the estimate's own fields are of."""
@@ -204,7 +204,10 @@ WhichPeak = Literal["expected", "possible"]
 HELD_BUCKETS = (
     "NCCL may hold DDP's first buckets into the second backward, depending on when its watchdog thread looks"
 )
-"""Reason of two peaks (docs/internals/data-parallel.md)."""
+PADDED_COPIES = (
+    "Inductor times a matrix product with and without padded operands in each run, and here the two are near"
+)
+"""Reasons of two peaks (docs/internals/data-parallel.md, virtual-gpu.md)."""
 
 
 class Estimate(Value):
@@ -219,8 +222,8 @@ class Estimate(Value):
     peak_device_bytes: Bytes
     """As nvidia-smi shows it: reserved, the CUDA context and the libraries' own memory."""
     two_peaks: TwoPeaks | None = None
-    """Of DDP. The peaks, phases and breakdown above are of the expected one; ``fits`` and the headroom of the
-    possible one."""
+    """Of DDP, and of some compiled models. The peaks, phases and breakdown above are of the expected one;
+    ``fits`` and the headroom of the possible one."""
     device_bytes: Bytes  # Usable by a process
     host_bytes: Bytes = 0  # Pinned host memory of what offload keeps there
     fits: bool
@@ -464,7 +467,7 @@ class Explanation(Value):
     recipe_id: str
     gpu: str
     peak_allocated_bytes: Bytes
-    two_peaks: TwoPeaks | None = None  # Of DDP; all else is of the expected one
+    two_peaks: TwoPeaks | None = None  # All else is of the expected one
     versions: dict[str, str] = {}  # Versions of the libraries that it holds for, as an Estimate has them
     phases: Phases
     moment: Moment  # The allocation that reached the peak

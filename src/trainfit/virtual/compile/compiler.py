@@ -34,6 +34,8 @@ class VirtualCompiler:
         self._gpu, self._tracer, self._scopes = gpu, tracer, scopes
         self._tuning = Tuning(gpu.l2_cache_bytes) if gpu else None
         self._used = False
+        self._copies: set[tuple[int, ...]] = set()
+        """Padded sizes of operands that another run may not pad."""
         self.num_graphs = 0
         """Captured graphs."""
         self.layers: Layers | None = None
@@ -113,7 +115,7 @@ class VirtualCompiler:
         self.num_graphs += 1
         # Cached programs are for real devices.
         settings = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
-        choices = cuda_choices() if self._gpu else nullcontext()
+        choices = cuda_choices(self._copies) if self._gpu else nullcontext()
         table = decompositions() if self._gpu else None
         # Warm worker processes would compile the kernels. Partitions serve CUDA graphs alone.
         inductor_settings = config.patch(force_disable_caches=True, compile_threads=1, graph_partition=False)
@@ -136,7 +138,7 @@ class VirtualCompiler:
         return layers._replace(part_of=lambda inner: layers.part_of(f"{name}.{inner}".removeprefix(".")))
 
     def _program(self, source: Source) -> Program:
-        self._programs.append(Program(source, self._tracer, self._scopes, self._tuning))
+        self._programs.append(Program(source, self._tracer, self._scopes, self._tuning, self._copies))
         return self._programs[-1]
 
 

@@ -10,18 +10,23 @@ AOTAutograd differentiates fake CPU tensors, because fake CUDA tensors have no b
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainfit.virtual.compile.pad_matmul import should_pad
+from trainfit.virtual.compile.pad_matmul import Size, should_pad
 from trainfit.virtual.trace.exclusive import replaced
 
 
 @contextmanager
-def cuda_choices() -> Iterator[None]:
-    """Run Inductor's passes over a joint graph of CPU tensors as for CUDA."""
+def cuda_choices(copies: set[Size]) -> Iterator[None]:
+    """Run Inductor's passes over a joint graph of CPU tensors as for CUDA.
+
+    Args:
+        copies: as ``should_pad`` takes it.
+    """
     from torch._inductor import compile_fx
     from torch._inductor.fx_passes import fuse_attention, joint_graph, pad_mm
 
@@ -52,7 +57,7 @@ def cuda_choices() -> Iterator[None]:
         for module, name, function in (
             (pad_mm, "check_device", yes),
             (pad_mm, "has_triton", yes),
-            (pad_mm, "_should_pad", should_pad),
+            (pad_mm, "_should_pad", partial(should_pad, copies)),
             (fuse_attention, "_sfdp_params_check", may_fuse),
             (joint_graph, "check_device", yes),  # Used by bmm_to_mm alone.
             (compile_fx, "joint_graph_passes", passes),

@@ -5,7 +5,7 @@ operations run on fake tensors under the tracer.
 """
 
 import builtins
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +25,17 @@ CPU = torch.device("cpu")
 class Program:
     """A callable that takes a list of inputs, which it empties, and returns the outputs."""
 
-    def __init__(self, source: Source, tracer: Tracer, scopes: ScopeTracker, tuning: Tuning | None):
+    def __init__(
+        self,
+        source: Source,
+        tracer: Tracer,
+        scopes: ScopeTracker,
+        tuning: Tuning | None,
+        copies: Collection[tuple[int, ...]] = (),
+    ):
         self._source = source
+        self._copies = copies
+        """Sizes of buffers that another run may do without."""
         self.kernels: tuple[Kernel, ...] = ()
         """Known when it first runs."""
         self._tracer, self._scopes, self._tuning = tracer, scopes, tuning
@@ -63,13 +72,19 @@ class Program:
         names |= {
             "torch": _Overlaid(torch, cuda=_Stub(), device=lambda *_, **__: CPU, ops=ops),
             "device": lambda *_, **__: CPU,
-            "empty_strided_cuda": _empty_strided,
+            "empty_strided_cuda": self._allocate,
             "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
             "reinterpret_tensor": _reinterpret,
             **dict.fromkeys(("assert_size_stride", "assert_alignment", "get_raw_stream"), _nothing),
             AT: self._begin_kernel,
         }
         return names["call"]
+
+    def _allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        buffer = _empty_strided(size, stride, dtype)
+        if tuple(size) in self._copies:
+            self._tracer.live.ledger.optional.append(self._tracer.live.index_of(buffer))
+        return buffer
 
     def _import(self, name: str, outer: Any = None, local: Any = None, wanted: Any = (), level: int = 0):
         if name.partition(".")[0] == "triton":
