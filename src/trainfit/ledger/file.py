@@ -11,7 +11,7 @@ from typing import Any
 
 from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Storage
 
-FORMAT = 14
+FORMAT = 15
 """Version of the file format; other versions are not read."""
 TUPLES = ("ops_without_flops", "assumptions", "warnings", "repeats", "pinned")
 OP_NAMES, STORAGE_NAMES = (
