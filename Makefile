@@ -24,7 +24,7 @@ OLDEST := $(OLDEST_VENV)/bin
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs test setup-libraries test-libraries test-oldest check lint types floors setup clean
+.PHONY: demo outputs test setup-libraries test-libraries test-oldest test-oldest-cli check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -63,6 +63,12 @@ $(OLDEST_STAMP): pyproject.toml requirements/oldest.txt
 
 test-oldest: $(OLDEST_STAMP)
 	$(OLDEST)/python -m pytest $(PYTEST_ARGS)
+
+# The command line with the oldest versions of what it is made of, beside the torch that is installed.
+test-oldest-cli: setup
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --upgrade --target build/oldest-cli \
+	  $$(grep -E '^(pydantic|pydantic-core|typer|rich|jinja2|ruamel.yaml)==' requirements/oldest.txt)
+	PYTHONPATH=build/oldest-cli $(BIN)/python -m pytest $(PYTEST_ARGS) tests/cli/test_cli.py tests/spec tests/test_records.py
 
 check:
 	.ci/run

