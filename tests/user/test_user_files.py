@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import trainfit
 from user_training import inside, mlp, steps
 
+TINY = LlamaConfig(
+    vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2,
+)  # fmt: skip
 DEVICES = {
     "host": (None, "cpu", lambda storage, location: storage),
     "device": (
@@ -112,3 +120,56 @@ def test_what_the_code_saved_is_loaded_again(tmp_path: Path) -> None:
 
     assert any("wrote nothing" in note for note in inside(check).assumptions)
     assert not path.exists()
+
+
+def test_safetensors_files_are_read_and_not_written(tmp_path: Path) -> None:
+    """Also of transformers' models: saved, loaded by ``device_map``, trained."""
+    LlamaForCausalLM(TINY).save_pretrained(tmp_path / "model")
+    real = load_file(tmp_path / "model" / "model.safetensors")
+
+    def check() -> None:
+        for device in ("cuda", 0):
+            loaded = load_file(tmp_path / "model" / "model.safetensors", device=device)
+            assert all(t.is_cuda for t in loaded.values())
+        name, value = next(iter(loaded.items()))
+        assert value.sum().item() == real[name].sum().item()
+        for place in ("auto", {"": 0}, torch.device(0)):
+            model = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=place)
+            assert model.device == torch.device("cuda", 0)
+        model.save_pretrained(tmp_path / "saved")
+        again = load_file(tmp_path / "saved" / "model.safetensors", device="cuda")
+        assert again.keys() == real.keys()
+        assert len(safetensors.torch.save({"a": torch.ones(2, device="cuda")})) == 0
+
+    assert any("safetensors wrote nothing" in note for note in inside(check).assumptions)
+    assert not [*(tmp_path / "saved").glob("*.safetensors")]
+
+
+@pytest.mark.slow
+def test_the_trainer_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    data = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 32
+
+    def trainer(steps: int, use_cpu: bool) -> Trainer:
+        options: dict[str, Any] = {
+            "max_steps": steps,
+            "save_steps": 2,
+            "report_to": "none",
+            "use_cpu": use_cpu,
+        }
+        arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, **options)
+        return Trainer(LlamaForCausalLM(TINY), arguments, train_dataset=data)  # pyright: ignore
+
+    trainer(2, True).train()
+    begun: list[int] = []
+
+    class Step(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step)
+
+    def run() -> None:
+        resumed = trainer(8, False)
+        resumed.add_callback(Step())
+        resumed.train(resume_from_checkpoint=True)
+
+    assert trainfit.trace(run, steps=5).code.num_steps == 5  # pyright: ignore[reportOptionalMemberAccess]
+    assert begun[:4] == [2, 3, 4, 5]

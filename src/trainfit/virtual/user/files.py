@@ -1,4 +1,4 @@
-"""``torch.load`` and ``torch.save`` in user code.
+"""``torch.load``, ``torch.save`` and safetensors' files in user code.
 
 Files are read on the host, mapped into memory; what belongs on the device is moved there. Nothing is written:
 what the code saves is kept by its path, without unknown values, until the code loads it.
@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, _utils, _weights_only_unpickler, serialization
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,6 +29,7 @@ NEWER_REBUILD = "_rebuild_tensor_v3"
 NOT_KEPT = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError)
 """Raised for objects that cannot be pickled, such as DTensors; loading them finds no file."""
 WROTE_NOTHING = "torch.save wrote nothing: there are no values to keep"
+SAFETENSORS = "safetensors wrote nothing: there are no values to keep"
 
 
 @contextmanager
@@ -53,7 +55,22 @@ def files(notes: set[str], on_saved: Callable[[Any], None]) -> Iterator[None]:
             ),
         ):
             stack.enter_context(replaced(owner, name, function))
+        stack.enter_context(replaced(torch.UntypedStorage, "data_ptr", _addressed))
+        for name, function in saved.of_safetensors().items():
+            if hasattr(safetensors.torch, name):  # Of their names for one step, a release has one.
+                stack.enter_context(replaced(safetensors.torch, name, function))
         yield
+
+
+ADDRESS = torch.UntypedStorage.data_ptr
+
+
+def _addressed(storage: Any) -> int:
+    """Return a storage's address; of a fake one a number that is no other's."""
+    try:
+        return ADDRESS(storage)
+    except RuntimeError:
+        return storage._cdata
 
 
 def _restoring(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,12 +177,39 @@ class _Saved:
                 on_host(write, (obj, f, *args), kwargs)
                 return
             self._notes.add(WROTE_NOTHING)
-            self._on_saved(obj)
-            self._files.pop(_key(f), None)
-            with suppress(*NOT_KEPT):
-                self._files[_key(f)] = _SavedFile(obj)
+            self._keep(obj, _key(f))
 
         return save
+
+    def _keep(self, obj: Any, key: Any) -> None:
+        self._on_saved(obj)
+        self._files.pop(key, None)
+        with suppress(*NOT_KEPT):
+            self._files[key] = _SavedFile(obj)
+
+    def of_safetensors(self) -> dict[str, Callable[..., Any]]:
+        """Return functions in place of those of ``safetensors.torch``."""
+        opened: Any = safetensors.torch.safe_open
+
+        def write(tensors: dict[str, Tensor], filename: Any, metadata: Any = None) -> None:
+            self._notes.add(SAFETENSORS)
+            self._keep(tensors, _key(filename))
+
+        def serialize(tensors: dict[str, Tensor], metadata: Any = None) -> bytes:
+            self._notes.add(SAFETENSORS)
+            self._on_saved(tensors)
+            return b""
+
+        def open_file(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+            saved = self._files.get(_key(filename))
+            if saved is None:
+                return opened(filename, framework, device, **options)
+            with self._loader.reading():
+                location = str(torch.device(device))
+                return _OpenFile(saved.load(serialization._get_restore_location(location)))
+
+        flatten = dict.fromkeys(("_flatten", "_flatten_as_ptr"), lambda tensors, kept=None: tensors)
+        return {**flatten, "serialize_file": write, "serialize": serialize, "safe_open": open_file}
 
     def loading(self, read: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function in place of ``torch.load``."""
@@ -251,6 +295,30 @@ class _SavedFile:
         unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
         unpickler.persistent_load = rebuild  # pyright: ignore[reportAttributeAccessIssue]
         return unpickler.load()
+
+
+class _OpenFile:
+    """A safetensors file that the code saved: what ``safetensors.torch.load_file`` reads of one."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self._tensors = tensors
+
+    def __enter__(self) -> "_OpenFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def keys(self) -> list[str]:
+        return [*self._tensors]
+
+    offset_keys = keys
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        return dict(self._tensors)
 
 
 def _whole_storage(t: Tensor) -> Tensor:
