@@ -71,9 +71,8 @@ def test_speed_and_cost_of_what_does_not_fit_are_marked() -> None:
 def test_a_plan_that_only_the_hosts_limit_forbids_says_so_first() -> None:
     recipe = trainfit.load_recipe("gpt2", gpu="rtx-4090")
     candidate = Candidate(0.0, 0.0, (), '"full"', 1, 1)
-    estimate = Estimate.model_construct(
-        fits=True, peak_device_bytes=10 * GIB, host_bytes=34 * GIB + 1, tokens_per_s=100.0
-    )
+    own = trainfit.predict(recipe)
+    estimate = Estimate.model_construct(**{**dict(own), "host_bytes": 34 * GIB + 1})
     one = Traced(candidate, Result(recipe, estimate))
     combinations = Combinations(recipe, Goal(), Estimates(0))
     assert not combinations.fits(one)
