@@ -49,6 +49,13 @@ def test_short_options_are_settings(capsys: Captured) -> None:
     assert outputs[0]["num_gpus"] == 2
 
 
+@pytest.mark.parametrize("words", ["--gpu ,", "--count ,", "--gpu h2000,h200", "--count 1,x"])
+def test_wrong_lists_are_one_line(words: str, capsys: Captured) -> None:
+    assert main(["predict", "gpt2", *words.split()]) == 65
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trainfit: error: {words.split()[0]}: hardware.")
+
+
 def test_a_value_stays_one_value() -> None:
     assert settings_of(gpu="a: b #c") == ['hardware.gpu="a: b #c"']
     assert settings_of(settings=["seed=1"], qlora=True) == ["seed=1", "adapter=lora", "quantize=nf4"]
@@ -90,6 +97,10 @@ def test_options_of_different_keys_of_one_field_go_together() -> None:
         ("predict gpt2 --lora-r 4", "here it is --set adapter.rank=VALUE"),
         ("predict gpt2 --optimizer sgd", "here it is --set optimizer=VALUE"),
         ("predict --model gpt2", "the model is the argument RECIPE"),
+        ("predict gpt2 --verbos", "No such option: --verbos; did you mean --verbose? See trainfit predict"),
+        ("predict gpt2 --outputs x", "No such option: --outputs; see trainfit predict --help"),
+        ("predict gpt2 --lora=8", "--lora' does not take a value"),
+        ("mfu --model gpt2 --seq 8x", "'8x' is no number of tokens: write it as 8192 or 8k"),
         ("predict gpt2 --zero3", "here it is parallel.shard, or hardware.count alone"),
     ],
 )

@@ -183,8 +183,9 @@ def _report_usage(error: Exception) -> int:
     command = context.command_path if context is not None else "trainfit"
     message = getattr(error, "format_message", error.__str__)()
     option = getattr(error, "option_name", None)
-    if option and (here := options.answer(option)):
-        message = f"No such option: {option}; {here}"
+    if option and message.startswith("No such option"):
+        here = options.answer(option, getattr(error, "possibilities", None) or ())
+        message = f"No such option: {option}" + (f"; {here}" if here else "")
     end = " See" if message.endswith("?") else "; see"
     return _report(f"{message.rstrip('.')}{end} {command} --help", EXIT_USAGE)
 

@@ -29,7 +29,9 @@ def run(
         Option(metavar="NAME", help="A catalog model, or a config.json.", autocompletion=completion.models),
     ] = None,
     batch: Annotated[int | None, Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")] = None,
-    seq: Annotated[int | None, Option(min=1, metavar="S", help="Tokens a sequence.")] = None,
+    seq: Annotated[
+        int | None, Option(metavar="S", parser=options.length, help="Tokens a sequence, such as 8k.")
+    ] = None,
     step_s: Annotated[float | None, Option(metavar="T", callback=finite, help="Seconds a step.")] = None,
     mfu: Annotated[float | None, Option(metavar="SHARE", parser=share, help=MFU_HELP)] = None,
     gpu: Annotated[

@@ -45,6 +45,16 @@ def share(text: str | float) -> float:
     return _parsed(read_share, str(text))
 
 
+def length(text: str | int) -> int:
+    """Parse the tokens of a sequence, such as ``8k``, which is 8192."""
+    from trainfit.spec.parsing.synonyms import tokens_of
+
+    found = tokens_of(text)
+    if not str(found).isdecimal() or int(found) < 1:
+        raise typer.BadParameter(f"{text!r} is no number of tokens: write it as 8192 or 8k")
+    return int(found)
+
+
 def _parsed(read: Callable[[str], float], text: str) -> float:
     try:
         return read(text)
@@ -188,7 +198,8 @@ def variants(settings: list[str]) -> list[list[str]]:
         values = [value]
         if field.strip() in ("hardware.gpu", "hardware.count") and "," in value:
             parts = dict.fromkeys(part.strip(" \"'") for part in value.split(","))
-            values = [json_format.dumps(part) if field.endswith("gpu") else part for part in parts if part]
+            parted = [json_format.dumps(part) if field.endswith("gpu") else part for part in parts if part]
+            values = parted or values
         found = [[*one, f"{field}={part}"] for one in found for part in values]
     return found
 
@@ -205,9 +216,13 @@ def option_of(field: str, words: Iterable[str]) -> str | None:
     return None
 
 
-def answer(option: str) -> str | None:
-    """Return how an option that there is not is written here, or None: by what it is called elsewhere."""
-    from trainfit.spec.parsing.synonyms import field_here
+def answer(option: str, known: Iterable[str] = ()) -> str | None:
+    """Return how an unknown option is written here, or None: a slip, or a name of another tool.
+
+    Args:
+        known: options that there are.
+    """
+    from trainfit.spec.parsing.synonyms import field_here, near
     from trainfit.spec.recipe import Recipe
 
     name = option.lstrip("-")
@@ -215,8 +230,11 @@ def answer(option: str) -> str | None:
     if field == "model":
         return "the model is the argument RECIPE, such as trainfit predict llama-3.1-8b"
     here = field_here(name)
+    if here is None and field in Recipe.model_fields:
+        return f"here it is --set {name.replace('-', '_')}=VALUE"
     if here is None:
-        return f"here it is --set {name.replace('-', '_')}=VALUE" if field in Recipe.model_fields else None
+        meant = near(option, known)
+        return f"did you mean {meant}?" if meant else None
     for one in RECIPE_OPTIONS:
         if [here] == [setting.partition("=")[0] for setting in one.settings]:
             return f"here it is {one.names[0]}"
