@@ -21,6 +21,7 @@ from trainfit.catalog.text_model import LAYER_KEYS, text_model, translations
 from trainfit.models.build import build_model
 from trainfit.models.experts import active_shares
 from trainfit.models.hf import hf_config_from
+from trainfit.models.language_head import language_head
 from trainfit.models.layers import decoder_blocks
 from trainfit.models.slow_layers import slow_layers
 from trainfit.spec.errors import InputError
@@ -105,3 +106,39 @@ def test_a_default_config_states_the_sizes_that_are_built() -> None:
             hf_config_from(text)
             num_checked += 1
     assert num_checked > 150
+
+
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 32}
+IMAGES = {
+    "model_type": "qwen2_5_vl", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "vision_config": VISION,
+}  # fmt: skip
+
+
+def test_a_text_model_alone_computes_what_it_does_among_its_towers() -> None:
+    """The reference is transformers' whole model, given text; the loss of our output layer's is equal."""
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    ids_bs = torch.randint(10, 400, (2, 16), generator=torch.Generator().manual_seed(0))
+    alone: Any = build_model(ModelSpec(config=IMAGES), dtype=torch.float32, device="cpu", attention="eager")
+    whole: Any = AutoModelForImageTextToText.from_config(
+        Qwen2_5_VLConfig(**{key: value for key, value in IMAGES.items() if key != "model_type"}),
+        attn_implementation="eager",
+    )
+    whole.model.language_model.load_state_dict(alone.model.state_dict())
+    whole.tie_weights()
+    expected = whole(input_ids=ids_bs, labels=ids_bs, use_cache=False).loss
+    found = alone(input_ids=ids_bs, labels=ids_bs).loss
+    assert torch.allclose(found, expected, atol=1e-6), (found, expected)
+    assert alone.lm_head.weight is alone.model.embed_tokens.weight
+    head = language_head(alone, "chunked")
+    assert torch.allclose(head.layer(head.hidden(ids_bs)), alone(input_ids=ids_bs).logits, atol=1e-5)
+
+
+def test_a_text_model_alone_takes_an_adapter() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = build_model(ModelSpec(config=IMAGES), dtype=torch.float32, device="meta")
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+    assert any("lora" in name for name, _ in wrapped.named_parameters())

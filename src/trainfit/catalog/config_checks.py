@@ -34,8 +34,8 @@ The limits are far over any model (the deepest published have 126 layers); beyon
 overflows, or building takes minutes.
 """
 
-MAY_BE_ZERO = re.compile(r"experts|^moe_")
-"""Sizes of a mixture of experts: 0 in a dense model of a type that can have them."""
+MAY_BE_ZERO = re.compile(r"experts|^moe_|^head_dim$")
+"""Sizes of a mixture of experts, 0 in a dense model of its type, and what other keys may replace."""
 
 LARGEST_OF_KIND = (
     (re.compile(r"^(?!max_).*(?:layers?|blocks|depth|cycles|per_stack|layer_period)$"), 256),

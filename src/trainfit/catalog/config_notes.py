@@ -3,7 +3,14 @@
 from typing import Any
 
 from trainfit.catalog.config_checks import remote_code_keys
-from trainfit.catalog.text_model import LAYER_KEYS, LAYERS_ELSEWHERE, TextModel, text_model, translations
+from trainfit.catalog.text_model import (
+    BUILT_WHOLE,
+    LAYER_KEYS,
+    LAYERS_ELSEWHERE,
+    TextModel,
+    text_model,
+    translations,
+)
 from trainfit.spec.recipe import Recipe
 
 QUANTIZED = "quantization_config"
@@ -30,6 +37,8 @@ def config_notes(recipe: Recipe) -> tuple[str, ...]:
         )
     if found.path or found.left_out:
         notes.append(_of_parts(config, found))
+    if config.get("model_type") in BUILT_WHOLE:
+        notes.append("its towers of images or sound are built, and get none")
     if not any(found.config.get(key) is not None for key in (*LAYER_KEYS, *LAYERS_ELSEWHERE)):
         kind = found.config["model_type"]
         notes.append(f"the config names no number of layers: transformers' default for {kind} is built")

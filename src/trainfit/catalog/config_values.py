@@ -28,9 +28,10 @@ STD = Range(
 )
 
 ANYWHERE = {
+    r"^layer_rope_theta$": NOT_NEGATIVE,  # 0: a layer without positions
     r"rope_theta$|(?:^|_)rope_base$|rotary(?:_emb)?_base$|rope\w*_base_freq$": POSITIVE,
     r"^(?:partial_rotary_factor|rotary_pct|rope_pct)$": SHARE,
-    r"(?:^|_)(?:initializer_range|init_std|initializer_factor|init_range)$": STD,
+    r"(?<!alphas)(?:^|_)(?:initializer_range|init_std|initializer_factor|init_range)$": STD,
     r"(?:^|_)eps(?:ilon)?(?:$|_)": EPS,
     r"dropout(?:_p|_prob|_rate|_ratio)?$|(?:^|_)pdrop$|layerdrop$": DROPPED,
     r"(?:^|_)drop_(?:path_)?(?:rate|prob)$": DROPPED,

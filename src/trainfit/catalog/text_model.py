@@ -24,6 +24,8 @@ OTHER_PARTS = (
     "vq_config",
 )
 """Keys of what else a multimodal config describes."""
+BUILT_WHOLE = ("git", "phi4_multimodal")
+"""Types that transformers builds with their towers alone."""
 TEXT_TYPES = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Types of multimodal configs that have the text model's keys among their own -> the text model's type."""
 LAYERS_ELSEWHERE = (
@@ -66,7 +68,8 @@ def text_model(config: dict[str, Any]) -> TextModel:
                 raise InputError(
                     "not a mapping", "correct it", field=f"model.config.{key}", value=config[key]
                 )
-        return _translated(TextModel(_typed(config), left_out=left_out))
+        typed = _typed(config)
+        return _translated(TextModel(typed, left_out=left_out if typed is not config else ()))
     inner = text_model(config[part])
     found = inner.config
     if not found.get("model_type"):
@@ -105,4 +108,5 @@ def _translated(found: TextModel) -> TextModel:
         if isinstance(changed.get(key), list):
             changed[key] = [words.get(str(value), value) for value in changed[key]]
     changed = {**row.get("set", {}), **changed, "model_type": row["is"]}
-    return found._replace(config=changed, written_type=kind)
+    left_out = tuple(key for key in OTHER_PARTS if config.get(key))
+    return found._replace(config=changed, written_type=kind, left_out=left_out)

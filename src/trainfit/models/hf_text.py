@@ -48,10 +48,12 @@ def _is_of_multimodal(kind: type[Any]) -> bool:
 
 def _with_head(body: type[Any], kind: type[Any]) -> type[Any]:
     """Return the class of a decoder with an output layer; of the decoder's module, whose blocks it has."""
+    from transformers.generation import GenerationMixin
+
     name = f"{body.__name__.removesuffix('Model')}ForCausalLM"
     content = {"__module__": body.__module__, "config_class": kind, "body_class": body}
     content["_tied_weights_keys"] = {"lm_head.weight": "model.embed_tokens.weight"}
-    return type(name, (TextWithHead, body.__mro__[1]), content)
+    return type(name, (TextWithHead, body.__mro__[1], GenerationMixin), content)  # PEFT asks for the last
 
 
 class TextWithHead:

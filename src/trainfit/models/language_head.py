@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from trainfit.models.hf_text import TextWithHead
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.errors import InputError
 
@@ -66,7 +67,8 @@ def language_head(model: nn.Module, loss: str) -> LanguageHead:
     hf: Any = model
     config = hf.config.get_text_config()
     refuse_router_loss(hf, "loss", loss)
-    scale, softcap = _scale_and_softcap(config, loss)
+    made_here = issubclass(type(hf), TextWithHead)
+    scale, softcap = (1.0, None) if made_here else _scale_and_softcap(config, loss)
     return LanguageHead(hf.base_model, _linear(hf.get_output_embeddings(), loss), scale, softcap)
 
 

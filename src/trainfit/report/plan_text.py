@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from trainfit.report.console import bar, can_draw, console, heading, rows
+from trainfit.catalog.config_notes import config_notes
+from trainfit.report.console import bar, can_draw, console, heading, notes, rows
 from trainfit.report.gpus import CHEAPEST
 from trainfit.report.html import Line, notebook_table
 from trainfit.report.plot import (
@@ -27,7 +28,7 @@ from trainfit.report.plot import can_draw as can_plot
 from trainfit.report.precision import meaning
 from trainfit.report.prediction_text import amount
 from trainfit.report.table import NOTHING, Column, Table, or_dash
-from trainfit.report.words import batch_text, describe
+from trainfit.report.words import batch_text, describe, parameters
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.plan import Found, Plan, Rejection, flat, written
 from trainfit.spec.recipe import Recipe
@@ -59,6 +60,7 @@ def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) ->
         if len(plan.found) > 1:
             heading(out, "Next best")
             rows(out, [_line(plan, one) for one in plan.found[1:]], "right", "right", "right", "wrap")
+    notes(out, "Notes", config_notes(given))
     heading(out, f"Memory against speed, of {plan.num_traced} traced recipes")
     rows(out, _frontier(out, plan), "right", "right", "left", "wrap")
     if plan.rejected:
@@ -80,6 +82,7 @@ def compare(plans: Sequence[Plan], *, out: Console | None = None) -> None:
     heading(out, "Changes")
     rows(out, [[_hardware(one), ", ".join(one.found[0].changes) if one.found else _least(one)]
                for one in ordered], "left", "wrap")  # fmt: skip
+    notes(out, "Notes", config_notes(given))
     out.print("\nOne GPU and one count alone: the plan in full, and plan.yaml.", style="dim")
 
 
@@ -171,6 +174,10 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
         most = plan.largest.as_recipe().batch.micro
         lines.append(["batch", f"fastest: batch.micro {recipe.batch.micro}; largest that fits: {most}"])
     lines.append(["precision", meaning(recipe)])
+    lines += (
+        [["model", parameters(estimate)]] if estimate.active_params not in (None, estimate.params) else []
+    )
+    lines += [["warning", line] for line in estimate.warnings]
     lines += [["assumed", plan.assumed]] if plan.assumed else []
     lines.append(["changes", ", ".join(best.changes) or "none: the given recipe"])
     numerics = ", ".join(best.numerics)

@@ -12,7 +12,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
-from trainfit.report.words import describe, holds_for, quantity
+from trainfit.report.words import describe, holds_for, parameters, quantity
 from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Explanation, OtherPhase, Peak, Phases, Run
@@ -76,10 +76,6 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
     """Print verdict, subject, speed, cost and precision, what was assumed; then the warnings."""
     out.print(verdict(recipe, estimate), style="bold green" if estimate.fits else "bold red")
     out.print(subject(recipe, estimate), style="bold")
-    active = estimate.active_params or estimate.params
-    counted = f", {format_count(active)} of them active for a token" if active != estimate.params else ""
-    frozen = estimate.trainable_params != estimate.params
-    counted += f", {format_count(estimate.trainable_params)} trained" if frozen else ""
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
         *([name, words] for name, words in two_peaks(estimate)),
@@ -88,7 +84,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
         *([["cost", cost(recipe, estimate)]] if estimate.cost or (recipe and estimate.tokens_per_s) else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
         *([["assumed", assumed]] if assumed else []),
-        ["model", f"{format_count(estimate.params)} parameters{counted}{identity}"],
+        ["model", f"{parameters(estimate)}{identity}"],
     ]
     if estimate.versions:
         lines.append(["versions", holds_for(estimate.versions)])

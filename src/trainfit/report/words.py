@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from trainfit.catalog.names import CPU
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Layers, Recompute
-from trainfit.spec.units import format_bytes, format_flops, format_seconds
+from trainfit.spec.result import Estimate
+from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 from trainfit.techniques import registry
 
 UNITS: dict[str, Callable[[float], str]] = {
@@ -63,6 +64,17 @@ def batch_text(recipe: Recipe) -> str:
     """Return ``micro x seq``, and ``x accumulate`` where there is accumulation."""
     batch = recipe.batch
     return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
+
+
+def parameters(estimate: Estimate) -> str:
+    """Return the number of parameters, of a mixture those active for a token, and those trained of some."""
+    text = f"{format_count(estimate.params)} parameters"
+    active = estimate.active_params or estimate.params
+    if active != estimate.params:
+        text += f", {format_count(active)} of them active for a token"
+    if estimate.trainable_params != estimate.params:
+        text += f", {format_count(estimate.trainable_params)} trained"
+    return text
 
 
 def recompute_written(recompute: Recompute) -> str:
