@@ -1,6 +1,8 @@
 """``trainfit trace``: an estimate of a script."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,12 @@ def test_a_script_is_started_as_its_own_command_line_does(
         ["--", "train.py", "--lr", "3"],
         ["accelerate", "launch", "--mixed_precision", "bf16", "train.py", "--lr", "3"],
     ]
+    command = tmp_path / "bin" / "tune"  # As pip writes for a package's entry point.
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\n" + (tmp_path / "train.py").read_text())
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    one_process.append(["tune", "--lr", "3"])
     for words in one_process:
         found, said = traced(words, capsys)
         assert "arguments ['--lr', '3']" in said, words

@@ -2,6 +2,7 @@
 ``accelerate launch``."""
 
 import re
+import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -73,7 +74,18 @@ def launch_of(words: Sequence[str], gpus_per_host: int) -> Launch:
     if first in NOT_TRACED:
         problem = f"what {NOT_TRACED[first]} starts is not traced"
         raise InputError(problem, "trace the script itself, with --world-size N", field="SCRIPT", value=first)
+    installed = shutil.which(first) if Path(first).name == first else None
+    if installed is not None and _is_python(Path(installed)):
+        return Launch(installed, False, rest)
     raise InputError("no such file", "name a Python file that trains", field="SCRIPT", value=first)
+
+
+def _is_python(path: Path) -> bool:
+    """Return whether a command is a Python script, as pip writes for a package's entry point."""
+    with path.open("rb") as file:
+        # Of a long path the second line names the interpreter, for a shell.
+        first = file.readline(), file.readline()
+    return first[0].startswith(b"#!") and any(b"python" in line for line in first)
 
 
 def _python(words: list[str], gpus_per_host: int) -> Launch:
