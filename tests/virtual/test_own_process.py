@@ -77,3 +77,11 @@ def rank_trains(rank: processes.Rank) -> Iterator[float]:
     x.sum().backward()
     assert x.grad is not None
     yield x.grad.item()
+
+
+@linux
+@pytest.mark.gpu
+def test_a_backward_beside_a_gpu_starts_threads_that_are_seen() -> None:
+    torch.ones(1, requires_grad=True, device="cuda").sum().backward()
+    assert own_process.autograd_has_threads()
+    assert ready_to_fork("cpu") is spawned
