@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import trainfit
+from trainfit.prediction.evaluation_code import evaluates_at
 from trainfit.report.prediction_text import show
 
 N, BATCH = 256, 8
@@ -389,3 +391,66 @@ def test_the_phases_are_printed_and_in_json(capsys: pytest.CaptureFixture[str]) 
     assert "Beside the training step" in text
     assert "3 forwards, 6.291 MFLOP; before the first step and after step 2" in text
     assert type(traced).model_validate_json(traced.model_dump_json()) == traced
+
+
+# -- steps beyond those traced -------------------------------------------------------------------------------
+
+
+def evaluates_every(number: int) -> Callable[[], None]:
+    def train() -> None:
+        trained = model()
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for step in range(10_000):
+            trained(batch()).square().mean().backward()
+            optimizer.step()
+            if step % number == number - 1:
+                with torch.no_grad():
+                    trained(batch())
+
+    return train
+
+
+def test_code_that_evaluates_is_awaited_beyond_the_traced_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainfit.virtual.user.steps.LOOK_AHEAD_STEPS", 9)
+    monkeypatch.setattr("trainfit.virtual.user.steps.LOOK_AHEAD_S", (60.0, 60.0))
+    found, missed = trainfit.trace(evaluates_every(7)), trainfit.trace(evaluates_every(100))
+    assert [(one.name, one.after_steps) for one in found.code.other_phases] == [("evaluation", (7,))]
+    assert found.code.num_steps == missed.code.num_steps == 3
+    assert found.model_flops == missed.model_flops == STEP * PRODUCT
+    assert missed.code.other_phases == ()
+    assert any(
+        "test_user_phases.py" in text and "12 steps did not reach" in text for text in missed.assumptions
+    )
+    assert not any("did not reach" in text for text in found.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("trainer.train()", 0), ("x = 1\nevaluate(model)", 2), ("Arguments(eval_strategy='steps')", 1),
+        ("Arguments(eval_strategy='no')", 0), ("with torch.no_grad():\n    p.mul_(2)", 0),
+        ("with torch.no_grad():\n    for p in zip(a, b):\n        p.sub_(1)", 0),
+        ("@torch.no_grad()\ndef f(x):\n    return net(x)", 2), ("model.generate(ids)", 1),
+        ("def broken(:", 0),
+    ],
+)  # fmt: skip
+def test_where_a_script_evaluates(tmp_path: Path, source: str, line: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+
+    def run() -> None: ...
+
+    run.script = script  # pyright: ignore[reportFunctionMemberAccess]
+    assert evaluates_at(run) == (f"train.py:{line}" if line else "")
+
+
+def test_safetensors_are_a_checkpoint() -> None:
+    from safetensors.torch import save_file
+
+    def step(loop: Loop) -> None:
+        loop.train()
+        save_file(loop.model.state_dict(), "never-written.safetensors")
+
+    (found,) = trainfit.trace(Loop(step)).code.other_phases
+    assert (found.name, found.saved_bytes) == ("checkpoint", 4 * 2 * (N * N + N))
+    assert not Path("never-written.safetensors").exists()

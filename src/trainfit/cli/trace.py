@@ -89,6 +89,7 @@ def run(
     def train() -> None:
         _run_script(launch)
 
+    train.script = launch.file  # pyright: ignore[reportFunctionMemberAccess]
     train.__qualname__ = launch.target if launch.is_module else Path(launch.target).name
     watched = progress(f"tracing {train.__qualname__} on {gpu}, {steps} optimizer steps", live=False)
     with only_json(json), watched:

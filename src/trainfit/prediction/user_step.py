@@ -21,6 +21,7 @@ from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
+from trainfit.prediction.evaluation_code import evaluates_at
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.device_time import is_measured
 from trainfit.prediction.time.roofline import copy_bytes_per_s, roofline, without_rows
@@ -65,7 +66,13 @@ def trace(
     if world_size is not None and world_size < 1:
         raise InputError("at least one rank is traced", "use 1 or more", field="world_size", value=world_size)
     row = _on_nodes(row, world_size, nodes)
-    with user_gpu(row, prefers_cudnn=prefers_cudnn(row), max_steps=steps, num_ranks=world_size) as virtual:
+    with user_gpu(
+        row,
+        prefers_cudnn=prefers_cudnn(row),
+        max_steps=steps,
+        num_ranks=world_size,
+        evaluates_at=evaluates_at(step),
+    ) as virtual:
         with contextlib.suppress(TraceComplete):
             _run(step)
         segments, whole = virtual.steps.segments(), virtual.steps.num_steps()

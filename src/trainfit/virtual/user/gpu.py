@@ -58,19 +58,27 @@ class UserGpu:
 
 @contextmanager
 def user_gpu(
-    gpu: Gpu, *, prefers_cudnn: bool, max_steps: int, num_ranks: int | None = None
+    gpu: Gpu,
+    *,
+    prefers_cudnn: bool,
+    max_steps: int,
+    num_ranks: int | None = None,
+    evaluates_at: str = "",
 ) -> Iterator[UserGpu]:
     """Enter a virtual GPU named "cuda"; after ``max_steps`` optimizer steps ``TraceComplete`` is raised.
 
     Args:
         num_ranks: run as rank 0 of so many; None: as the only process.
+        evaluates_at: place of code that evaluates, which steps beyond ``max_steps`` may reach; empty: none.
     """
-    with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps, num_ranks) as virtual:
+    with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps, num_ranks, evaluates_at) as virtual:
         yield virtual
 
 
 @contextmanager
-def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | None) -> Iterator[UserGpu]:
+def _user_gpu(
+    gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | None, evaluates_at: str
+) -> Iterator[UserGpu]:
     if num_ranks is not None:
         from trainfit.virtual.user.ranks import virtual_rank  # Imports torch.distributed.
 
@@ -82,7 +90,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | No
     learn_torch_cuda()
     tracer = UserTracer(traits, scopes, placement, fake)
     memory_stats = MemoryStats(tracer, gpu.usable_bytes)
-    steps = StepFollower(tracer, scopes, max_steps)
+    steps = StepFollower(tracer, scopes, max_steps, evaluates_at)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(restored_settings())

@@ -89,6 +89,16 @@ class Passes:
         """Return whether one of the first passes was one of a module without gradients."""
         return any(one.module == id(module) and not one.has_grad for one in self.all[:before])
 
+    def has_other_kinds(self) -> bool:
+        """Return whether a pass without gradients so far is part of no step."""
+        self.resolve()
+        needed = {one.module for one in self.all if one.kind == "step" and not one.has_grad}
+        return any(
+            one.kind != "step" and one.has_parameters and not one.has_grad
+            and (one.is_chained or one.module not in needed)
+            for one in self.all
+        )  # fmt: skip
+
     def begin(self, module: torch.nn.Module) -> Pass:
         """Begin a pass of an outermost module, and return it."""
         has_parameters = next(module.parameters(), None) is not None

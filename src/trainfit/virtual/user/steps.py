@@ -33,12 +33,20 @@ class TraceComplete(BaseException):
 
 LOOK_ON_PASSES, LOOK_ON_S = 2000, 20.0
 """Forwards, and seconds, of an evaluation after the last step, beyond which it is not followed."""
+LOOK_AHEAD_STEPS, LOOK_AHEAD_S = 100, (3.0, 20.0)
+"""Steps, and least and most seconds, for which code that evaluates is awaited; in between as long as the
+steps before took."""
 
 
 class StepFollower:
-    """Tracks the phases, and raises ``TraceComplete`` at the first forward after ``max_steps`` steps."""
+    """Tracks the phases, and raises ``TraceComplete`` at the training forward after ``max_steps`` steps.
 
-    def __init__(self, tracer: UserTracer, scopes: ScopeTracker, max_steps: int):
+    Args:
+        evaluates_at: where the code evaluates. If no step reached that, the trace goes on for a while.
+    """
+
+    def __init__(self, tracer: UserTracer, scopes: ScopeTracker, max_steps: int, evaluates_at: str = ""):
+        self._evaluates_at, self._began, self._ahead_since = evaluates_at, 0.0, 0.0
         self._tracer, self._scopes, self._max_steps = tracer, scopes, max_steps
         self._starts = [SegmentStart("init", 0, 0)]
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
@@ -127,7 +135,8 @@ class StepFollower:
     def _pass_begins(self, module: nn.Module | None) -> None:
         if self._scopes.phase == "backward":
             self._num_turns += 1
-        if (self._num_updates if self.has_optimizer else self._num_turns) >= self._max_steps:
+        self._began = self._began or time.monotonic()
+        if self._steps_begun() >= self._max_steps:
             self._look_on(module)
         if module is None or next(module.parameters(), None) is None:
             self._begin("forward")  # A loss or a metric goes with what is around it.
@@ -140,20 +149,40 @@ class StepFollower:
                 self._starts[-1] = self._starts[-1]._replace(forward=started.number)
 
     def _look_on(self, module: nn.Module | None) -> None:
-        """Follow a first evaluation after the last step; else end the trace."""
-        if (
-            module is None
-            or torch.is_grad_enabled()
-            or self.passes.ran_without_grad(module, before=len(self.passes.all) - self._looked_on)
-        ):
-            raise TraceComplete
-        self._looked_on_since = self._looked_on_since or time.monotonic()
+        """Follow a first evaluation after the last step, or await one of the code; else end the trace."""
+        now = time.monotonic()
+        self._ahead_since = self._ahead_since or now
+        if module is None or torch.is_grad_enabled() or self._ran_without_grad(module):
+            if not self._awaits_evaluation(now):
+                raise TraceComplete
+            return
+        self._looked_on_since = self._looked_on_since or now
         self._looked_on += 1
-        if self._looked_on > LOOK_ON_PASSES or time.monotonic() - self._looked_on_since > LOOK_ON_S:
+        if self._looked_on > LOOK_ON_PASSES or now - self._looked_on_since > LOOK_ON_S:
             self.notes.add(
                 f"an evaluation after the last step was followed for {self._looked_on - 1:,} forwards"
             )
             raise TraceComplete
+
+    def _ran_without_grad(self, module: nn.Module) -> bool:
+        return self.passes.ran_without_grad(module, before=len(self.passes.all) - self._looked_on)
+
+    def _awaits_evaluation(self, now: float) -> bool:
+        """Return whether to go on after the last step, until code that evaluates is reached."""
+        if not self._evaluates_at or self.passes.has_other_kinds():
+            return False
+        least_s, most_s = LOOK_AHEAD_S
+        limit_s = min(max(least_s, self._ahead_since - self._began), most_s)
+        if self._steps_begun() < self._max_steps + LOOK_AHEAD_STEPS and now - self._ahead_since < limit_s:
+            return True
+        self.notes.add(
+            f"{self._evaluates_at} evaluates or generates, which {self._steps_begun()} steps did not reach: "
+            "its memory and time are in no figure; trace more steps, or a version that evaluates sooner"
+        )
+        return False
+
+    def _steps_begun(self) -> int:
+        return self._num_updates if self.has_optimizer else self._num_turns
 
     def _forward_ended(self) -> None:
         if not self._engine_depth:
@@ -282,8 +311,8 @@ class StepFollower:
     def num_steps(self) -> int:
         """Return the number of complete steps: updates, or turns from a backward without an optimizer."""
         if self._main_optimizer is not None:
-            return self._num_updates
-        return sum(start.phase == "backward" for start in self._starts)
+            return min(self._num_updates, self._max_steps)
+        return min(sum(start.phase == "backward" for start in self._starts), self._max_steps)
 
     def segments(self) -> list[Segment]:
         """Return the segments, of steps setup, first, later, steady (the last complete one) and rest.
