@@ -69,6 +69,9 @@ def test_assumed_values_agree() -> None:
         assert torch.isfinite(loss)
         assert not torch.isnan(loss)
         assert loss.item() == 0
+        assert torch.equal(torch.ones_like(loss), torch.tensor(1.0, device="cuda"))
+        assert not torch.equal(loss, torch.zeros_like(loss))
+        assert torch.equal(loss, loss)
         assert len(tokens[is_end]) == 15  # For the size of a result, all is selected.
 
     inside(check)

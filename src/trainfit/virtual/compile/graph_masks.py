@@ -16,6 +16,7 @@ class GraphMasks:
 
     def __init__(self, graph: fx.Graph, outer: MaskTracker):
         self._nodes, self._outer = list(graph.nodes), outer
+        self._is_dynamic = any(isinstance(node.meta.get("val"), torch.SymInt) for node in self._nodes)
         self._shares: dict[str, Fraction] = {}
         self._outputs: list[Mark | None] = []
 
@@ -26,6 +27,8 @@ class GraphMasks:
     def enter(self, inputs: Sequence[Any]) -> None:
         """Propagate the masks of a call's inputs."""
         self._shares, self._outputs = {}, []
+        if self._is_dynamic:
+            return  # A mask is an expression of known sizes.
         tracker = MaskTracker(self._on_share, self._outer.expressions)
         remaining = iter(inputs)
         for node in self._nodes:
@@ -44,6 +47,8 @@ class GraphMasks:
 
     def leave(self, outputs: Sequence[Any]) -> None:
         """Mark the outputs of the call."""
+        if self._is_dynamic:
+            return
         for value, mark in zip(outputs, self._outputs, strict=True):
             if isinstance(value, torch.Tensor) and mark is not None:
                 self._outer.put(value, mark)

@@ -284,6 +284,14 @@ def read(t: Tensor) -> Any:
     return False if t.dtype == torch.bool else 0.0 if t.is_floating_point() else 0
 
 
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Return ``torch.equal``; values that are not known equal no others."""
+    if a is b:
+        return True
+    one, other = seen_values(a), seen_values(b)
+    return one is not None and other is not None and on_host(torch.equal, (one, other), {})
+
+
 @contextmanager
 def report_fallbacks(notes: set[str]) -> Iterator[None]:
     """Add a note for each operation without a fake kernel, which PyTorch runs for real on zeros.

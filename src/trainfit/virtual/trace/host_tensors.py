@@ -42,6 +42,11 @@ DECIDED = {
 }  # fmt: skip
 """Operations -> the value of one whole input that decides the result whatever the other is: all sequences are
 finished at the greatest length (generation's stopping criteria)."""
+FILLED: dict[Any, Callable[..., Tensor]] = {
+    aten.ones_like.default: torch.ones, aten.zeros_like.default: torch.zeros,
+    aten.full_like.default: torch.full,
+}  # fmt: skip
+"""Factories of tensors like another -> what makes their values."""
 VALUE = "_trainfit_value"
 ASSUMED = "_trainfit_assumed"
 """Attribute of a tensor whose values are not known: the values that code sees which reads it. Without it they
@@ -148,6 +153,11 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
     if out.numel() > MAX_VALUES:
         return
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
+        return
+    if func in FILLED and out.numel() <= MAX_ASSUMED:
+        # Whatever the values of the tensor are that it is like.
+        sizes = (out.shape, *args[1:2]) if func is aten.full_like.default else (out.shape,)
+        setattr(out, VALUE, on_host(FILLED[func], sizes, {"dtype": out.dtype}))
         return
     if any(carried_values(t) is None for t in tensors):
         decided = DECIDED.get(func)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Ledger, Op, part_of
 from trainfit.virtual.cuda.attention_kernel import attention_kernel
-from trainfit.virtual.cuda.fake_impls import READS_VALUE, read, run
+from trainfit.virtual.cuda.fake_impls import READS_VALUE, are_equal, read, run
 from trainfit.virtual.cuda.flops import count, visible_only
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 from trainfit.virtual.cuda.scratch import GpuTraits, as_allocated, output_bytes, scratch_bytes
@@ -153,6 +153,9 @@ class Tracer(TorchDispatchMode):
             if known_value(args[0]) is None:
                 self.on_unknown()
             return read(args[0])
+        if func is aten.equal.default:
+            self.count_read()
+            return are_equal(*args)
         func = accumulate_in_place(func, args, kwargs)
         launched = dry_run(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None
         if launched is not None:
