@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainfit.cli.main import main
 from trainfit.spec.result import Estimate
@@ -147,7 +148,11 @@ def test_an_option_that_the_script_has_too_is_the_scripts(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("torch.cuda.tunable.enable()", "torch.cuda.tunable.enable is not modelled by the virtual GPU"),
+        pytest.param(
+            "torch.cuda.tunable.enable()",
+            "torch.cuda.tunable.enable is not modelled by the virtual GPU",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch for CUDA has it"),
+        ),
         ("torch._C._cuda_sleepy()", "a call of the CUDA driver is not modelled by the virtual GPU"),
         ("1 / torch.rand(1, device='cuda').item()", "train.py:12: ZeroDivisionError"),
     ],
