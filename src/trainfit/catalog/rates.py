@@ -38,6 +38,8 @@ class HostRates(Value):
     python_update: Seconds  # One of an optimizer
     scaled_product: Seconds  # torchao's Python around an fp8 product in eager code: casts and wrappers
     in_mode: Seconds  # A call that passes through a dispatch mode in Python
+    script_launch: Seconds  # In a traced script: a launch, with dispatch and autograd
+    script_call: Seconds  # A Python function that it calls, with what that does besides launches
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release
     unshard_parameter: Seconds
@@ -81,6 +83,7 @@ class Rates(Value):
     memory: PositiveFloat
     fp8_casts: PositiveFloat  # Compiled casts to fp8, on top of ``memory``
     kernel_s: Seconds  # At least this for every launch
+    script_host_ratio: PositiveFloat  # What ``calibrate --host`` found of the host that scripts' costs are of
     power: PowerRates
     host: HostRates
     overlap: OverlapRates
@@ -90,6 +93,14 @@ class Rates(Value):
     compiled_device_bound: Band
     compiled_host_bound: Band
     several_gpus: Band
+
+    def on_host(self, ratio: float) -> "Rates":
+        """Return the rates of a host whose small steps take ``ratio`` times as long as the catalog's."""
+        of_script = ratio / self.script_host_ratio
+        scaled = {
+            name: seconds * (of_script if name.startswith("script_") else ratio) for name, seconds in self.host
+        }
+        return self.model_copy(update={"host": HostRates(**scaled)})
 
 
 @functools.cache

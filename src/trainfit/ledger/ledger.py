@@ -124,6 +124,8 @@ class Op(NamedTuple):
     in_mode: int = 0
     """Calls since the entry before, this one and views included, that passed through a dispatch mode in
     Python: selective recomputation's."""
+    python: int = 0
+    """Python functions that a traced script called since the entry before; 0 in a recipe's ledger."""
 
 
 COPIED = ("copied_gather", "copied_scatter")

@@ -152,6 +152,8 @@ def _estimate(
         holders=_holders(ledger, replayed),
         inputs=inputs,
         other_phases=others,
+        num_launches=sum(op.calls for op in ledger.steady_ops),
+        num_python_calls=sum(op.python for op in ledger.steady_ops),
     )
     return found.model_copy(
         update={

@@ -175,6 +175,8 @@ class TracedCode(Value):
     name: str  # Qualified name of the callable, or the script
     gpu: str
     num_steps: Count  # Optimizer steps that were traced
+    num_launches: Count = 0  # Of the steady step, by the host
+    num_python_calls: Count = 0  # Python functions that the script calls in the steady step
     holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
     inputs: StepInputs | None = None  # None: no module was called in the step
     other_phases: tuple[OtherPhase, ...] = ()

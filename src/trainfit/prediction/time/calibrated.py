@@ -16,7 +16,7 @@ from statistics import median
 
 from trainfit.catalog import names
 from trainfit.catalog.load import FOLDER
-from trainfit.catalog.rates import HostRates, Rates, rates
+from trainfit.catalog.rates import Rates, rates
 from trainfit.prediction.time.op_times import OpTimes
 from trainfit.spec.calibration import FORMAT, MAX_FILE_BYTES, Calibration, HostStep, OpTime
 from trainfit.spec.errors import InputError
@@ -126,8 +126,7 @@ def _of_user(path: str, gpu: str, shipped: Calibrated) -> Calibrated:
     else:
         origins.append(f"operations timed by calibrate on {shipped.gpu}")
     if ratio is not None:
-        host = HostRates(**{name: seconds * ratio for name, seconds in known.host})
-        known = known.model_copy(update={"host": host})
+        known = known.on_host(ratio)
         by = f"by {basis} of {Path(path).name}"
         origins.append(f"a host that takes {ratio:.2f} times as long as the catalog's rates expect, {by}")
     return Calibrated(

@@ -75,13 +75,47 @@ class Issue:
         return launch_s * bool(op.calls) + called_s + block_s + wrapped_s
 
 
+class ScriptIssue:
+    """The host's work of a traced script: launches, and the Python functions called between them.
+
+    A script's Python is its own: a recipe's costs of modules, recomputed blocks and wrapped tensors do not
+    hold there, but each of them is Python that the trace counted. Launches of compiled code have the costs
+    that they have in a recipe.
+    """
+
+    def __init__(self, ledger: Ledger, rates: HostRates):
+        self._rates, self._of_recipe = rates, Issue(ledger, rates)
+
+    def seconds(self, op: Op) -> float:
+        """Return the seconds from the entry before to the launch of this one."""
+        rates = self._rates
+        python_s = op.python * rates.script_call
+        if _is_in_graph(op):
+            return self._of_recipe.seconds(op) + python_s
+        return rates.script_launch * bool(op.calls) + op.host[2] * rates.graph + python_s
+
+
+def issue_of(ledger: Ledger, rates: HostRates) -> Issue | ScriptIssue:
+    """Return the host's work of a ledger: a script's where its Python was counted, else a recipe's."""
+    return (ScriptIssue if counts_python(ledger) else Issue)(ledger, rates)
+
+
+def counts_python(ledger: Ledger) -> bool:
+    """Return whether the Python functions that a script called were counted."""
+    return any(op.python for op in ledger.steady_ops)
+
+
 def _is_in_graph(op: Op) -> bool:
     return op.name.startswith("triton_") or op.name.endswith(".out") or "empty_strided" in op.name
 
 
-def collective_issue_s(one: Collective, rates: HostRates) -> float:
-    """Return the host's seconds to issue a collective, with all that FSDP2 does around it."""
-    if not one.num_parameters:
+def collective_issue_s(one: Collective, rates: HostRates, *, counts_python: bool = False) -> float:
+    """Return the host's seconds to issue a collective, with all that FSDP2 does around it.
+
+    Args:
+        counts_python: FSDP2's Python is among the functions that were counted.
+    """
+    if counts_python or not one.num_parameters:
         return rates.collective
     if one.name in ("all_gather", "copied_gather"):
         return rates.unshard + one.num_parameters * rates.unshard_parameter

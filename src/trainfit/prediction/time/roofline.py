@@ -14,7 +14,7 @@ from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
 from trainfit.prediction.time.device_time import least_s, op_s, part_of, roofline_kind, uses_tensor_cores
-from trainfit.prediction.time.host_time import Issue, collective_issue_s, loop_issue_s
+from trainfit.prediction.time.host_time import collective_issue_s, counts_python, issue_of, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
@@ -180,7 +180,7 @@ def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated, issue: dict[int, floa
 
 def _issue_s(ledger: Ledger, known: Calibrated) -> dict[int, float]:
     """Return the seconds that the host needs for each entry, by its ``id``."""
-    issue = Issue(ledger, known.rates.host)
+    issue = issue_of(ledger, known.rates.host)
     return {id(op): issue.seconds(op) for op in ledger.steady_ops}
 
 
@@ -208,6 +208,7 @@ def _replayed(
     ledger: Ledger, gpu: Gpu, known: Calibrated, device: dict[int, float], issue: dict[int, float]
 ) -> Times:
     host, overlap = known.rates.host, known.rates.overlap
+    is_script = counts_python(ledger)
     return replay(
         ledger,
         lambda op: device[id(op)],
@@ -217,7 +218,7 @@ def _replayed(
             lambda op: issue[id(op)],
             host.read,
             host.launch,
-            lambda one: collective_issue_s(one, host),
+            lambda one: collective_issue_s(one, host, counts_python=is_script),
             lambda op: loop_issue_s(op, host),
         ),
         overlap=Overlap(overlap.computation, overlap.collectives),

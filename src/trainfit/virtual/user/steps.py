@@ -86,6 +86,7 @@ class StepFollower:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._tracer.python_calls.stop()
 
     def parameter_made(self, parameter: Tensor) -> None:
         """Register a new parameter."""
@@ -133,6 +134,7 @@ class StepFollower:
         self._pass_begins(module)
 
     def _pass_begins(self, module: nn.Module | None) -> None:
+        self._tracer.python_calls.start()
         if self._scopes.phase == "backward":
             self._num_turns += 1
         self._began = self._began or time.monotonic()

@@ -47,13 +47,19 @@ class UserTensorMode(HostTensorMode):
     Args:
         on_engine: returns a context for each run of autograd's engine, from what holds its roots.
         twin: returns a fake host tensor like a real one.
+        host_waits: called where the host waits until the GPU has done all that was issued.
     """
 
     def __init__(
-        self, placement: PlacementState, on_engine: Callable[[Any], Any], twin: Callable[[Tensor], Tensor]
+        self,
+        placement: PlacementState,
+        on_engine: Callable[[Any], Any],
+        twin: Callable[[Tensor], Tensor],
+        host_waits: Callable[[], None],
     ):
         super().__init__(placement)
         self._placement, self._on_engine, self._twin = placement, on_engine, twin
+        self._host_waits = host_waits
         self._calls: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: self._cuda,
@@ -133,8 +139,15 @@ class UserTensorMode(HostTensorMode):
         rest = dict(zip(("dtype", "non_blocking", "copy"), args, strict=False)) | kwargs
         return self._move(t, device_of(t) if device is None else device, rest)
 
-    def _cuda(self, t: Tensor, device: Any = None, *_: Any, **kwargs: Any) -> Tensor:
-        return self._move(t, "cuda", {"memory_format": kwargs.get("memory_format")})
+    def _cuda(
+        self,
+        t: Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        return self._move(t, "cuda", {"non_blocking": non_blocking, "memory_format": memory_format})
 
     def _move(self, t: Tensor, device: Any, options: dict[str, Any]) -> Tensor:
         """Return ``t.to(device, **options)``, the same tensor if nothing changes."""
@@ -147,13 +160,18 @@ class UserTensorMode(HostTensorMode):
                     field="step",
                 )
             with self._placement.moving():
-                return TO(t, device=CPU, **{**options, "copy": True})
+                moved = TO(t, device=CPU, **{**options, "copy": True})
+            if not options.get("non_blocking"):
+                self._host_waits()  # PyTorch synchronizes the stream after such a copy (Copy.cu).
+            return moved
         if names_host(device) and is_device(t):
             return self._to_host(t, options)
         return TO(t, device=CPU if names_cuda(device) else device, **options)
 
     def _to_host(self, t: Tensor, options: dict[str, Any]) -> Tensor:
         """Return known values or zeros as a real tensor; tensors that need gradients stay fake."""
+        if not options.get("non_blocking"):
+            self._host_waits()
         traced = t.requires_grad and torch.is_grad_enabled()
         if traced or t.numel() * t.element_size() > LARGEST_REAL_BYTES:
             with self._placement.leaving():

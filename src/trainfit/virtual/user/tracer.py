@@ -31,6 +31,7 @@ from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 from trainfit.virtual.trace.tracer import LIFTS, Tracer
 from trainfit.virtual.user.placement import CPU, CUDA, is_device, is_marked, mark, names_cuda
+from trainfit.virtual.user.python_calls import PythonCalls
 
 aten = torch.ops.aten
 INDEXING = tuple(
@@ -49,6 +50,7 @@ class UserTracer(Tracer):
         super().__init__(gpu, scopes, placement)
         self._fake = fake
         self.is_inside = False  # True while PyTorch's own code runs, which must see fake tensors on the CPU
+        self.python_calls = PythonCalls()
         self.notes: set[str] = set()  # Deviations of the trace from a real run
         self.functions: AbstractContextManager[Any] = nullcontext()
         """The mode that translates calls above autograd (``UserTensorMode``)."""
@@ -66,8 +68,13 @@ class UserTracer(Tracer):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # The operations of a wrapper subclass (DTensor) come back here.
-        with self.inside():
-            return self._dispatch(func, types, args, kwargs or {})
+        counts = self.python_calls.pause()
+        try:
+            with self.inside():
+                return self._dispatch(func, types, args, kwargs or {})
+        finally:
+            if counts:
+                self.python_calls.resume()
 
     @contextmanager
     def inside(self, value: bool = True) -> Iterator[None]:
@@ -176,6 +183,9 @@ class UserTracer(Tracer):
             # A copy from the host to another layout needs a contiguous copy on the device (Copy.cu).
             size = out.numel() * out.element_size()
             self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.scopes.current(), str(func))
+
+    def _host_calls(self) -> dict[str, Any]:
+        return {**super()._host_calls(), "python": self.python_calls.take()}
 
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)

@@ -55,9 +55,9 @@ def cuda_module(
     """
     tracer: UserTracer = memory_stats.tracer
     counted = {"device_count": lambda: num_devices}
-    streams, graphs = stream_functions(), graph_functions(tracer, steps)
+    streams, graphs = stream_functions(tracer.count_read), graph_functions(tracer, steps)
     memory, random = memory_functions(memory_stats), _random()
-    shared = {name: streams[name] for name in ("current_stream", "set_stream")}
+    shared = {name: streams[name] for name in ("current_stream", "set_stream", "synchronize")}
     accelerator = _accelerator(traits) | counted | shared | memory
     accelerator |= {
         "memory_stats": accelerator_statistics(memory_stats),
@@ -190,7 +190,7 @@ def _random() -> Functions:
 
 
 def _accelerator(traits: GpuTraits) -> Functions:
-    return no_ops("set_device_index set_device_idx synchronize") | {
+    return no_ops("set_device_index set_device_idx") | {
         "is_available": _yes,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": lambda: 0,

@@ -100,8 +100,12 @@ DEFAULT = object()
 """The device of the default stream."""
 
 
-def stream_functions() -> Functions:
-    """Return the functions and classes of streams in ``torch.cuda``."""
+def stream_functions(host_waits: Callable[[], None]) -> Functions:
+    """Return the functions and classes of streams in ``torch.cuda``.
+
+    Args:
+        host_waits: called where the host waits for the GPU.
+    """
     entered = [Stream(DEFAULT)]
 
     class StreamContext(NoContext):
@@ -121,7 +125,8 @@ def stream_functions() -> Functions:
         entered[-1] = stream or entered[-1]
 
     default = entered[0]
-    return no_ops("synchronize _sleep") | {
+    return no_ops("_sleep") | {
+        "synchronize": lambda device=None: host_waits(),
         "Stream": Stream,
         "ExternalStream": Stream,
         "Event": Event,
