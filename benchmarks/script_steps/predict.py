@@ -1,4 +1,4 @@
-"""Predict steps of the scripts on an H100: ``python -m benchmarks.script_steps.predict OUT.jsonl [--only NAME ...]``."""
+"""Predict steps of the scripts on an H100: ``python -m benchmarks.script_steps.predict OUT.jsonl``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def predicted(name: str, size: str) -> dict[str, Any]:
 
     begun = time.perf_counter()
     found = trainfit.trace(lambda: scripts.named(name)(STEPS + 1, size == "small"), gpu=GPU, steps=STEPS)
-    assert found.time is not None and found.code is not None
+    assert found.time is not None
+    assert found.code is not None
     return {
-        "step_s": found.step_s, "bounds": found.bounds and found.bounds.model_dump(), "time": found.time.model_dump(),
+        "step_s": found.step_s, "time": found.time.model_dump(),
+        "bounds": {name: one.model_dump() for name, one in found.bounds.items()},
         "num_launches": found.code.num_launches, "num_python_calls": found.code.num_python_calls,
         "peak_allocated_bytes": found.peak_allocated_bytes, "peak_reserved_bytes": found.peak_reserved_bytes,
         "versions": found.versions, "seconds": round(time.perf_counter() - begun, 1),

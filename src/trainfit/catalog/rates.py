@@ -98,7 +98,8 @@ class Rates(Value):
         """Return the rates of a host whose small steps take ``ratio`` times as long as the catalog's."""
         of_script = ratio / self.script_host_ratio
         scaled = {
-            name: seconds * (of_script if name.startswith("script_") else ratio) for name, seconds in self.host
+            name: seconds * (of_script if name.startswith("script_") else ratio)
+            for name, seconds in self.host
         }
         return self.model_copy(update={"host": HostRates(**scaled)})
 

@@ -112,7 +112,9 @@ def _user_gpu(
         enter(fake)
         enter(_fake_parameters(tracer, steps, quantized.before_optimizer))
         enter(_reports_cuda(tracer))
-        tracer.functions = UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host, tracer.count_read)
+        tracer.functions = UserTensorMode(
+            placement, steps.engine_runs, tracer.twin_on_host, tracer.count_read
+        )
         enter(tracer.functions)
         enter(scopes)
         enter(steps)

@@ -187,7 +187,9 @@ class Graph:
             self._steps.replays(phase)
             live = self._tracer.live
             for _, op in ops:
-                again = op._replace(segment=live.segment, host=(0, 0, 0, 0), wrapped=(0, 0), in_mode=0)
+                again = op._replace(
+                    segment=live.segment, host=(0, 0, 0, 0), wrapped=(0, 0), in_mode=0, python=0
+                )
                 # The host launches a graph once.
                 live.ledger.ops.append(again._replace(calls=int(op is self._ops[0][1])))
 
