@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.utils import _foreach_utils
 
+from trainfit.virtual.trace.process_state import MOST_FROZEN_BY_PYTHON
+
 MODULES = """
     torch torch.nn torch.nn.functional torch.nn.modules.module torch.nn.parameter torch.nn.init
     torch.autograd torch.autograd.graph torch.amp.autocast_mode torch.random torch.serialization torch._C
@@ -156,8 +158,8 @@ def _process() -> dict[str, Any]:
         "logging disabled": logging.root.manager.disable,
         "warnings": (list(warnings.filters), id(warnings.showwarning), id(warnings.formatwarning)),
         "environment": dict(os.environ),
-        "gc": (gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.get_debug(),
-            list(map(id, gc.callbacks))),
+        "gc": (gc.isenabled(), gc.get_freeze_count() > MOST_FROZEN_BY_PYTHON, gc.get_threshold(),
+            gc.get_debug(), list(map(id, gc.callbacks))),
         "import hooks": (list(map(id, sys.meta_path)), list(map(id, sys.path_hooks)), list(sys.path)),
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "folder": os.getcwd(),
