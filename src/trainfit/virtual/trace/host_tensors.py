@@ -46,7 +46,7 @@ FILLED: dict[Any, Callable[..., Tensor]] = {
     aten.ones_like.default: torch.ones, aten.zeros_like.default: torch.zeros,
     aten.full_like.default: torch.full,
 }  # fmt: skip
-"""Factories of tensors like another -> what makes their values."""
+"""Factories of tensors like another -> what makes the value of one element."""
 VALUE = "_trainfit_value"
 ASSUMED = "_trainfit_assumed"
 """Attribute of a tensor whose values are not known: the values that code sees which reads it. Without it they
@@ -154,8 +154,8 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
         return
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
-    if func in FILLED and out.numel() <= MAX_ASSUMED:
-        # Whatever the values of the tensor are that it is like.
+    if func in FILLED and out.numel() == 1:
+        # Whatever the value of the tensor is that it is like: a loss's own gradient is 1.
         sizes = (out.shape, *args[1:2]) if func is aten.full_like.default else (out.shape,)
         setattr(out, VALUE, on_host(FILLED[func], sizes, {"dtype": out.dtype}))
         return

@@ -5,6 +5,7 @@ runs eagerly, which is reported.
 """
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -63,7 +64,8 @@ class UserCompiler(VirtualCompiler):
     def __init__(self, gpu: GpuTraits, tracer: UserTracer, scopes: ScopeTracker):
         super().__init__(gpu, tracer, scopes)
         self._user_tracer, self._notes = tracer, tracer.notes
-        self._compile, self._compile_in_place = torch.compile, nn.Module.compile
+        # Lightning wraps torch.compile in a function that copies its arguments, which cannot be copied here.
+        self._compile, self._compile_in_place = inspect.unwrap(torch.compile), nn.Module.compile
 
     def compiled(self, model: Any = None, **options: Any) -> Any:
         """Replace ``torch.compile``."""
