@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainfit.kernels.custom_op import interprets_triton
+from trainfit.kernels.flash_attention.dispatch import machine_of
 from trainfit.measurement.process import die_with_parent
 from trial_start import processes
 
@@ -61,6 +63,10 @@ def _serve(pipe: Any, store: Path, rank: int, world_size: int, parent: int) -> N
     die_with_parent(parent)
     gc.freeze()  # A collection that visited the parent's objects would copy all of its memory.
     torch.manual_seed(0)
+    # Whole steps run attention in PyTorch: Triton's interpreter would take ten times as long.
+    os.environ.pop("TRITON_INTERPRET", None)
+    interprets_triton.cache_clear()
+    machine_of.cache_clear()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(

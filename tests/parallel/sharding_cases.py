@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -96,6 +97,32 @@ def fully_sharded(by_module: bool, checkpointed: bool = False) -> tuple[float, i
     full = wrapper.full_parameters()
     held = sum(one.numel() for one in wrapper.parameters())
     return difference(full, alone()), held, total
+
+
+def partly_replicated() -> tuple[float, dict[str, int], list[str]]:
+    """Accumulate over two backwards a step, warnings as errors, with modules that stay whole.
+
+    Return the difference from one process, the elements held by name, and the message of a wrong name.
+    """
+    module = Tied(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapper = FullySharded(module, replicated=["norm", "head"])
+        stepper = adamw(wrapper.parameters())
+        for tokens in batches():
+            (part,) = shares(tokens)
+            for half in part.chunk(2):
+                (loss_of(wrapper, half) / 2).backward()
+            stepper.step()
+            stepper.zero_grad()
+        full = wrapper.full_parameters()
+    held = {name: one.numel() for name, one in wrapper.module.named_parameters()}
+    messages = []
+    try:
+        FullySharded(nn.Linear(2, 2), replicated=["norm"])
+    except ValueError as error:
+        messages.append(str(error))
+    return difference(full, alone()), held, messages
 
 
 def saved_by(compute_dtype: torch.dtype | None) -> tuple[int, int, set[torch.dtype]]:

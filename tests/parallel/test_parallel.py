@@ -84,6 +84,16 @@ def test_fully_sharded_equals_one_process(ranks: Ranks, by_module: bool, checkpo
         assert total / 2 <= held <= total / 2 + 3
 
 
+def test_named_modules_stay_whole_and_their_gradients_are_averaged(ranks: Ranks) -> None:
+    """The head's weight is the embedding's, so that stays whole as well."""
+    for apart, held, messages in ranks.run(sharding_cases.partly_replicated):
+        assert apart <= EQUAL
+        whole = {"embed.weight": 13 * 6, "norm.weight": 6, "norm.bias": 6}
+        assert held == whole | {"up.weight": 33, "up.bias": 6, "frozen.weight": 33, "frozen.bias": 3}
+        assert len(messages) == 1
+        assert "'norm' names no submodule" in messages[0]
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_full_weights_are_not_kept_for_the_backward(ranks: Ranks, dtype: torch.dtype | None) -> None:
     width = 2 if dtype else 4

@@ -4,6 +4,7 @@ A call takes 10 us on the host; through ``torch.library.custom_op``, whose autog
 Optimizers make up to three per weight.
 """
 
+import os
 from collections.abc import Callable, Collection
 from functools import cache
 from importlib import import_module
@@ -71,6 +72,20 @@ def triton_kernels(module: str) -> Any:
 def uses_triton(x: Tensor) -> bool:
     """Return whether an operator on this tensor runs its Triton kernel: on CUDA, except in fp64."""
     return x.is_cuda and x.dtype != torch.float64
+
+
+@cache
+def interprets_triton() -> bool:
+    """Return whether Triton's kernels run in its interpreter, on tensors of any device.
+
+    Triton reads ``TRITON_INTERPRET`` where a kernel is defined, so a kernel is looked at, not the variable.
+    """
+    if not os.environ.get("TRITON_INTERPRET") or not has_module("triton"):
+        return False
+    from triton.runtime.interpreter import InterpretedFunction
+
+    kernel = triton_kernels("kernels.flash_attention.triton").forward_kernel
+    return isinstance(kernel, InterpretedFunction)
 
 
 def refuse_second_derivative() -> None:

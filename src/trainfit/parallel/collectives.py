@@ -18,9 +18,9 @@ def all_gather(out: Tensor, shard: Tensor, group: Group = None) -> None:
     _SINGLE["all_gather"](out, shard, group=group)
 
 
-def reduce_scatter(out: Tensor, whole: Tensor, group: Group = None) -> None:
-    """Fill ``out`` with this rank's part of the sum, along the first dimension."""
-    _SINGLE["reduce_scatter"](out, whole, group=group)
+def reduce_scatter(out: Tensor, whole: Tensor, group: Group = None, op: Any = dist.ReduceOp.SUM) -> None:
+    """Fill ``out`` with this rank's part of the reduced tensor, along the first dimension."""
+    _SINGLE["reduce_scatter"](out, whole, op=op, group=group)
 
 
 _SINGLE: Any = {

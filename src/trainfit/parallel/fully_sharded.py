@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportMissingModuleSource]
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainfit.parallel.collectives import Group, broadcast, can_average
+from trainfit.parallel.collectives import Average, Group, all_gather, broadcast, can_average, reduce_scatter
 
 
 class Layout(NamedTuple):
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
         """Return the full tensor in the compute dtype; a collective."""
         shard = shard.detach().to(self.compute_dtype or shard.dtype)
         full = shard.new_empty(self.chunk * self.world_size)
-        dist.all_gather_into_tensor(full, shard, self.group)
+        all_gather(full, shard, self.group)
         return full[: self.shape.numel()].view(self.shape)
 
     def reduce_scatter(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
         chunk = flat.new_empty(self.chunk)
         averages = can_average(flat, self.group)
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        dist.reduce_scatter_tensor(chunk, flat, op, self.group)
+        reduce_scatter(chunk, flat, self.group, op)
         return chunk if averages else chunk.div_(self.world_size)
 
 
@@ -134,8 +134,8 @@ class Unit:
 class FullySharded(nn.Module):
     """Shard a module's parameters, gradients and optimizer state over a process group.
 
-    ``parameters()`` yields this rank's shards, flat, under the names that they had: hand them to any
-    element-wise optimizer. Gradients are ready when the backward returns.
+    ``parameters()`` yields this rank's shards, flat, and the replicated parameters, under the names that they
+    had: hand them to any element-wise optimizer. Gradients are ready when the backward returns.
 
     Args:
         module: Any module on one device, tied and frozen parameters included. The parameters and buffers of
@@ -145,6 +145,12 @@ class FullySharded(nn.Module):
         compute_dtype: Dtype of gathered parameters; default: that of the shards. Gradients are reduced in
             the dtype of the shards.
         group: The process group; None: the default group.
+        replicated: Names of submodules whose parameters stay whole, in their own dtype, on every rank: such
+            as norms, which a gather each would cost more than they take. Their gradients are averaged over
+            the group. A parameter that another module shares with them stays whole there too.
+
+    Raises:
+        ValueError: A name in ``replicated`` that no submodule has.
     """
 
     def __init__(
@@ -153,18 +159,24 @@ class FullySharded(nn.Module):
         units: tuple[type[nn.Module], ...] = (),
         compute_dtype: torch.dtype | None = None,
         group: Group = None,
+        replicated: Iterable[str] = (),
     ):
         super().__init__()
         self.module = module
         broadcast([*module.parameters(), *module.buffers()], group)
+        whole = _parameters_of(module, replicated)
+        for parameter in whole:
+            _average_gradient(parameter, group)
         self._layouts: dict[nn.Parameter, Layout] = {}
         shards = {
-            parameter: self._shard(parameter, compute_dtype, group) for parameter in module.parameters()
+            parameter: self._shard(parameter, compute_dtype, group)
+            for parameter in module.parameters()
+            if parameter not in whole
         }
         names: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         for owner, unit in _unit_of_module(module, units).items():
             for name, parameter in owner._parameters.items():
-                if parameter is not None:
+                if parameter is not None and parameter in shards:
                     owner._parameters[name] = shards[parameter]
                     names.setdefault(unit, []).append((owner, name))
         self._units = [Unit(unit, owned, self._layouts) for unit, owned in names.items()]
@@ -184,9 +196,40 @@ class FullySharded(nn.Module):
     def full_parameters(self) -> dict[str, Tensor]:
         """Return every parameter whole, in the shards' dtype, by its name in the module; a collective."""
         return {
-            name: self._layouts[shard]._replace(compute_dtype=None).gather(shard)
-            for name, shard in self.module.named_parameters()
+            name: self._layouts[own]._replace(compute_dtype=None).gather(own)
+            if own in self._layouts
+            else own.detach()
+            for name, own in self.module.named_parameters()
         }
+
+
+def _parameters_of(root: nn.Module, names: Iterable[str]) -> set[nn.Parameter]:
+    """Return the parameters of the submodules with these names."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    found: set[nn.Parameter] = set()
+    for name in names:
+        if name not in modules:
+            raise ValueError(
+                f"replicated: {name!r} names no submodule; the names are those of named_modules()"
+            )
+        found.update(modules[name].parameters())
+    return found
+
+
+def _average_gradient(parameter: nn.Parameter, group: Group) -> None:
+    """Average a whole parameter's gradient over the group as soon as a backward has accumulated it.
+
+    What earlier backwards left there is equal on all ranks, so its mean is itself.
+    """
+    if not parameter.requires_grad:
+        return
+
+    def average(ready: Tensor) -> None:
+        assert ready.grad is not None
+        ready.grad = ready.grad.contiguous()
+        Average([ready.grad], group).wait()
+
+    parameter.register_post_accumulate_grad_hook(average)
 
 
 def _unit_of_module(root: nn.Module, types: tuple[type[nn.Module], ...]) -> dict[nn.Module, nn.Module]:

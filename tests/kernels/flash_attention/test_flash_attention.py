@@ -17,6 +17,7 @@ from benchmarks.kernels.attention_candidates import candidates
 from kernel_runs import interpreted_loops
 from trainfit.kernels.flash_attention import op as flash
 from trainfit.kernels.flash_attention import reference as tiled
+from trainfit.kernels.flash_attention import triton_launch
 from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
 from trainfit.kernels.flash_attention.hopper import launch as hopper
 from trainfit.kernels.flash_attention.triton_launch import Tiles, triton_backward, triton_forward
@@ -77,6 +78,22 @@ def test_gradients_are_differences() -> None:
 )  # fmt: skip
 def test_kernels_in_the_interpreter(shape: Any, dtype: torch.dtype, is_causal: bool) -> None:
     assert largest_error(by_triton, inputs(*shape, dtype), is_causal) < (1e-5 if dtype == FP32 else 2e-2)
+
+
+@interpreted_loops
+@pytest.mark.parametrize(("dtype", "atol"), [(FP32, 1e-5), (BF16, 2e-2)], ids=str)
+def test_the_class_runs_its_kernels_in_the_interpreter(
+    dtype: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with bf16, of which the interpreter's own products are wrong."""
+    launched = []
+    kernels = triton_launch._kernels()
+    monkeypatch.setattr(triton_launch, "_kernels", lambda: launched.append(1) or kernels)
+    given = inputs(1, 2, 1, 40, 37, 16, dtype)
+    assert largest_error(flash.FlashAttention.apply, given, True) < atol
+    assert len(launched) == 4  # The forward, and the backward's three.
+    assert largest_error(flash.FlashAttention.apply, inputs(1, 1, 1, 9, 9, 4, torch.float64), True) < 1e-12
+    assert len(launched) == 4  # No kernel computes in fp64.
 
 
 @interpreted_loops

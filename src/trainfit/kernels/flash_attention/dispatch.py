@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import has_module
+from trainfit.kernels.custom_op import has_module, interprets_triton
 from trainfit.kernels.flash_attention import reference, triton_launch
 from trainfit.kernels.flash_attention.hopper import launch as hopper_launch
 from trainfit.kernels.flash_attention.hopper.launch import Groups, GroupsBackward, Layout, fits, layout
@@ -31,7 +31,7 @@ class Machine:
     """GPU and Triton, as far as the choice depends on them."""
 
     capability: tuple[int, int]
-    has_gluon: bool = True  # Return whether Triton has Gluon and tensor descriptors
+    has_gluon: bool = True  # Whether Triton has Gluon and tensor descriptors
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,12 @@ def _chosen(
 
 
 @cache
-def machine_of(device: torch.device) -> Machine:
-    """Describe a real GPU."""
+def machine_of(device: torch.device) -> Machine | None:
+    """Describe a real GPU, or Triton's interpreter, which has no Gluon; None: no kernel runs there."""
+    if interprets_triton():
+        return Machine((0, 0), has_gluon=False)
+    if device.type != "cuda" or not has_module("triton"):
+        return None
     return Machine(
         torch.cuda.get_device_capability(device),
         torch.version.hip is None  # AMD's MI250 also reports (9, 0)

@@ -1,5 +1,7 @@
 """FlashAttention: exact attention without an n x m matrix, in Triton or Gluon on CUDA, else in PyTorch.
 
+With ``TRITON_INTERPRET=1`` the Triton kernels run on every device, in Triton's interpreter.
+
 Shapes: q [b, h, n, d], k and v [b, k, m, d] with h a multiple of k (grouped-query attention), or all [b, n,
 d]. Any n and m, d up to 256, any strides; fp16, bf16, fp32 (fp64 in PyTorch only). The result has q's dtype
 and layout. Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare, has_module, refuse_second_derivative
+from trainfit.kernels.custom_op import declare, interprets_triton, refuse_second_derivative
 from trainfit.kernels.dry_launch import dry_launcher
 from trainfit.kernels.flash_attention.dispatch import (
     Launch,
@@ -178,15 +180,22 @@ def _run(launch_of: Callable[..., Launch], tiled: Callable[..., Any], *arguments
 
     A context is entered only where it changes something, because that costs as much as a launch.
     """
-    device = arguments[0].device
-    has_kernels = device.type == "cuda" and has_module("triton")
-    run = launch_of(*arguments, machine_of(device)) if has_kernels else tiled
+    device, machine = arguments[0].device, machine_of(arguments[0].device)
+    run: Callable[..., Any] = tiled if machine is None else launch_of(*arguments, machine)
+    if arguments[0].dtype == torch.bfloat16 and interprets_triton():
+        run = partial(_widened, run)
     with ExitStack() as contexts:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             contexts.enter_context(torch.cuda.device(device))
         if torch.is_autocast_enabled(device.type):
             contexts.enter_context(torch.autocast(device.type, enabled=False))
         return run(*arguments)
+
+
+def _widened(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Run on bf16 tensors in fp32: the interpreter's products of bf16 are wrong (Triton 3.7 and 3.9)."""
+    wide = [x.float() if isinstance(x, Tensor) else x for x in arguments]
+    return tuple(x.bfloat16() if x.dim() == 4 else x for x in run(*wide))  # The log-sum-exp stays in fp32.
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
