@@ -257,6 +257,7 @@ def trace(
     steps: int = 3,
     world_size: int | None = None,
     nodes: int | None = None,
+    calibration: str | Path | None = None,
 ) -> Prediction:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
@@ -269,12 +270,15 @@ def trace(
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
         world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
         nodes: hosts that share the ranks equally; None: with the catalog's GPUs each.
+        calibration: file that ``trainfit calibrate`` wrote, for the step's time; None: the catalog's.
 
     Raises:
         InputError: an unknown GPU, code that trains nothing or needs device values, or code of several ranks
             without ``world_size``.
         Exception: whatever the callable itself raises.
     """
+    from trainfit.prediction.time.calibrated import using
     from trainfit.prediction.user_step import trace as traced
 
-    return Prediction.of(None, traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes))
+    with using(calibration):
+        return Prediction.of(None, traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes))

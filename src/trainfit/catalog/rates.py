@@ -92,6 +92,7 @@ class Rates(Value):
     own_host: Band  # The host decides, and was calibrated
     compiled_device_bound: Band
     compiled_host_bound: Band
+    script_host: Band  # The host's part of a traced script
     several_gpus: Band
 
     def on_host(self, ratio: float) -> "Rates":

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from trainfit.cli import completion
 from trainfit.cli.launch import Launch, launch_of
-from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, only_json, print_json
+from trainfit.cli.options import EXIT_DOES_NOT_FIT, CalibrationFile, Check, Json, only_json, print_json
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
@@ -68,6 +68,7 @@ def run(
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
     world_size: Annotated[int | None, Option(min=1, metavar="N", help=RANKS_HELP)] = None,
     nodes: Annotated[int | None, Option(min=1, metavar="N", help=NODES_HELP)] = None,
+    calibration: CalibrationFile = None,
     json: Json = False,
     check: Check = False,
 ) -> int:
@@ -93,7 +94,9 @@ def run(
     train.__qualname__ = launch.target if launch.is_module else Path(launch.target).name
     watched = progress(f"tracing {train.__qualname__} on {gpu}, {steps} optimizer steps", live=False)
     with only_json(json), watched:
-        estimate = trace(train, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes)
+        estimate = trace(
+            train, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes, calibration=calibration
+        )
     if json:
         print_json(estimate)
     else:

@@ -20,7 +20,7 @@ from trainfit.ledger.ledger import Ledger, Segment
 from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
+from trainfit.prediction.estimate import of_both_peaks, script_bounds, summary, timed_by
 from trainfit.prediction.evaluation_code import evaluates_at
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.device_time import is_measured
@@ -163,6 +163,7 @@ def _estimate(
             "warnings": (*found.warnings, *communication.large_hosts(gpu)),
             "versions": versions_of(name for name in LIBRARIES if name in sys.modules),
             "code": code,
+            "bounds": script_bounds(time, gpu),
             "tokens_per_s": tokens_per_s,
             "cost": _cost(gpu, virtual.num_ranks, tokens_per_s, inputs.samples_per_s),
         }

@@ -348,6 +348,10 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
     if estimate.step_s is not None:
         lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])
         lines += _utilisation(estimate)
+    if estimate.code is not None and estimate.time is not None and estimate.code.num_python_calls:
+        launches, calls = estimate.code.num_launches, estimate.code.num_python_calls
+        work = f"{launches:,} launches and {calls:,} calls of Python functions, before the GPU can run them"
+        lines.append(["host", format_seconds(estimate.time.issue_s), work])
     if estimate.traffic:
         # The collectives of a step by kind, and the number of ranks that take part.
         calls = ", ".join(

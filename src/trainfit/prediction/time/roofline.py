@@ -65,6 +65,19 @@ class Roofline:
             band = known.host_bound if self.waits else known.device_bound
         return band if own_host else Band(low=band.low, high=band.high * self.on_slowest_host)
 
+    def script_range(self) -> tuple[float, float]:
+        """Return the seconds between which a traced script's step should lie.
+
+        The GPU's own work and the host's have ranges of their own; the larger decides each end, lengthened
+        by what the step takes beyond both, as where each waits for the other in turn.
+        """
+        known, step = rates(), self.expected
+        busy_s = step.total - step.host_s
+        beyond = step.total / max(busy_s, step.issue_s)
+        low = max(known.device_bound.low * busy_s, known.script_host.low * step.issue_s)
+        high = max(known.device_bound.high * busy_s, known.script_host.high * step.issue_s)
+        return max(self.lowest_s, low * beyond), high * beyond
+
     @property
     def on_slowest_host(self) -> float:
         """How much longer the step is on a host whose work takes ``SLOWEST_HOST`` times as long, at least."""
