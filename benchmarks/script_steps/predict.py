@@ -41,9 +41,8 @@ def main() -> None:
     from trainfit.spec.provenance import commit, now
 
     scripts.quiet()
-    for name in options.only or [
-        script.__name__ for script in (*scripts.LEARNED, *scripts.HELD_OUT, *scripts.HELD_OUT_AGAIN)
-    ]:
+    every = [script.__name__ for script in (*scripts.LEARNED, *scripts.HELD_OUT, *scripts.HELD_OUT_AGAIN)]
+    for name in options.only or every:
         for size in options.size:
             row = {"script": name, "size": size, "commit": commit(), "made_at": now()}
             row |= {"predicted": predicted(name, size)}

@@ -380,7 +380,7 @@ def accelerate_vit(steps: int, small: bool) -> None:
 
 
 def loop_opt_recompute(steps: int, small: bool) -> None:
-    """A plain loop, OPT-125M in fp32, activation checkpointing, SGD with momentum, the loss read each step."""
+    """A plain loop, OPT-125M in fp32, activation checkpointing, SGD, the loss read every step."""
     import torch
 
     batch, seq = (1, 64) if small else (2, 512)

@@ -338,8 +338,9 @@ def script_bounds(time: Roofline | None, gpu: Gpu) -> dict[str, Interval]:
     host, device = rates().script_host, rates().device_bound
     decides = "the host" if time.waits else "the GPU"
     basis = (
-        f"{decides} decides. {device.low:g} to {device.high:g} times the GPU's expected time, and {host.low:g} "
-        f"to {host.high:g} times the host's, {SCRIPTS_INSIDE}; a host of your own: trainfit calibrate --host"
+        f"{decides} decides. {device.low:g} to {device.high:g} times the GPU's expected time, and "
+        f"{host.low:g} to {host.high:g} times the host's, {SCRIPTS_INSIDE}; a host of your own: trainfit "
+        "calibrate --host"
     )
     return {"step_s": Interval(low=low, high=high, basis=basis)}
 
