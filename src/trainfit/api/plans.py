@@ -16,7 +16,7 @@ from trainfit.spec.parsing.recipe_file import apply_settings
 from trainfit.spec.parsing.synonyms import written_out
 from trainfit.spec.plan import flat
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.units import GIB
+from trainfit.spec.units import GIB, is_usual
 from trainfit.spec.value import texts
 
 Tune = Literal["full", "lora", "qlora"]
@@ -157,6 +157,9 @@ def plan_recipe(
 
 
 def _check(memory_gib: float | None, host_memory_gib: float | None, margin: float | None) -> None:
+    for field, value in (("memory_gib", memory_gib), ("host_memory_gib", host_memory_gib)):
+        if value is not None and not is_usual(value):
+            raise InputError("is no size of a memory", "write its GiB", field=field, value=value)
     if memory_gib is not None and memory_gib <= 0:
         raise InputError("no memory at all", "write a number above 0", field="memory_gib", value=memory_gib)
     if host_memory_gib is not None and host_memory_gib < 0:

@@ -4,7 +4,7 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Estimate, Run
-from trainfit.spec.units import read_count, read_share
+from trainfit.spec.units import is_usual, read_count, read_share
 
 
 def run_usage(
@@ -56,6 +56,8 @@ def _above_0(given: float | str, read: Any, field: str) -> float:
         value = read(given) if isinstance(given, str) else given
     except ValueError as error:
         raise InputError(str(error), "correct it", field=field, value=given) from None
-    if not 0 < value < float("inf"):
-        raise InputError("must be above 0 and finite", "correct it", field=field, value=given)
+    if not value > 0 or not is_usual(value):
+        raise InputError(
+            "must be above 0 and finite, of a usual size", "correct it", field=field, value=given
+        )
     return value

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.bench.harness.stopwatch import Stopwatch
-from trainfit.spec.calibration import OpTime
+from trainfit.spec.calibration import LEAST_S, OpTime
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.attention_kernel import attention_kernel
 from trainfit.virtual.cuda.bytes_moved import bytes_moved
@@ -129,7 +129,11 @@ class OpTimer(TorchDispatchMode):
         self.stopwatch.held_until(end)
         if self.gpu is None:
             self.stopwatch.wait()
-        self.rows.append(row._replace(seconds=self.stopwatch.between(start, end) / runs))
+        taken_s = self.stopwatch.between(start, end) / runs
+        if taken_s < LEAST_S:
+            self.failures.append(f"{self.part}: {row.op}: no time between its marks")
+            return
+        self.rows.append(row._replace(seconds=taken_s))
         if len(self.rows) % 25 == 0 and (state := self.stopwatch.state()):
             self.states.append(state)
 

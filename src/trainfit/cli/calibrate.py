@@ -66,15 +66,15 @@ def _import_little() -> None:
 
 def _check_ours(path: Path) -> None:
     """Refuse to replace a file that is no calibration."""
-    from pydantic import ValidationError
-
-    from trainfit.spec.calibration import MAX_FILE_BYTES, Calibration
+    from trainfit.spec.calibration import MAX_FILE_BYTES, calibration_of
     from trainfit.spec.files import read_bytes
 
+    if not path.exists():
+        return
+    content = read_bytes(path, MAX_FILE_BYTES)
     try:
-        if path.exists():
-            Calibration.model_validate_json(read_bytes(path, MAX_FILE_BYTES))
-    except ValidationError:
+        calibration_of(content, str(path))
+    except InputError:
         problem, remedy = "exists, and is no calibration", "name another file with --out, or move it away"
         raise InputError(problem, remedy, field="--out", value=str(path)) from None
 

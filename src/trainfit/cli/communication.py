@@ -7,7 +7,7 @@ import typer
 from typer import Option
 
 from trainfit.cli import completion
-from trainfit.cli.options import Json, finite, print_json
+from trainfit.cli.options import Json, at_most, finite, print_json
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.units import GB, GIB, format_bytes, format_count, format_seconds
 
@@ -21,16 +21,24 @@ AXES_HELP = "Axes of a TPU's torus that the {} ranks lie along."
 
 
 def run(
-    hidden: Annotated[int, Option(min=1, metavar="D", help="Input size of a block's first linear.")],
-    feed_forward: Annotated[int, Option(min=1, metavar="F", help="Output size of the first linear.")],
-    blocks: Annotated[int, Option(min=1, metavar="L", help="Blocks of two linears.")] = 1,
+    hidden: Annotated[
+        int, Option(min=1, callback=at_most, metavar="D", help="Input size of a block's first linear.")
+    ],
+    feed_forward: Annotated[
+        int, Option(min=1, callback=at_most, metavar="F", help="Output size of the first linear.")
+    ],
+    blocks: Annotated[int, Option(min=1, callback=at_most, metavar="L", help="Blocks of two linears.")] = 1,
     gpu: Annotated[
         str, Option(metavar="NAME", help="An accelerator of the catalog.", autocompletion=completion.gpus)
     ] = DEFAULT_GPU,
-    fsdp: Annotated[int, Option(min=1, metavar="X", help="FSDP ranks, or replicas.")] = 1,
-    tensor: Annotated[int, Option(min=1, metavar="Y", help="Tensor-parallel ranks.")] = 1,
-    fsdp_axes: Annotated[int, Option(min=1, metavar="M", help=AXES_HELP.format("FSDP"))] = 1,
-    tensor_axes: Annotated[int, Option(min=1, metavar="M", help=AXES_HELP.format("tensor-parallel"))] = 1,
+    fsdp: Annotated[int, Option(min=1, callback=at_most, metavar="X", help="FSDP ranks, or replicas.")] = 1,
+    tensor: Annotated[int, Option(min=1, callback=at_most, metavar="Y", help="Tensor-parallel ranks.")] = 1,
+    fsdp_axes: Annotated[
+        int, Option(min=1, callback=at_most, metavar="M", help=AXES_HELP.format("FSDP"))
+    ] = 1,
+    tensor_axes: Annotated[
+        int, Option(min=1, callback=at_most, metavar="M", help=AXES_HELP.format("tensor-parallel"))
+    ] = 1,
     peak_flops: Annotated[
         float | None, Option(metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP)
     ] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from trainfit.cli import options
-from trainfit.cli.options import Json, RecipeArgument, Settings
+from trainfit.cli.options import Json, RecipeArgument, Settings, at_most
 
 if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
@@ -20,7 +20,9 @@ def run(
     recipe: RecipeArgument,
     other: Annotated[str | None, Argument(metavar="[OTHER]", help="A second recipe to compare with.")] = None,
     settings: Settings = None,
-    top: Annotated[int, Option(min=1, metavar="N", help="Number of holders, the largest first.")] = 15,
+    top: Annotated[
+        int, Option(min=1, callback=at_most, metavar="N", help="Number of holders, the largest first.")
+    ] = 15,
     json: Json = False,
 ) -> None:
     """Show what holds memory at a recipe's peak. Needs no GPU. Options change both recipes."""

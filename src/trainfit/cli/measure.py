@@ -5,7 +5,7 @@ from typing import Annotated
 from typer import Option
 
 from trainfit.cli import options
-from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, finite
+from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, at_most, finite
 from trainfit.spec.errors import EXIT_BAD_INPUT
 
 EXIT_CODES = {"done": 0, "out-of-memory": EXIT_BAD_INPUT, "timeout": 75, "crashed": 70}
@@ -16,8 +16,10 @@ EXIT_CODES = {"done": 0, "out-of-memory": EXIT_BAD_INPUT, "timeout": 75, "crashe
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,
-    steps: Annotated[int, Option(min=0, metavar="N", help="Timed steps.")] = 10,
-    warmup: Annotated[int, Option(min=0, metavar="N", help="Untimed steps before them.")] = 3,
+    steps: Annotated[int, Option(min=0, callback=at_most, metavar="N", help="Timed steps.")] = 10,
+    warmup: Annotated[
+        int, Option(min=0, callback=at_most, metavar="N", help="Untimed steps before them.")
+    ] = 3,
     device: options.Device = "auto",
     timeout: Annotated[
         float | None, Option(metavar="SECONDS", min=0, callback=finite, help="End the trial after this time.")

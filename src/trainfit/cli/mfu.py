@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from trainfit.cli import completion, options
-from trainfit.cli.options import Json, PeakFlops, count, finite, share
+from trainfit.cli.options import Json, PeakFlops, at_most, count, finite, share
 from trainfit.spec import DEFAULT_GPU
 
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
@@ -28,7 +28,9 @@ def run(
         str | None,
         Option(metavar="NAME", help="A catalog model, or a config.json.", autocompletion=completion.models),
     ] = None,
-    batch: Annotated[int | None, Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")] = None,
+    batch: Annotated[
+        int | None, Option(min=1, callback=at_most, metavar="B", help="Sequences a step, over all GPUs.")
+    ] = None,
     seq: Annotated[
         int | None, Option(metavar="S", parser=options.length, help="Tokens a sequence, such as 8k.")
     ] = None,
@@ -37,9 +39,11 @@ def run(
     gpu: Annotated[
         str, Option(metavar="NAME", help="An accelerator of the catalog.", autocompletion=completion.gpus)
     ] = DEFAULT_GPU,
-    num_gpus: Annotated[int, Option("--count", "--gpus", min=1, metavar="N", help="Number of GPUs.")] = 1,
+    num_gpus: Annotated[
+        int, Option("--count", "--gpus", min=1, callback=at_most, metavar="N", help="Number of GPUs.")
+    ] = 1,
     adapter: Annotated[Literal["lora"] | None, Option(help="Frozen weights: no weight gradients.")] = None,
-    rank: Annotated[int, Option(min=1, metavar="R", help="The adapter's rank.")] = 16,
+    rank: Annotated[int, Option(min=1, callback=at_most, metavar="R", help="The adapter's rank.")] = 16,
     recompute: Annotated[Literal["none", "full"], Option(help=RECOMPUTE_HELP)] = "none",
     precision: Annotated[Precision, Option(help="Selects the dense peak.")] = "bf16",
     attention: Annotated[

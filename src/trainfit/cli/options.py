@@ -17,7 +17,7 @@ import typer
 
 from trainfit.cli import completion
 from trainfit.spec.printable import printable, say
-from trainfit.spec.units import read_count, read_share
+from trainfit.spec.units import is_usual, read_count, read_share
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,12 +26,22 @@ if TYPE_CHECKING:
 
 FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")  # The dotted name of a recipe's field
 EXIT_DOES_NOT_FIT = 1  # With --check
+MOST_COUNT = 2**24  # Of a recipe's whole numbers too (spec/value.py, which imports pydantic)
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse nan and inf, which Python's float() accepts."""
+    """Refuse nan and inf, which Python's float() accepts, and numbers that no quantity has."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
+    if value is not None and not is_usual(value):
+        raise typer.BadParameter(f"{value:g} is beyond any quantity of training: correct it")
+    return value
+
+
+def at_most(value: int | None) -> int | None:
+    """Refuse a whole number larger than any number of steps, sequences or GPUs."""
+    if value is not None and value > MOST_COUNT:
+        raise typer.BadParameter(f"write at most {MOST_COUNT:,}")
     return value
 
 

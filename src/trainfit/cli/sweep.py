@@ -15,6 +15,7 @@ from trainfit.cli.options import (
     Json,
     PeakFlops,
     Settings,
+    at_most,
     attempt,
     finite,
     only_json,
@@ -63,8 +64,12 @@ def run(
     predict_only: Annotated[bool, Option("--predict-only", help=PREDICT_HELP)] = False,
     measure: Annotated[bool, Option("--measure", help="Measure too, also where the file does not.")] = False,
     measure_only: Annotated[bool, Option("--measure-only", help="Neither predict nor train.")] = False,
-    steps: Annotated[int | None, Option(min=0, metavar="N", help="Timed steps a measurement (10).")] = None,
-    warmup: Annotated[int | None, Option(min=0, metavar="N", help="Untimed steps before them (3).")] = None,
+    steps: Annotated[
+        int | None, Option(min=0, callback=at_most, metavar="N", help="Timed steps a measurement (10).")
+    ] = None,
+    warmup: Annotated[
+        int | None, Option(min=0, callback=at_most, metavar="N", help="Untimed steps before them (3).")
+    ] = None,
     timeout: Annotated[float | None, Option(min=0.001, help="Limit of one trial (600).", **SECONDS)] = None,
     stop_after: Annotated[
         float | None, Option(min=0, help="Start no trial after this time; exit 75.", **SECONDS)

@@ -13,7 +13,15 @@ from typer.core import TyperCommand
 
 from trainfit.cli import completion
 from trainfit.cli.launch import Launch, launch_of
-from trainfit.cli.options import EXIT_DOES_NOT_FIT, CalibrationFile, Check, Json, only_json, print_json
+from trainfit.cli.options import (
+    EXIT_DOES_NOT_FIT,
+    CalibrationFile,
+    Check,
+    Json,
+    at_most,
+    only_json,
+    print_json,
+)  # fmt: skip
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
@@ -65,9 +73,11 @@ def run(
             autocompletion=completion.gpus,
         ),
     ] = None,
-    steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
-    world_size: Annotated[int | None, Option(min=1, metavar="N", help=RANKS_HELP)] = None,
-    nodes: Annotated[int | None, Option(min=1, metavar="N", help=NODES_HELP)] = None,
+    steps: Annotated[
+        int, Option(min=1, callback=at_most, metavar="N", help="Optimizer steps that are traced.")
+    ] = 3,
+    world_size: Annotated[int | None, Option(min=1, callback=at_most, metavar="N", help=RANKS_HELP)] = None,
+    nodes: Annotated[int | None, Option(min=1, callback=at_most, metavar="N", help=NODES_HELP)] = None,
     calibration: CalibrationFile = None,
     json: Json = False,
     check: Check = False,

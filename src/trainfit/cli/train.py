@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from typer import Context, Option
 
 from trainfit.cli import options
-from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, share
+from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, at_most, finite, share
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError
 from trainfit.spec.optional import is_installed
@@ -33,8 +33,12 @@ def run(
     recipe: RecipeArgument,
     out: Annotated[Path, Option(metavar="FOLDER", help=OUT_HELP)],
     settings: Settings = None,
-    gpus: Annotated[int | None, Option("--gpus", "--count", min=1, metavar="N", help=GPUS_HELP)] = None,
-    steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps of the whole run.")] = 100,
+    gpus: Annotated[
+        int | None, Option("--gpus", "--count", min=1, callback=at_most, metavar="N", help=GPUS_HELP)
+    ] = None,
+    steps: Annotated[
+        int, Option(min=1, callback=at_most, metavar="N", help="Optimizer steps of the whole run.")
+    ] = 100,
     resume: Annotated[bool, Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
     data: Annotated[str, Option("--data", metavar="DATA", help=DATA_HELP)] = "stories",
     device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where to train.")] = "auto",
@@ -45,18 +49,24 @@ def run(
         float, Option(parser=share, metavar="SHARE", help="Share of documents held out.")
     ] = 0.05,
     eval_every: Annotated[
-        int | None, Option(min=1, metavar="STEPS", help="Default: only at the end.")
+        int | None, Option(min=1, callback=at_most, metavar="STEPS", help="Default: only at the end.")
     ] = None,
-    save_every: Annotated[int | None, Option(min=1, metavar="STEPS", help=SAVE_HELP)] = None,
-    keep_last: Annotated[int, Option("--keep", min=1, metavar="N", help="Checkpoints kept.")] = 2,
+    save_every: Annotated[
+        int | None, Option(min=1, callback=at_most, metavar="STEPS", help=SAVE_HELP)
+    ] = None,
+    keep_last: Annotated[
+        int, Option("--keep", min=1, callback=at_most, metavar="N", help="Checkpoints kept.")
+    ] = 2,
     schedule: Annotated[Literal["constant", "cosine"], Option(help="Learning rate schedule.")] = "constant",
-    warmup_steps: Annotated[int, Option(min=0, metavar="N", help="Steps of linear warm-up.")] = 0,
+    warmup_steps: Annotated[
+        int, Option(min=0, callback=at_most, metavar="N", help="Steps of linear warm-up.")
+    ] = 0,
     clip_norm: Annotated[float | None, Option(metavar="NORM", help="Sets optimizer.clip_norm.")] = None,
     deterministic: Annotated[bool, Option(help=DETERMINISTIC_HELP)] = True,
     tensorboard: Annotated[
         bool | None, Option("--tensorboard/--no-tensorboard", help=TENSORBOARD_HELP)
     ] = None,
-    hang_timeout: Annotated[float, Option(min=1, metavar="SECONDS", help=HANG_HELP)] = 600.0,
+    hang_timeout: Annotated[float, Option(min=1, callback=finite, metavar="SECONDS", help=HANG_HELP)] = 600.0,
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,

@@ -10,6 +10,7 @@ from trainfit.measurement.trial import TrialRequest
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
+from trainfit.spec.value import MOST_COUNT
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
@@ -44,6 +45,9 @@ def measure(
     """
     if not DEVICE.fullmatch(device):
         raise InputError("no such device", "use auto, cpu, cuda or cuda:1", field="device", value=device)
+    for field, value in (("steps", steps), ("warmup", warmup)):
+        if not 0 <= value <= MOST_COUNT:
+            raise InputError("not so many steps", f"write 0 to {MOST_COUNT:,}", field=field, value=value)
     request = TrialRequest(
         recipe=recipe, steps=steps, warmup=warmup, device=device, memory_limit_bytes=memory_limit_bytes,
         environment=host_environment(device),

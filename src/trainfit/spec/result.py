@@ -3,7 +3,9 @@
 Sizes in bytes, times in seconds, FLOPs of one optimizer step on one GPU unless a name says otherwise.
 """
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
 
 from trainfit.spec.bench import BenchResult, Environment, Spread
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
@@ -360,7 +362,7 @@ class Measurement(Value):
     trainable_params: Count = 0
     model_flops: Flops | None = None
     hardware_flops: Flops | None = None
-    step_s: Seconds | None = None  # Median of the steady steps
+    step_s: Annotated[float, Field(ge=1e-10)] | None = None  # Median of the steady steps
     step_times: Spread | None = None
     tokens_per_s: float | None = None
     mfu: Share | None = None

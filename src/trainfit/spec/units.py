@@ -9,6 +9,13 @@ from collections.abc import Iterable
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+LEAST, MOST = 1e-24, 1e24
+"""Bounds of a number that a user gives: no quantity of training is beyond them, and products stay finite."""
+
+
+def is_usual(number: float) -> bool:
+    """Return whether a number is 0, or of a size that a quantity of training can have."""
+    return not number or LEAST <= abs(number) <= MOST
 
 
 def size_unit(sizes: Iterable[float]) -> tuple[str, int]:
@@ -49,7 +56,7 @@ def read_count(text: str) -> float:
     count = math.inf
     if found := COUNT.fullmatch(text.strip()):
         count = float(re.sub("[,_]", "", found[1])) * MULTIPLIERS[found[2].lower()]
-    if not math.isfinite(count):
+    if not is_usual(count):
         raise ValueError(f"{text!r} is not a count: write it as 100B, 1.5T or 1.5e12")
     return count
 
@@ -60,6 +67,8 @@ def read_share(text: str) -> float:
     if found is None:
         raise ValueError(f"{text!r} is not a share: write it as 40% or 0.4")
     share = float(found[1]) / (100 if found[2] else 1)
+    if share < 1 and not is_usual(share):
+        raise ValueError(f"{text!r} is too small for a share: write it as 40% or 0.4")
     if share > 1:
         meant = f"did you mean {found[1]}%?" if not found[2] and share <= 100 else "at most 100% is possible"
         raise ValueError(f"{text!r} is more than 1: {meant}")

@@ -16,8 +16,9 @@ FromPercent = BeforeValidator(
     lambda given: read_share(given) if isinstance(given, str) and given.strip().endswith("%") else given
 )
 """Reads a share that is written in per cent, such as ``40%``."""
+MOST_COUNT = 2**24
 Count = Annotated[int, Field(ge=0)]
-PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
+PositiveInt = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 """At least 1 and at most 16,777,216: more sequences, tokens a sequence or GPUs than anyone has."""
 Bytes = Annotated[int, Field(ge=0)]
 Flops = Annotated[float, Field(ge=0)]

@@ -33,7 +33,7 @@ def written(path: Path, slower: float = 1.0, slower_host: float = 1.0, **changes
     for row in data["ops"]:
         row[SECONDS] *= slower
     for step in data["host_steps"]:
-        step["step_s"] = slower_host * step.pop("expected_s", 0.0)
+        step["step_s"] = slower_host * step.pop("expected_s", step["step_s"])
     path.write_text(json.dumps(data | changes), "utf-8")
     return path
 
@@ -164,7 +164,7 @@ def test_predictions_and_plans_take_a_file(tmp_path: Path) -> None:
         (None, "cannot be read"),
         ("{}", "no calibration file"),
         ("[1]", "no calibration file"),
-        ("step_s: 1", "no calibration file"),
+        ("step_s: 1", "not JSON"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: str | None, problem: str) -> None:

@@ -7,7 +7,6 @@ steps that it measured.
 
 import contextlib
 import functools
-import json
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from trainfit.catalog import names
 from trainfit.catalog.load import FOLDER
 from trainfit.catalog.rates import Rates, rates
 from trainfit.prediction.time.op_times import OpTimes
-from trainfit.spec.calibration import FORMAT, MAX_FILE_BYTES, Calibration, HostStep, OpTime
+from trainfit.spec.calibration import MAX_FILE_BYTES, Calibration, HostStep, calibration_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import read_text
 from trainfit.spec.hardware import Gpu
@@ -26,7 +25,6 @@ from trainfit.spec.value import canonical_json
 
 CALIBRATED = "h200"
 """GPUs without a calibration take this one's rates, as shares of their data sheets."""
-REMEDY = "name a file that trainfit calibrate wrote"
 LEAST_STEPS = 4
 """Small steps that a calibration must have for the host to be rescaled by them."""
 OPTIONAL_COSTS = {"compiled", "launch"}
@@ -104,11 +102,8 @@ def _of_catalog(gpu: str) -> Calibrated:
 
 @functools.cache
 def _catalog(gpu: str = CALIBRATED) -> Calibration:
-    return _parsed(str(_file_of(gpu)))
-
-
-def _file_of(gpu: str) -> Path:
-    return FOLDER / "calibrations" / f"{gpu}.json"
+    # Without the checks of a user's file, which take longer than to read it.
+    return Calibration.model_validate_json((FOLDER / "calibrations" / f"{gpu}.json").read_bytes())
 
 
 @functools.cache
@@ -165,23 +160,8 @@ def _ratios(own: dict[str, float], others: dict[str, float]) -> list[float]:
 @functools.cache
 def _read(path: str) -> Calibration:
     try:
-        found = _parsed(path)
+        return calibration_of(read_text(Path(path), MAX_FILE_BYTES), path)
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-        raise InputError(problem, REMEDY, field="--calibration", value=path) from None
-    except (ValueError, TypeError, KeyError):  # No JSON, or another content.
-        raise InputError("no calibration file", REMEDY, field="--calibration", value=path) from None
-    if found.format != FORMAT:
-        problem = f"format {found.format}, and this version reads {FORMAT}"
-        raise InputError(problem, "calibrate again", field="--calibration", value=path)
-    return found
-
-
-def _parsed(path: str) -> Calibration:
-    """Read a file; its thousands of operations are checked faster here than by their type."""
-    data = json.loads(read_text(Path(path), MAX_FILE_BYTES))
-    ops = tuple(
-        OpTime._make(tuple(cell) if isinstance(cell, list) else cell for cell in row)
-        for row in data.pop("ops")
-    )
-    return Calibration.model_validate_json(json.dumps(data)).model_copy(update={"ops": ops})
+        remedy = "name a file that trainfit calibrate wrote"
+        raise InputError(problem, remedy, field="--calibration", value=path) from None
