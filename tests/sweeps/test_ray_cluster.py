@@ -18,8 +18,8 @@ from trainfit.sweeps.parts import PartRequest, PartResult
 GPU_NODE, CPU_NODE = {"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}
 
 
-def requests(part: Any, count: int = 5) -> list[PartRequest]:
-    recipe = recipe_from({"model": {"config": "gpt2"}})
+def requests(part: Any, count: int = 5, num_gpus: int = 1) -> list[PartRequest]:
+    recipe = recipe_from({"model": {"config": "gpt2"}, "hardware": {"count": num_gpus}})
     how: dict[str, Any] = {"recipe": recipe, "device": "auto", "timeout_s": 60.0, "measure": MeasurePart()}
     return [PartRequest(part=part, variant=str(number), **how) for number in range(count)]
 
@@ -43,20 +43,20 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str, s
 
     def run(
         ray: Ray, part: str = "measure", *, jobs: int | None = None, address: str | None = None,
-        device: str = "auto", most: int = 9, deadline_s: float = float("inf"),
+        device: str = "auto", most: int = 9, deadline_s: float = float("inf"), num_gpus: int = 1,
     ) -> list[tuple[str, str, str]]:  # fmt: skip
         monkeypatch.setitem(sys.modules, "ray", ray)  # pyright: ignore[reportArgumentType]
         begun, found = [], []
         with executing("ray", device, jobs, address, deadline_s) as trials:
             results = trials.run(
-                requests(part),
+                requests(part, num_gpus=num_gpus),
                 stop=lambda: len(found) >= most,
                 on_start=lambda one: begun.append(one.variant),
             )
             for request, result in results:
                 assert request.id == result.outcome.request_id
                 found.append((request.variant, result.outcome.status, result.outcome.message))
-        assert [one for one, *_ in found if one not in begun] == []
+        assert [one for one, status, _ in found if one not in begun and status != "refused"] == []
         assert (ray.log[-1], ray.is_initialized) == ("shutdown", False)
         return found
 
@@ -106,6 +106,16 @@ def test_a_measured_trial_has_its_gpu_or_its_share_of_a_node(
     assert len(ran(ray, part, address="head:6379", **how)) == 5
     assert ray.log[0] == ("init", "head:6379")
     assert (ray.most_running, ray.needs) == (running, [needs] * 5)
+
+
+def test_a_trial_for_several_gpus_takes_as_many_of_one_node(ran: Any) -> None:
+    ray = Ray({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0})
+    assert len(ran(ray, num_gpus=2)) == 5
+    assert (ray.most_running, ray.needs) == (2, [{"CPU": 1, "GPU": 2}] * 5)
+    (first, *_), more = ran(ray := Ray(GPU_NODE, GPU_NODE), num_gpus=2), "the largest node has 1 GPUs"
+    assert first[1] == "refused"
+    assert more in first[2]
+    assert not ray.needs
 
 
 def test_a_stopped_sweep_cancels_what_runs_and_a_late_one_begins_nothing(ran: Any) -> None:

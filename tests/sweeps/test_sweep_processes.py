@@ -8,27 +8,136 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from command_worker import Worker
 from tiny_sweep import BASE
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.sweep import MeasurePart
 from trainfit.sweeps import local
 from trainfit.sweeps.journal import RECORDS
+from trainfit.sweeps.parts import PartRequest, ended
 
 
-def test_one_trial_a_gpu_and_none_for_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
-    both = local.LocalExecutor("auto")
-    assert both.environments("measure", 7) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("3", "GPU-5")]
-    assert local.LocalExecutor("auto", jobs=1).environments("measure", 7) == [{"CUDA_VISIBLE_DEVICES": "3"}]
-    assert {one["CUDA_VISIBLE_DEVICES"] for one in both.environments("predict", 7)} == {""}
-    with pytest.raises(InputError, match="use --jobs 2 or fewer"):
-        local.LocalExecutor("auto", jobs=3)
-    assert local.LocalExecutor("cpu").environments("measure", 7) == [{}]
-    assert local.LocalExecutor("cpu", jobs=2).environments("measure", 7) == [{}, {}]
+class FakeWorker:
+    """In place of a worker's process: ends its trial when it is next looked at, after those begun with it."""
+
+    log: ClassVar[list[tuple[str, dict[str, str]]]] = []
+    open: ClassVar[set[int]] = set()
+
+    def __init__(self, role: str, device: str, environment: dict[str, str]):
+        self.environment, self._looks, self.is_alive = environment, 0, True
+        self.request: Any = None
+        self._ends = os.pipe()
+        FakeWorker.open.add(id(self))
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def take(self, request: Any, on_start: Any) -> None:
+        self.request, self._looks = request, 0
+        on_start(request)
+        FakeWorker.log.append((request.variant, self.environment))
+
+    def result(self, on_start: Any) -> Any:
+        self._looks += 1
+        if self._looks < 2:
+            return None
+        request, self.request = self.request, None
+        FakeWorker.log.append((f"end of {request.variant}", self.environment))
+        return ended(request, "done", seconds=1.0)
+
+    def leave(self) -> None: ...
+
+    def close(self) -> None:
+        FakeWorker.open.discard(id(self))
+        for end in self._ends:
+            os.close(end)
+
+
+def requests(counts: dict[str, int], part: Any = "measure") -> list[PartRequest]:
+    how: dict[str, Any] = {"part": part, "device": "auto", "timeout_s": 60.0, "measure": MeasurePart()}
+    model = {"model": {"config": "gpt2"}}
+    return [
+        PartRequest(variant=name, recipe=recipe_from({**model, "hardware": {"count": count}}), **how)
+        for name, count in counts.items()
+    ]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str, str]]]:
+    """Run requests on faked GPUs 3, GPU-5, 6 and 7; return variant, status and message as they end."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5,6,7")
+    monkeypatch.setattr(local, "Worker", FakeWorker)
+    monkeypatch.setattr(local, "POLL_S", 0.0)
+    monkeypatch.setattr(FakeWorker, "log", [])
+
+    def go(counts: dict[str, int], part: str = "measure", **how: Any) -> list[tuple[str, str, str]]:
+        executor = local.LocalExecutor("auto", **how)
+        results = executor.run(requests(counts, part), stop=lambda: False, on_start=lambda one: None)
+        found = [(one.variant, end.outcome.status, end.outcome.message) for one, end in results]
+        assert not FakeWorker.open
+        return found
+
+    return go
+
+
+def gpus_at_once() -> list[list[str]]:
+    """Return the GPUs in use after each start and end of a trial."""
+    in_use: dict[str, list[str]] = {}
+    found = []
+    for event, environment in FakeWorker.log:
+        if event.startswith("end of "):
+            del in_use[event.removeprefix("end of ")]
+        else:
+            in_use[event] = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        found.append([gpu for gpus in in_use.values() for gpu in gpus])
+    return found
+
+
+def test_a_trial_takes_the_gpus_of_its_recipe_and_shares_none(run: Any) -> None:
+    counts = {"one": 1, "two": 2, "four": 4, "also two": 2, "more": 1, "last": 1}
+    for jobs in (None, 1, 2, 4):
+        FakeWorker.log.clear()
+        assert {(name, status) for name, status, _ in run(counts, jobs=jobs)} == {
+            (name, "done") for name in counts
+        }
+        taken = {name: environment["CUDA_VISIBLE_DEVICES"] for name, environment in FakeWorker.log}
+        assert {name: len(taken[name].split(",")) for name in counts} == counts
+        at_once = gpus_at_once()
+        assert all(len(gpus) == len({*gpus}) for gpus in at_once)
+        trials = [sum(not event.startswith("end") for event, _ in FakeWorker.log[:index]) -
+                  sum(event.startswith("end") for event, _ in FakeWorker.log[:index])
+                  for index in range(len(FakeWorker.log) + 1)]  # fmt: skip
+        assert max(trials) <= (jobs or 4)
+        assert max(map(len, at_once)) == 4
+        assert next(name for name, _ in FakeWorker.log) == "four"  # The largest first
+
+
+def test_a_trial_for_more_gpus_than_there_are_is_refused_before_any_begins(run: Any) -> None:
+    found = run({"one": 1, "eight": 8, "two": 2})
+    line = "hardware.count = 8: this machine shows 4 GPUs; use a machine with 8, or at most 4"
+    assert found[0] == ("eight", "refused", line)
+    assert {name for name, status, _ in found if status == "done"} == {"one", "two"}
+    assert [name for name, _ in FakeWorker.log if "eight" in name] == []
+
+
+def test_predictions_see_no_gpu_whatever_their_recipe_is_for(run: Any) -> None:
+    assert len(run({"eight": 8, "one": 1}, "predict")) == 2
+    assert {environment["CUDA_VISIBLE_DEVICES"] for _, environment in FakeWorker.log} == {""}
+
+
+def test_as_many_jobs_as_gpus_and_on_a_cpu_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="use --jobs 4 or fewer"):
+        local.LocalExecutor("auto", jobs=5)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(local, "visible_gpus", list)
+    assert len(run({"one": 1, "two": 2, "three": 3})) == 3  # Ranks share a CPU.
+    assert [environment for _, environment in FakeWorker.log] == [{}] * 6
+    assert [name for name, _ in FakeWorker.log][::2] == ["three", "two", "one"]
 
 
 FORK = "import tiny_sweep, trainfit.sweeps.worker as worker; worker.start = tiny_sweep.forked_worker"

@@ -42,7 +42,7 @@ OUT_HELP = (
     "is continued."
 )
 RAY_HELP = "Address of a running cluster; default: start one here."
-JOBS_HELP = "Measured trials in parallel (one a GPU; a CPU: 1)."
+JOBS_HELP = "Measured trials in parallel (no GPU is shared; a CPU: 1)."
 RETRY_HELP = "Repeat trials that crashed, were killed or lost, or timed out."
 PREDICT_HELP = "Measure and train nothing; a later run without it does the rest."
 SHARED_HELP = "Others use the device too: keep no times and no device memory."

@@ -8,7 +8,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ class PartRequest(Value):
         """The recipe that a step is assembled from."""
         return self.planned or self.recipe
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the trial takes where there are some: those of the recipe; a prediction takes none."""
+        return 0 if self.part == "predict" else self.built.hardware.count
+
     def peak_flops_per_s(self, on_cuda: bool) -> float | None:
         """Return the peak that MFU and HFU refer to."""
         return self.own_peak_flops_per_s or (self.gpu_peak_flops_per_s if on_cuda else None)
@@ -94,6 +99,33 @@ def ended(
     """Return a result of ``request`` with this outcome."""
     outcome = Outcome(status=status, message=message.strip(), seconds=seconds, request_id=request.id)
     return PartResult(outcome=outcome, **found)
+
+
+def too_few_gpus(
+    requests: Sequence[PartRequest], num_gpus: int, where: str
+) -> list[tuple[PartRequest, PartResult]]:
+    """Return the requests for more than ``num_gpus`` GPUs, refused; none where there is no GPU.
+
+    Args:
+        where: begins the sentence that says how many there are, such as ``this machine shows``.
+    """
+    found: list[tuple[PartRequest, PartResult]] = []
+    for request in requests:
+        if num_gpus and request.num_gpus > num_gpus:
+            problem = f"{where} {num_gpus} GPUs"
+            remedy = f"use a machine with {request.num_gpus}, or at most {num_gpus}"
+            error = InputError(problem, remedy, field="hardware.count", value=request.num_gpus)
+            found.append((request, ended(request, "refused", str(error))))
+    return found
+
+
+def largest_first(
+    requests: Sequence[PartRequest], refused: Sequence[tuple[PartRequest, PartResult]]
+) -> list[PartRequest]:
+    """Return the requests that are not refused, those for the most GPUs first, else in their order."""
+    without = {id(request) for request, _ in refused}
+    kept = [request for request in requests if id(request) not in without]
+    return sorted(kept, key=lambda one: -one.num_gpus)
 
 
 def run_part(request: PartRequest, start: Starter) -> PartResult:

@@ -1,8 +1,8 @@
 """Run trials on a Ray cluster (extra ``ray``): one task a part, its trial in its own process on that node.
 
-A lost worker or node costs its trial a row ("lost"). A measured trial has a GPU to itself, or without GPUs a
-node's processors. Every node needs trainfit, in the same versions. Source of the names: docs.ray.io, "Ray
-Core API", "Task fault tolerance".
+A lost worker or node costs its trial a row ("lost"). A measured trial has the GPUs of its recipe to itself,
+all of one node, or without GPUs a node's processors. Every node needs trainfit, in the same versions. Source
+of the names: docs.ray.io, "Ray Core API", "Task fault tolerance".
 """
 
 import json
@@ -16,7 +16,17 @@ from trainfit.measurement.process import spawned
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.value import parse
-from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, Stop, ended, host_out_of_memory, run_part
+from trainfit.sweeps.parts import (
+    OnStart,
+    PartRequest,
+    PartResult,
+    Stop,
+    ended,
+    host_out_of_memory,
+    largest_first,
+    run_part,
+    too_few_gpus,
+)  # fmt: skip
 
 POLL_S = 0.2
 
@@ -61,12 +71,18 @@ class RayExecutor:
             return
         ray = self._ray
         num_parallel, options = self._resources(predicting=requests[0].part == "predict")
-        task = ray.remote(_task).options(max_retries=0, **options)
-        waiting, running = list(requests), {}
+        of_node, free = self._gpus() if "num_gpus" in options else (0, 0)
+        refused = too_few_gpus(requests, of_node, "the largest node has")
+        yield from refused
+        waiting, running = largest_first(requests, refused), {}
         try:
             while not stop():
                 while waiting and len(running) < num_parallel and time.monotonic() < self._deadline_s:
+                    if of_node and waiting[0].num_gpus > free - sum(one.num_gpus for one in running.values()):
+                        break
                     request = waiting.pop(0)
+                    own = options | ({"num_gpus": request.num_gpus} if of_node else {})
+                    task = ray.remote(_task).options(max_retries=0, **own)
                     running[task.remote(request.model_dump_json())] = request
                     on_start(request)
                 if not running:
@@ -78,6 +94,12 @@ class RayExecutor:
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)  # The worker ends, and its trial with it.
+
+    def _gpus(self) -> tuple[int, int]:
+        """Return the GPUs of the node with the most, and of all."""
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        counts = [int(resources.get("GPU", 0)) for resources in alive]
+        return max(counts, default=0), sum(counts)
 
     def _resources(self, *, predicting: bool) -> tuple[int, dict[str, Any]]:
         """Return the number of parallel tasks, and the resources that each needs of its node."""
