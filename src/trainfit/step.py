@@ -63,7 +63,8 @@ def assemble(
     if stage is None:
         registry.check(recipe)
     _seed(recipe.seed)
-    deferred = DeferredInit() if mesh is not None and _is_sharded_first(recipe) else None
+    # FSDP2 shards the model on meta, so that no rank ever has all weights.
+    deferred = DeferredInit() if mesh is not None and recipe.mesh.shards_weights else None
     with deferred or nullcontext():
         build_on = device if deferred is None else torch.device("meta")
         model, hosted = _build(recipe, build_on, on_model, within_block)
@@ -81,14 +82,6 @@ def assemble(
     if mesh is not None:
         _seed(recipe.seed + data_rank(mesh))
     return Step(recipe, draft)
-
-
-def _is_sharded_first(recipe: Recipe) -> bool:
-    """Return whether the model is sharded on meta, so that no rank ever has all weights.
-
-    Quantised blocks are made one at a time, and their codes are not sharded.
-    """
-    return recipe.mesh.shards_weights and recipe.quantize is None
 
 
 def data_rank(mesh: DeviceMesh | None) -> int:

@@ -165,7 +165,7 @@ def _meter(request: TrialRequest) -> Any:
 
 def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: "Rank | None") -> None:
     from trainfit.measurement.feed import measured_batches
-    from trainfit.models.layers import num_quantized
+    from trainfit.models.layers import num_weights
     from trainfit.step import assemble
     from trainfit.techniques import registry
 
@@ -180,7 +180,7 @@ def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: "Rank | 
             after_init = meter.settle(step)
             parameters = list(step.model.parameters())
             result.update(
-                params=sum(p.numel() for p in parameters) + num_quantized(step.model),
+                params=num_weights(step.model),
                 trainable_params=sum(p.numel() for p in parameters if p.requires_grad),
                 peak_allocated_bytes=after_init,
             )

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from trainfit.catalog.load import model_config
+from trainfit.models.deferred_init import deferred
 from trainfit.models.layers import decoder_blocks, require_blocks
 from trainfit.models.quantized import (
     WithinBlock,
@@ -59,13 +60,16 @@ def build_model(
         from trainfit.models.native.build import build_native as build
     else:
         from trainfit.models.hf import build_hf as build
-    with _at_most(MAX_MODULES), linears_on_meta() if quantize is not None else nullcontext():
+    with _at_most(MAX_MODULES), linears_on_meta() if quantize is not None else nullcontext(set()) as waiting:
         model: Any = build(config, dtype=dtype, device=device, attention=attention)
     if quantize is not None:
         require_blocks(model, "quantize", quantize, "use quantize: null")
     on_model(model)
     if quantize is not None:
-        fill_quantized(model, quantize, device, partial(_initialise, model), within_block)
+        if (recorded := deferred()) is not None:
+            recorded.forget(waiting)  # Their first initialisation; on a device there is none.
+        initialise = partial(_initialise, model)
+        fill_quantized(model, quantize, device, initialise, within_block, waiting=waiting)
     return model
 
 

@@ -41,8 +41,8 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
             found.append((name, module))
     if len(found) == 1 and any(parameter.numel() for parameter in found[0][1].parameters()):
         return found  # Nothing to compare.
-    largest = max((_num_parameters(blocks) for _, blocks in found), default=0)
-    return [(name, blocks) for name, blocks in found if largest and 2 * _num_parameters(blocks) >= largest]
+    largest = max((num_weights(blocks) for _, blocks in found), default=0)
+    return [(name, blocks) for name, blocks in found if largest and 2 * num_weights(blocks) >= largest]
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
@@ -67,10 +67,20 @@ def num_quantized(module: nn.Module) -> int:
     return sum(getattr(part, "num_quantized", 0) for part in module.modules())
 
 
+def num_weights(module: nn.Module) -> int:
+    """Return the number of weights, of which some may be stored as codes.
+
+    Codes are buffers, or parameters of integers where FSDP2 shards them.
+    """
+    own = sum(parameter.numel() for parameter in module.parameters() if not holds_codes(parameter))
+    return own + num_quantized(module)
+
+
+def holds_codes(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds the codes of quantised weights, which are counted by their layer."""
+    return not parameter.is_floating_point()
+
+
 def _is_repeated(blocks: nn.ModuleList) -> bool:
     classes = {getattr(block, ORIGINAL, type(block)) for block in blocks}
     return len(blocks) > 0 and len(classes) <= max(1, len(blocks) // 2)
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters()) + num_quantized(module)

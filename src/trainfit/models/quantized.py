@@ -2,7 +2,8 @@
 
 A model is built with its linear layers on meta; then the decoder blocks are initialised and quantised one at
 a time, so at most one block is in full precision. Embeddings, norms, biases and the output layer are not
-quantised.
+quantised. Under ``DeferredInit`` all of this is recorded on meta, so that each rank of FSDP2 keeps only its
+shard of the codes, and one weight at a time is in full precision.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ Initialize = Callable[[nn.Module], None]  # Initialises one module's own weights
 WithinBlock = Callable[[nn.Module], AbstractContextManager[None]]
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+SHARDED = ("codes", "block_codes")
+"""Buffers of a quantised layer that FSDP2 shards; the others are under 0.02 bits a weight."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -54,6 +57,7 @@ class QuantizedLinear(nn.Linear):
         else:
             rows.register()
             parts = rows.empty_rows(out_features, in_features, ROW_CODES[kind], device)
+        self._fields = parts._fields
         for name, part in zip(parts._fields, parts, strict=True):
             self.register_buffer(name, part)
 
@@ -72,7 +76,16 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The codes, for code that reads the device of a layer's weight."""
-        return self._buffers["codes"]  # pyright: ignore[reportReturnType]
+        return self.codes  # pyright: ignore[reportReturnType]
+
+    @torch.no_grad()
+    def codes_to_parameters(self) -> None:
+        """Make the codes frozen parameters, which FSDP2 shards; those of fp8 as bytes, so it casts none."""
+        for name in SHARDED:
+            codes = self._buffers.pop(name, None)
+            if codes is not None:
+                whole = codes.view(torch.uint8) if codes.is_floating_point() else codes
+                self.register_parameter(name, nn.Parameter(whole, requires_grad=False))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -99,7 +112,7 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.kind}"
 
     def _parts(self) -> list[Tensor]:
-        return [part for part in self._buffers.values() if part is not None]
+        return [getattr(self, name) for name in self._fields]
 
 
 class _Product(torch.autograd.Function):
@@ -126,16 +139,23 @@ def _dequantize(like: Tensor, parts: Any, shape: tuple[int, int]) -> Tensor:
     ``like`` is a tensor so that in the backward a compiler does not reuse the forward's result.
     """
     if len(parts) == len(rows.Rows._fields):
-        return torch.ops.trainfit.dequantize_rows(like, *parts)
+        codes, scales = parts
+        if codes.dtype == torch.uint8:  # As FSDP2 holds those of fp8.
+            codes = codes.view(torch.float8_e4m3fn)
+        return torch.ops.trainfit.dequantize_rows(like, codes, scales)
     return torch.ops.trainfit.dequantize_nf4(like, *parts, *shape)
 
 
 @contextmanager
-def linears_on_meta() -> Iterator[None]:
-    """Create linear layers, and transformers' Conv1D, on meta whatever device they request."""
+def linears_on_meta() -> Iterator[set[nn.Parameter]]:
+    """Create linear layers, and transformers' Conv1D, on meta whatever device they request.
+
+    Yields the set of their parameters, which later code initialises.
+    """
     from transformers.pytorch_utils import Conv1D
 
     linear, conv = nn.Linear.__init__, Conv1D.__init__
+    made: set[nn.Parameter] = set()
 
     def make_linear(
         self: nn.Linear,
@@ -146,14 +166,16 @@ def linears_on_meta() -> Iterator[None]:
         dtype: Any = None,
     ) -> None:
         linear(self, in_features, out_features, bias, "meta", dtype)
+        made.update(self.parameters())
 
     def make_conv(self: Any, nf: int, nx: int) -> None:
         with torch.device("meta"):
             conv(self, nf, nx)
+        made.update(self.parameters())
 
     nn.Linear.__init__, Conv1D.__init__ = make_linear, make_conv
     try:
-        yield
+        yield made
     finally:
         nn.Linear.__init__, Conv1D.__init__ = linear, conv
 
@@ -165,12 +187,14 @@ def fill_quantized(
     device: torch.device | str,
     initialize: Initialize,
     within_block: WithinBlock = lambda block: nullcontext(),
+    *,
+    waiting: set[nn.Parameter],
 ) -> None:
     """Initialise the linear layers of a model built under ``linears_on_meta``; those of blocks are quantised.
 
     ``initialize`` is called in the order of an unquantised model, so equal seeds give native models the same
     weights before quantisation; transformers' constructors draw more random numbers. Each block is quantised
-    inside ``within_block(block)``.
+    inside ``within_block(block)``. ``waiting`` are the parameters that ``linears_on_meta`` yielded.
 
     Raises:
         InputError: No decoder blocks, or blocks with matrices outside linear layers.
@@ -181,13 +205,13 @@ def fill_quantized(
     quantized = {child: _quantized(child, kind, device) for _, _, child in _linears(blocks)}
     for block in blocks:
         with within_block(block):
-            _materialize(block, device)
+            _materialize(block, device, waiting)
             for module in _children_first(block):
                 initialize(module)
             for parent, name, child in _linears([block]):
                 setattr(parent, name, quantized[child])
                 quantized.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
-    _materialize(model, device, initialize)
+    _materialize(model, device, waiting, initialize)
 
 
 def replace_linears(blocks: list[nn.Module], kind: str) -> dict[nn.Module, QuantizedLinear]:
@@ -206,7 +230,7 @@ def load_random(
 ) -> None:
     """Initialise the replaced layer ``linear`` on the device, and quantise its weight into ``quantized``."""
     on_meta = dict(linear._parameters)
-    _materialize(linear, device, initialize)
+    _materialize(linear, device, set(linear.parameters()), initialize)
     quantized.load(_weight(linear), linear.bias)  # pyright: ignore[reportArgumentType]
     linear._parameters.update(on_meta)
 
@@ -244,13 +268,18 @@ def _is_linear(module: nn.Module) -> bool:
     )
 
 
-def _materialize(root: nn.Module, device: torch.device | str, initialize: Initialize | None = None) -> None:
-    """Allocate the linear layers that are on meta, and ``initialize`` them if given."""
+def _materialize(
+    root: nn.Module,
+    device: torch.device | str,
+    waiting: set[nn.Parameter],
+    initialize: Initialize | None = None,
+) -> None:
+    """Allocate the ``waiting`` parameters of linear layers, and ``initialize`` the layers if given."""
     for module in filter(_is_linear, root.modules()):
-        on_meta = {name: own for name, own in module._parameters.items() if own is not None and own.is_meta}
-        for name, parameter in on_meta.items():
+        own = {name: one for name, one in module._parameters.items() if one is not None and one in waiting}
+        for name, parameter in own.items():
             module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device))
-        if on_meta and initialize is not None:
+        if own and initialize is not None:
             initialize(module)
 
 

@@ -17,7 +17,7 @@ from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
 from trainfit.models.experts import active_shares
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
-from trainfit.models.layers import layer_lists
+from trainfit.models.layers import holds_codes, layer_lists
 from trainfit.models.slow_layers import slow_layers
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
@@ -322,13 +322,15 @@ def _count_parameters(
     share_of = {one: share for experts, share in shares.items() for one in experts.parameters()}
     active = 0.0
     for parameter in model.parameters():
+        if holds_codes(parameter):
+            continue
         num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
         ledger.params += num_elements
         ledger.trainable_params += num_elements if parameter.requires_grad else 0
         active += num_elements * share_of.get(parameter, 1.0)
     for name, module in model.named_modules():
         times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
-        codes = times * getattr(module, "num_quantized", 0)  # Which are no parameters.
+        codes = times * getattr(module, "num_quantized", 0)
         ledger.params += codes
         active += codes
     ledger.active_params = round(active)

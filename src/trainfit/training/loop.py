@@ -11,7 +11,7 @@ import torch
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.measurement.environment import cpu_name
 from trainfit.measurement.meter import is_out_of_memory
-from trainfit.models.layers import num_quantized
+from trainfit.models.layers import num_weights
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.recipe import Recipe
@@ -103,7 +103,7 @@ def _session(
         model=recipe.model.display_name,
         device=f"{ranks.world_size} x {_name(device)}" if ranks.several else _name(device),
         device_type="cuda" if device.type == "cuda" else "cpu",
-        params=sum(parameter.numel() for parameter in parameters) + num_quantized(step.model),
+        params=num_weights(step.model),
         trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         steps=options.steps,
         first_step=progress.step,

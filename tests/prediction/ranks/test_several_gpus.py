@@ -28,6 +28,7 @@ from trainfit.techniques.parallel import fsdp
 from trainfit.virtual.cluster.shards import Chunks
 
 LAYERS = 4
+LORA = Adapter(kind="lora", rank=4)
 INVERSE_FREQUENCIES = 16  # Bytes of the rotary embedding's buffer, which every rank holds whole
 
 
@@ -227,14 +228,21 @@ def test_what_no_measured_run_had_is_an_assumption() -> None:
     assert not any("not yet compared" in line for line in ledger(4).assumptions)
 
 
-def test_codes_of_a_quantised_base_stay_whole() -> None:
-    def codes(count: int) -> list[int]:
-        lora = Adapter(kind="lora", rank=4)
-        made = wide_recipe(2, hardware=Hardware(gpu="h200", count=count), adapter=lora, quantize="int8")
-        found = trace(made, whole=True)
-        return sorted(s.num_bytes for s in found.storages if "codes/" in s.path)
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
+def test_codes_of_a_quantised_base_are_sharded(kind: Any) -> None:
+    """A rank makes them from one whole weight after the other, and counts as many weights as one GPU does."""
 
-    assert codes(2) == codes(1) != []
+    def found(count: int) -> Ledger:
+        made = wide_recipe(4, hardware=Hardware(gpu="h200", count=count), adapter=LORA, quantize=kind)
+        return trace(made, whole=True)
+
+    def codes(ledger: Ledger) -> list[int]:
+        names = ("codes/", "block_codes/")
+        return sorted(s.num_bytes for s in ledger.storages if s.path.split(".")[-1].startswith(names))
+
+    one, two = found(1), found(2)
+    assert [2 * size for size in codes(two)] == codes(one) != []
+    assert (two.params, two.trainable_params) == (one.params, one.trainable_params)
 
 
 def test_a_process_that_is_a_rank_is_refused_and_none_is_left_behind() -> None:

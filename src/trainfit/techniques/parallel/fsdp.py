@@ -91,6 +91,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     from trainfit.models.layers import decoder_blocks
+    from trainfit.models.quantized import QuantizedLinear
     from trainfit.parallel.expert_parallel import fully_shard_experts, prefetch
 
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
@@ -101,6 +102,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         "ignored_params": set(),
     }
     blocks: Any = decoder_blocks(draft.model)
+    for module in draft.model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.codes_to_parameters()
     for block in blocks:
         of_block: dict[str, Any] = options | {"reshard_after_forward": mesh.reshard_after_forward}
         if mesh.expert > 1:
