@@ -25,6 +25,7 @@ def predicted(name: str, size: str) -> dict[str, Any]:
     return {
         "step_s": found.step_s, "time": found.time.model_dump(),
         "bounds": {name: one.model_dump() for name, one in found.bounds.items()},
+        "num_recomputed_blocks": found.code.num_recomputed_blocks,
         "num_launches": found.code.num_launches, "num_python_calls": found.code.num_python_calls,
         "peak_allocated_bytes": found.peak_allocated_bytes, "peak_reserved_bytes": found.peak_reserved_bytes,
         "versions": found.versions, "seconds": round(time.perf_counter() - begun, 1),

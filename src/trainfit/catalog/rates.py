@@ -39,6 +39,7 @@ class HostRates(Value):
     scaled_product: Seconds  # torchao's Python around an fp8 product in eager code: casts and wrappers
     in_mode: Seconds  # A call that passes through a dispatch mode in Python
     script_launch: Seconds  # In a traced script: a launch, with dispatch and autograd
+    script_block: Seconds  # A recomputed block, on top of both
     script_call: Seconds  # A Python function that it calls, with what that does besides launches
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release

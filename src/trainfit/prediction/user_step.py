@@ -24,6 +24,7 @@ from trainfit.prediction.estimate import of_both_peaks, script_bounds, summary, 
 from trainfit.prediction.evaluation_code import evaluates_at
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.device_time import is_measured
+from trainfit.prediction.time.host_time import num_recomputed_blocks
 from trainfit.prediction.time.roofline import copy_bytes_per_s, roofline, without_rows
 from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
@@ -153,6 +154,7 @@ def _estimate(
         inputs=inputs,
         other_phases=others,
         num_launches=sum(op.calls for op in ledger.steady_ops),
+        num_recomputed_blocks=num_recomputed_blocks(ledger),
         num_python_calls=sum(op.python for op in ledger.steady_ops),
     )
     return found.model_copy(

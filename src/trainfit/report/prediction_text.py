@@ -350,7 +350,9 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
         lines += _utilisation(estimate)
     if estimate.code is not None and estimate.time is not None and estimate.code.num_python_calls:
         launches, calls = estimate.code.num_launches, estimate.code.num_python_calls
-        work = f"{launches:,} launches and {calls:,} calls of Python functions, before the GPU can run them"
+        blocks = f", {estimate.code.num_recomputed_blocks:,} blocks to recompute"
+        work = f"{launches:,} launches, {calls:,} calls of Python functions"
+        work += blocks * bool(estimate.code.num_recomputed_blocks)
         lines.append(["host", format_seconds(estimate.time.issue_s), work])
     if estimate.traffic:
         # The collectives of a step by kind, and the number of ranks that take part.

@@ -178,6 +178,7 @@ class TracedCode(Value):
     gpu: str
     num_steps: Count  # Optimizer steps that were traced
     num_launches: Count = 0  # Of the steady step, by the host
+    num_recomputed_blocks: Count = 0  # In its backward
     num_python_calls: Count = 0  # Python functions that the script calls in the steady step
     holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
     inputs: StepInputs | None = None  # None: no module was called in the step

@@ -3,7 +3,7 @@
 import itertools
 import re
 
-from trainfit.catalog.rates import HostRates
+from trainfit.catalog.rates import HostRates, rates
 from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.prediction.time.experts import is_looped, num_groups
 
@@ -34,6 +34,10 @@ class Issue:
         self._accumulates = steady.count("backward") > 1
         computed = (op for op in ledger.steady_ops if self._phases[op.segment] != "data")
         self._first_of_step = {id(op) for op in itertools.islice(computed, 1)}
+
+    def recomputes(self, op: Op) -> bool:
+        """Return whether a recomputed block begins with an entry, the ledger's own object."""
+        return id(op) in self._first
 
     def seconds(self, op: Op) -> float:
         """Return the seconds from the entry before to the launch of this one.
@@ -78,18 +82,23 @@ class Issue:
 class ScriptIssue:
     """The host's work of a traced script: launches, and the Python functions called between them.
 
-    A script's Python is its own: a recipe's costs of modules, recomputed blocks and wrapped tensors do not
-    hold there, but each of them is Python that the trace counted. Launches of compiled code have the costs
-    that they have in a recipe.
+    A script's Python is its own: a recipe's costs of modules and wrapped tensors do not hold there, but each
+    of them is Python that the trace counted. A recomputed block also saves and restores random states, in
+    code of ``torch.cuda`` that the virtual GPU replaces. Launches of compiled code have the costs that they
+    have in a recipe.
     """
 
     def __init__(self, ledger: Ledger, rates: HostRates):
         self._rates, self._of_recipe = rates, Issue(ledger, rates)
 
+    def recomputes(self, op: Op) -> bool:
+        """Return whether a recomputed block begins with an entry."""
+        return self._of_recipe.recomputes(op)
+
     def seconds(self, op: Op) -> float:
         """Return the seconds from the entry before to the launch of this one."""
         rates = self._rates
-        python_s = op.python * rates.script_call
+        python_s = op.python * rates.script_call + rates.script_block * self.recomputes(op)
         if _is_in_graph(op):
             return self._of_recipe.seconds(op) + python_s
         return rates.script_launch * bool(op.calls) + op.host[2] * rates.graph + python_s
@@ -98,6 +107,12 @@ class ScriptIssue:
 def issue_of(ledger: Ledger, rates: HostRates) -> Issue | ScriptIssue:
     """Return the host's work of a ledger: a script's where its Python was counted, else a recipe's."""
     return (ScriptIssue if counts_python(ledger) else Issue)(ledger, rates)
+
+
+def num_recomputed_blocks(ledger: Ledger) -> int:
+    """Return the number of blocks that the steady step's backward recomputes."""
+    issue = issue_of(ledger, rates().host)
+    return sum(ledger.times(op) for op in ledger.steady_ops if issue.recomputes(op))
 
 
 def counts_python(ledger: Ledger) -> bool:
