@@ -47,9 +47,8 @@ def fitted(counts: Any, seconds: Any) -> Any:
 
 def main() -> None:
     """Fit, and print what comes out."""
-    measured = {
-        (row["script"], row["size"]): row["measured"] for row in rows(*(f"{n}-measured" for n in MEASURED))
-    }
+    files = (f"{name}-measured" for name in MEASURED)
+    measured = {(row["script"], row["size"]): row["measured"] for row in rows(*files)}
     counted = {row["script"]: row["predicted"] for row in rows("predicted-anew") if row["size"] == "small"}
     names = list(counted)
     counts = np.array([[counted[name][cost] for cost in COSTS] for name in names], float)
@@ -65,16 +64,19 @@ def main() -> None:
         others = [each for each in range(len(names)) if each != number]
         by_others = counts[number] @ fitted(counts[others], np.array(seconds)[others])
         expected = counts[number] @ costs
-        alone.append(abs(by_others / seconds[number] - 1))
-        print(f"{name:26} measured {seconds[number] * 1e3:7.1f} ms, expected {expected / seconds[number] - 1:+.0%}, "
-              f"by the others {by_others / seconds[number] - 1:+.0%}")  # fmt: skip
+        error, by_others = expected / seconds[number] - 1, by_others / seconds[number] - 1
+        alone.append(abs(by_others))
+        print(
+            f"{name:26} {seconds[number] * 1e3:7.1f} ms, expected {error:+.0%}, by the others {by_others:+.0%}"
+        )
         for size in ("small", "whole"):
             one = measured[name, size]
             ratio = one["median_s"] / max(expected, one["busy_s"])
             inside.append(RANGE[0] <= ratio <= RANGE[1])
     errors = np.abs(counts @ costs / np.array(seconds) - 1)
-    print(f"median {median(errors):.1%}, worst {max(errors):.1%}; by the others {median(alone):.1%}, {max(alone):.1%}; "
-          f"{sum(inside)} of {len(inside)} steps inside {RANGE[0]} to {RANGE[1]} times")  # fmt: skip
+    print(f"median {median(errors):.1%}, worst {max(errors):.1%}")
+    print(f"by the others: median {median(alone):.1%}, worst {max(alone):.1%}")
+    print(f"{sum(inside)} of {len(inside)} steps inside {RANGE[0]} to {RANGE[1]} times")
 
 
 if __name__ == "__main__":
