@@ -19,8 +19,8 @@ from transformers import masking_utils
 from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.rms_norm import op as rms_norm_op
 from trainfit.kernels.swiglu import op as swiglu_op
+from trainfit.models.deferred_torchao import LOGGERS, quiet_torchao
 from trainfit.models.hf_attention import no_packed_sequences
-from trainfit.techniques.precision import fp8
 from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trainfit.virtual.cuda import fake_impls as fake_run
 from trainfit.virtual.trace import process_state
@@ -220,13 +220,13 @@ def test_objects_that_the_caller_froze_stay_frozen() -> None:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("patch", [no_packed_sequences, grouped_heads_counted, fp8._quiet])
+@pytest.mark.parametrize("patch", [no_packed_sequences, grouped_heads_counted, quiet_torchao])
 def test_a_second_thread_waits_for_a_process_wide_patch(patch: Callable[[], Any]) -> None:
     """Nested in time, the second thread would restore the first one's patch."""
 
     def state() -> tuple[Any, ...]:
         functions = masking_utils.find_packed_sequence_indices, flop_counter.sdpa_flop_count
-        return *functions, logging.root.manager.disable
+        return *functions, *(logging.getLogger(name).level for name in LOGGERS)
 
     def enter() -> None:
         with patch():

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.bench.harness.stopwatch import Stopwatch
+from trainfit.spec.bench import SLOWDOWNS
 from trainfit.spec.calibration import LEAST_S, OpTime
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.attention_kernel import attention_kernel
@@ -59,6 +60,7 @@ class OpTimer(TorchDispatchMode):
         self.part = ""
         self._seen: set[Any] = set()
         self._pending = deque[_Issued]()
+        self._num_held, self._reasons = 0, set[str]()
         self._load = self._products() if gpu is not None else lambda: None
 
     def _products(self) -> Callable[[], None]:
@@ -126,9 +128,12 @@ class OpTimer(TorchDispatchMode):
 
     def _take(self) -> None:
         row, start, end, runs = self._pending.popleft()
-        self.stopwatch.held_until(end)
+        reasons = set(self.stopwatch.held_until(end)) & set(SLOWDOWNS)
         if self.gpu is None:
             self.stopwatch.wait()
+        if reasons:  # Its time is none of the GPU's.
+            self._num_held, self._reasons = self._num_held + 1, self._reasons | reasons
+            return
         taken_s = self.stopwatch.between(start, end) / runs
         if taken_s < LEAST_S:
             self.failures.append(f"{self.part}: {row.op}: no time between its marks")
@@ -141,6 +146,14 @@ class OpTimer(TorchDispatchMode):
         """Wait for the operations that were issued."""
         while self._pending:
             self._take()
+        if self._num_held:
+            self.failures.append(f"{self.part}: {self._num_held} operations: {held_back(self._reasons)}")
+        self._num_held, self._reasons = 0, set()
+
+
+def held_back(reasons: Iterable[str]) -> str:
+    """Return why something has no time."""
+    return f"the driver held the GPU back ({', '.join(sorted(reasons))})"
 
 
 def _is_on_one_device(tensors: Iterable[torch.Tensor], out: Any) -> bool:

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,10 +13,12 @@ from trainfit.bench.harness.runner import data_sheet
 from trainfit.bench.harness.stopwatch import Stopwatch, stopwatch_of
 from trainfit.calibration.compiled import compiled_recipes, compiled_rows
 from trainfit.calibration.host import costs, host_step, quick_steps, small_steps
-from trainfit.calibration.op_timer import OpTimer
+from trainfit.calibration.op_timer import OpTimer, held_back
 from trainfit.calibration.workloads import more_workloads, workloads
 from trainfit.measurement.environment import cpu_name, host_environment
+from trainfit.measurement.nvml import Nvml, Watched
 from trainfit.prediction.time.calibrated import LEAST_STEPS
+from trainfit.spec.bench import SLOWDOWNS
 from trainfit.spec.calibration import Calibration, CollectiveTime, OpTime
 from trainfit.spec.files import write_text
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -27,6 +29,7 @@ LIMIT_S, HOST_LIMIT_S, COLLECTIVES_S = 280.0, 20.0, 40.0
 COPY_BYTES = 2**28
 NAMES = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
 """The bench's names of collectives -> the ledger's."""
+T = TypeVar("T")
 
 
 class Run:
@@ -117,13 +120,24 @@ class Run:
             name = ", ".join((data["model"]["name"], *(f"{k} {v}" for k, v in list(data.items())[2:])))
             yield f"host, step of {name}", lambda d=data: self._host_step(d)
 
+    def _not_held(self, measure: Callable[[], T]) -> T:
+        """Return what is measured on the device, unless its driver held it back meanwhile."""
+        if self.device.type != "cuda":
+            return measure()
+        with Watched(Nvml(self.device.index or 0)) as watched:
+            found = measure()
+            watched.take()
+        if reasons := watched.reasons & set(SLOWDOWNS):
+            raise RuntimeError(held_back(reasons))
+        return found
+
     def _host_cost(self, name: str, measure: Callable[[], float]) -> str:
         taken_s = measure()
         self._keep(host={**self.found.host, name: taken_s})
         return f"{taken_s * 1e6:.2f} us"
 
     def _host_step(self, data: dict[str, Any]) -> str:
-        found = host_step(data, self.device)
+        found = self._not_held(lambda: host_step(data, self.device))
         self._keep(host_steps=(*self.found.host_steps, found))
         return f"{found.step_s * 1e3:.2f} ms"
 
@@ -144,7 +158,7 @@ class Run:
         return f"{len(rows)} operations"
 
     def _compiled(self, data: dict[str, Any]) -> str:
-        rows = compiled_rows(recipe_from(data), self.device)
+        rows = self._not_held(lambda: list(compiled_rows(recipe_from(data), self.device)))
         self._keep(ops=self.found.ops + tuple(rows))
         return f"{len(rows)} kernels"
 

@@ -43,7 +43,7 @@ OUT_HELP = (
 )
 RAY_HELP = "Address of a running cluster; default: start one here."
 JOBS_HELP = "Measured trials in parallel (no GPU is shared; a CPU: 1)."
-RETRY_HELP = "Repeat trials that crashed, were killed or lost, or timed out."
+RETRY_HELP = "Repeat trials that crashed, were killed or lost, timed out, or have no time."
 PREDICT_HELP = "Measure and train nothing; a later run without it does the rest."
 SHARED_HELP = "Others use the device too: keep no times and no device memory."
 SECONDS = {"metavar": "SECONDS", "callback": finite}

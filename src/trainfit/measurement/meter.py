@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainfit.measurement.environment import cpu_name
 from trainfit.measurement.live import LiveBytes
-from trainfit.measurement.nvml import Nvml
+from trainfit.measurement.nvml import Nvml, Watched
 from trainfit.spec.result import Environment, MemoryBreakdown
 from trainfit.step import Batch, Step
 from trainfit.virtual.trace.storages import prepend_grad_hook
@@ -191,13 +191,14 @@ class CudaMeter(Meter):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
         # Losses go to the host as they come: kept on the device they would count towards the peak.
         losses = torch.empty(num_steps, pin_memory=True)
-        events[0].record()
-        for loss, event in zip(losses, events[1:], strict=True):
-            loss.copy_(run(), non_blocking=True)
-            event.record()
-        # The last step is still running on the GPU: the clocks are those under load.
-        self._clocks = {"clocks_mhz": self._nvml.clocks_mhz(), "throttled": self._nvml.throttled()}
-        torch.cuda.synchronize(self.device)
+        with Watched(self._nvml) as watched:
+            events[0].record()
+            for loss, event in zip(losses, events[1:], strict=True):
+                loss.copy_(run(), non_blocking=True)
+                event.record()
+            watched.take()  # The last step is still running on the GPU: the clocks are those under load.
+            torch.cuda.synchronize(self.device)
+        self._clocks = {"clocks_mhz": watched.clocks_mhz, "throttled": tuple(sorted(watched.reasons))}
         seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
         return seconds, losses.tolist()
 

@@ -4,13 +4,19 @@ A measurement needs none of it: every function returns None or nothing if NVML o
 """
 
 import os
+import threading
 from typing import Any
+
+from trainfit.spec.bench import SLOWDOWNS
 
 # nvml.h, nvmlClocksEventReasons: those that hold clocks below the requested ones.
 CLOCK_EVENTS = {
     0x4: "software power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown", 0x80: "hardware power brake",
 }  # fmt: skip
+
+
+SAMPLE_EVERY_S = 0.05
 
 
 class Nvml:
@@ -88,6 +94,46 @@ class Nvml:
             return getattr(self._nvml, name)(self._handle, *arguments)
         except self._nvml.NVMLError:  # Not supported on this GPU, or not allowed here.
             return None
+
+
+class Watched:
+    """Context manager that notes what holds a GPU's clocks down, and how low they are, while its steps run.
+
+    A thread asks the driver, which does not delay the one that issues the steps.
+    """
+
+    def __init__(self, nvml: Any):
+        self._nvml, self._done = nvml, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="clocks", daemon=True)
+        self.reasons: set[str] = set()
+        self.clocks_mhz: dict[str, int] = {}
+        """The lowest of those read while the driver held the GPU back; where it did not, the last."""
+        self._lowest: int | None = None
+
+    def __enter__(self) -> "Watched":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def take(self) -> None:
+        """Read the clocks now: at the end of what is timed, while the GPU is still busy."""
+        reasons, clocks = self._nvml.throttled(), self._nvml.clocks_mhz()
+        self.reasons.update(reasons)
+        if set(reasons) & set(SLOWDOWNS):
+            now = clocks.get("sm", 0)
+            if self._lowest is not None and now >= self._lowest:
+                return
+            self._lowest = now
+        elif self._lowest is not None:
+            return
+        self.clocks_mhz = clocks
+
+    def _run(self) -> None:
+        while not self._done.wait(SAMPLE_EVERY_S):
+            self.take()
 
 
 def visible_device(index: int) -> int | str:

@@ -228,12 +228,17 @@ def combined(recipe: Recipe, ranks: Sequence[Measurement]) -> dict[str, Any]:
     stages = list(dict.fromkeys(one.message for one in ranks))
     by_rank = (f"rank {number}: {one.message}" for number, one in enumerate(ranks) if one.message)
     tokens = recipe.batch.tokens * recipe.mesh.data_ranks
+    # Ranks wait for each other: one whose GPU was held back makes the time of all of them no figure.
+    throttled = {reason for one in ranks for reason in one.environment.throttled}
+    environment = highest.environment.model_copy(update={"throttled": tuple(sorted(throttled))})
+    step_s = None if environment.held_back else slowest.step_s
     return {
         **{name: getattr(highest, name) for name in OF_HIGHEST},
+        "environment": environment,
         "message": stages[0] if len(stages) == 1 else "; ".join(by_rank),
-        "step_times": slowest.step_times,
-        "step_s": slowest.step_s,
-        "tokens_per_s": tokens / slowest.step_s if slowest.step_s else None,
+        "step_times": None if step_s is None else slowest.step_times,
+        "step_s": step_s,
+        "tokens_per_s": tokens / step_s if step_s else None,
         "losses": tuple(sum(some) / len(some) for some in zip(*(one.losses for one in ranks), strict=False)),
         "ranks": tuple(
             RankMeasurement(**{name: getattr(one, name) for name in RankMeasurement.model_fields})

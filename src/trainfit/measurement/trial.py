@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -25,6 +26,7 @@ from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Environment, Measurement, MemoryBreakdown, PhasePeaks, Phases, Spread
+from trainfit.spec.units import format_seconds
 from trainfit.spec.value import Count, Value, parse
 
 if TYPE_CHECKING:
@@ -256,11 +258,31 @@ def _note_end(recipe: Recipe, meter: Any, result: ResultFile, seconds: list[floa
         _raise_peak(result, meter.take())
         if recipe.compile and compiled_before():
             known["message"] = FROM_CACHE
-    if seconds:
+    totals = meter.totals()
+    environment = totals.get("environment", result.measurement.environment)
+    if seconds and environment.held_back:
+        known["message"] = joined(no_time(environment, median(seconds)), known["message"])
+    elif seconds:
         times = Spread.of(seconds)
         rate = recipe.batch.tokens / times.median
         known |= {"step_times": times, "step_s": times.median, "tokens_per_s": rate}
-    result.update(**known, **meter.totals())
+    result.update(**known, **totals)
+
+
+def no_time(environment: Environment, step_s: float) -> str:
+    """Return why a measurement has no time: its driver held the GPU back while its steps ran."""
+    clocks = environment.clocks_mhz
+    at = f" at {clocks['sm']} of {clocks['sm_max']} MHz" if {"sm", "sm_max"} <= clocks.keys() else ""
+    why = ", ".join(environment.held_back)
+    return (
+        f"no time: the driver held the GPU back{at} ({why}), and a step took {format_seconds(step_s)}; "
+        "its memory is right; measure again once the GPU is cool"
+    )
+
+
+def joined(*messages: str) -> str:
+    """Return the messages that are not empty as one."""
+    return "; ".join(message for message in messages if message)
 
 
 def compiled_before() -> bool:
@@ -283,4 +305,5 @@ def _note_breakdown(recipe: Recipe, meter: Any, result: ResultFile, step: Any, b
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        result.update(message="no breakdown: the extra step for it ran out of memory")
+        lacking = "no breakdown: the extra step for it ran out of memory"
+        result.update(message=joined(result.measurement.message, lacking))

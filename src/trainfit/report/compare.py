@@ -18,6 +18,7 @@ from trainfit.spec.value import parse
 from trainfit.techniques.registry import describe
 
 GOAL = 0.03  # Predictions are to lie this close to the measured peak (a share)
+TIMES = ("step_s", "step_times", "tokens_per_s", "mfu", "hfu")
 PHASE_NAMES = ("after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES))
 
 
@@ -62,7 +63,9 @@ class Comparison:
 
     @property
     def lacking(self) -> str:
-        """The message of a finished measurement without a peak; empty where it has one."""
+        """The message of a finished measurement without a peak or a time; empty where it has them."""
+        if self.status == "done" and self.measured is not None and self.measured.environment.held_back:
+            return self.measured.message or f"no time: {', '.join(self.measured.environment.held_back)}"
         unknown = self.status == "done" and self.value("measured", "peak_allocated_bytes") is None
         return (self.value("measured", "message") or "memory not measured") if unknown else ""
 
@@ -92,6 +95,8 @@ class Comparison:
         Of two predicted peaks, sizes and phases are of the one that was measured.
         """
         held = getattr(self, side)
+        if side == "measured" and name.partition(".")[0] in TIMES and held and held.environment.held_back:
+            return None  # Of a record made before such times were left out.
         if side == "predicted" and held is not None:
             held = held.with_peak(self.peak_met)
         for part in name.split("."):

@@ -52,6 +52,9 @@ def _cpu(result: "Measurement | TrainSummary") -> str | None:
 def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None = None) -> None:
     """Print a measurement: status, memory by phase, times with their spread, device and versions."""
     out = out or console()
+    held_back = bool(result.environment.held_back)
+    if held_back:  # Before all else: who looks for a time finds none.
+        out.print(_ending(result), style="bold red")
     out.print(describe(recipe, _cpu(result)), style="bold")
     built = f"{format_count(result.params)} parameters · " if result.params else ""
     out.print(f"{built}recipe {result.recipe_id}")
@@ -61,7 +64,8 @@ def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None
     software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     out.print(f"{where.device} ({format_bytes(where.device_bytes)}) · {software}")
     out.print()
-    out.print(_ending(result), style="bold green" if result.status == "done" else "bold red")
+    if not held_back:
+        out.print(_ending(result), style="bold green" if result.status == "done" else "bold red")
     if result.phases is not None:
         heading(out, "Highest allocated bytes by phase")
         rows(out, predictions.phase_lines(result.phases), "left", "right", "right")
@@ -118,6 +122,8 @@ def _trained(summary: "TrainSummary") -> list[Line]:
         total = f"median; {format_seconds(summary.wall_s)} in all"
         lines.append(["time a step", format_seconds(summary.step_s), total])
     lines += _known(summary, "tokens_per_s", "mfu", "hfu")
+    for reason, count in summary.held_back.items():
+        lines.append(["held back", f"{count:,} steps", f"by the driver ({reason}); they are in no speed"])
     if (peak := summary.peak_memory_bytes) is not None:
         lines.append(["peak memory", format_bytes(peak), PEAK_IS.get(summary.peak_memory_is or "", "")])
     return lines

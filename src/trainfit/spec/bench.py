@@ -11,6 +11,11 @@ Cell = bool | int | float | str
 BenchStatus = Literal[
     "done", "unsteady", "impossible", "throttled", "out-of-memory", "refused", "failed", "not-run"
 ]
+SLOWDOWNS = (
+    "hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "hardware power brake",
+)  # fmt: skip
+"""Reasons for low clocks that a faultless, cooled GPU does not have. The power cap is none: it holds the
+clocks of every long step."""
 WITHOUT_NUMBERS: tuple[BenchStatus, ...] = ("throttled", "out-of-memory", "refused", "failed", "not-run")
 
 
@@ -33,6 +38,11 @@ class Environment(Value):
     variables: dict[str, str] = {}
     """Environment variables that change memory or speed, such as PYTORCH_CUDA_ALLOC_CONF."""
     commit: str | None = None
+
+    @property
+    def held_back(self) -> tuple[str, ...]:
+        """Why times are no figures of the device: its driver held it back; empty: they are figures."""
+        return tuple(reason for reason in SLOWDOWNS if reason in self.throttled)
 
 
 class Spread(Value):

@@ -363,7 +363,8 @@ class Measurement(Value):
     trainable_params: Count = 0
     model_flops: Flops | None = None
     hardware_flops: Flops | None = None
-    step_s: Annotated[float, Field(ge=1e-10)] | None = None  # Median of the steady steps
+    step_s: Annotated[float, Field(ge=1e-10)] | None = None
+    """Median of the steady steps; None also where the driver held the GPU back, as ``message`` says."""
     step_times: Spread | None = None
     tokens_per_s: float | None = None
     mfu: Share | None = None

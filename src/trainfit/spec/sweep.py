@@ -207,8 +207,8 @@ class Row(Value):
     @property
     def samples_per_s(self) -> float | None:
         """Of all GPUs, measured: of the median step; where only trained, of the steps after the first ten."""
-        if self._measured is not None and self._measured.step_s:
-            return self.samples / self._measured.step_s
+        if self._timed is not None and self._timed.step_s:
+            return self.samples / self._timed.step_s
         speed = self._trained.get("speed", {})
         return speed.get("late_samples_per_s") or speed.get("samples_per_s")
 
@@ -224,11 +224,11 @@ class Row(Value):
 
     @property
     def mfu(self) -> float | None:
-        return getattr(self._measured, "mfu", None) or self._trained.get("mfu")
+        return getattr(self._timed, "mfu", None) or self._trained.get("mfu")
 
     @property
     def hfu(self) -> float | None:
-        return getattr(self._measured, "hfu", None) or self._trained.get("hfu")
+        return getattr(self._timed, "hfu", None) or self._trained.get("hfu")
 
     @property
     def perplexity(self) -> float | None:
@@ -238,6 +238,11 @@ class Row(Value):
     def _measured(self) -> Measurement | None:
         done = self.measurement is not None and self.measurement.status == "done"
         return self.measurement if done else None
+
+    @property
+    def _timed(self) -> Measurement | None:
+        """The measurement whose times are figures of the device."""
+        return None if self._measured is None or self._measured.environment.held_back else self._measured
 
     @property
     def _trained(self) -> dict[str, Any]:

@@ -38,11 +38,14 @@ def row_of(
         if part in records and (outcome := records[part].outcome) is not None
     }
     status, message = (RUNNING, running) if running else _status(variant, file, outcomes)
+    measured = records["measure"].measurement if "measure" in outcomes else None
+    if status == "done" and measured is not None and measured.environment.held_back:
+        message = "; ".join(one for one in (measured.message, message) if one)
     return Row(
         variant=variant.name, recipe=variant.recipe.content(), recipe_id=variant.recipe.id, status=status,
         message=message, outcomes={str(part): outcome for part, outcome in outcomes.items()},
         estimate=records["predict"].estimate if "predict" in outcomes else None,
-        measurement=records["measure"].measurement if "measure" in outcomes else None,
+        measurement=measured,
         train=records["train"].train if "train" in outcomes else None,
     )  # fmt: skip
 

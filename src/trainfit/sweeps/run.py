@@ -126,7 +126,8 @@ class Run:
         record = None if self._again else self._journal.found(request)
         if record is None or record.outcome is None:
             return False
-        if self._retry and record.outcome.status not in RESULTS:
+        held_back = record.measurement is not None and bool(record.measurement.environment.held_back)
+        if self._retry and (record.outcome.status not in RESULTS or held_back):
             return False
         if refused_before_it_ran(record.outcome) and request.variant not in self._refused:
             return False  # What was missing then is there now.

@@ -128,4 +128,5 @@ class Speed(Observer):
         return self._samples * len(seconds) / sum(seconds) if seconds else None
 
     def on_step(self, metrics: StepMetrics) -> None:
-        self._seconds.append(metrics.step_s)
+        if not metrics.held_back:
+            self._seconds.append(metrics.step_s)

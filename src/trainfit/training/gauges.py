@@ -12,21 +12,33 @@ import torch
 from trainfit.measurement.live import LiveBytes
 from trainfit.measurement.meter import assign_state, tree_tensors
 from trainfit.measurement.nvml import Nvml
+from trainfit.spec.bench import SLOWDOWNS
 from trainfit.step import Batch, Step
 
 SAMPLE_EVERY_S = 0.25  # The driver averages utilisation over 1/6 to 1 s (nvml.h, nvmlUtilization_t)
 
 
-class Busy:
-    """Utilisation of the device since the last sample, 0 to 1; None where it is unknown."""
+class Load:
+    """Utilisation of the device, and why its driver holds it back; both read every ``SAMPLE_EVERY_S``."""
 
     def __init__(self, device: torch.device):
         self._nvml = Nvml(device.index or 0) if device.type == "cuda" else None
         self._cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._at_s, self._cpu_s = time.perf_counter(), time.process_time()
         self._last: float | None = None
+        self._held_back: tuple[str, ...] = ()
+        self._held_at_s = -SAMPLE_EVERY_S
+
+    def held_back(self) -> tuple[str, ...]:
+        """Return why the driver holds the GPU far below what it does (SLOWDOWNS); empty: it does not."""
+        now_s = time.perf_counter()
+        if self._nvml is not None and now_s - self._held_at_s >= SAMPLE_EVERY_S:
+            self._held_back = tuple(one for one in self._nvml.throttled() if one in SLOWDOWNS)
+            self._held_at_s = now_s
+        return self._held_back
 
     def share(self) -> float | None:
+        """Return the utilisation since the last sample, 0 to 1; None where it is unknown."""
         now_s = time.perf_counter()
         if self._last is not None and now_s - self._at_s < SAMPLE_EVERY_S:
             return self._last

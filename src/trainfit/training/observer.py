@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from pydantic import Field
+
 from trainfit.spec.errors import EXIT_BAD_INPUT
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
@@ -49,6 +51,8 @@ class StepMetrics(Value):
     """Highest allocated bytes so far; on a CPU the live tensors of one step."""
     busy: Share | None = None
     """GPU utilisation by its driver; on a CPU this process's time over that of all usable cores."""
+    held_back: tuple[str, ...] | None = None
+    """Why its driver held a rank's GPU back during the step (NVML's names): the speeds are no figures."""
     gradient_norm: float | None = None  # Norm of all gradients before clipping; None without clipping
 
 
@@ -74,7 +78,8 @@ class TrainSummary(Value):
     losses: tuple[float, ...]
     evaluations: tuple[EvalMetrics, ...]
     eval_perplexity: float | None
-    step_s: Seconds | None  # Median without the first step; speeds and shares follow from it
+    step_s: Seconds | None
+    """Median without the first step, and without those held back; speeds and shares follow from it."""
     tokens_per_s: float | None
     mfu: Share | None
     hfu: Share | None
@@ -83,6 +88,8 @@ class TrainSummary(Value):
     wall_s: Seconds
     run: RunStart
     checkpoint: str | None  # Folder of the newest one
+    held_back: dict[str, Count] = Field(default={})
+    """Steps of this process during which the driver held a GPU back, by its reason."""
 
     @property
     def exit_code(self) -> int:

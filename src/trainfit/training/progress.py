@@ -95,4 +95,6 @@ def step_line(metrics: StepMetrics, device: str) -> str:
         parts.append(f"peak {format_bytes(metrics.peak_memory_bytes)}")
     if metrics.busy is not None:
         parts.append(f"{device} {metrics.busy:.0%} busy")
+    if metrics.held_back:
+        parts.append(f"HELD BACK by the driver: {', '.join(metrics.held_back)}")
     return "  ".join(parts)

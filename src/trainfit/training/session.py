@@ -6,6 +6,7 @@ Shapes: b micro-batch, s sequence.
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 
 from trainfit.measurement.feed import Feed
 from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
+from trainfit.spec.bench import SLOWDOWNS
 from trainfit.spec.errors import InputError
 from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.step import Batch, Step
@@ -24,7 +26,7 @@ from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import Corpora
 from trainfit.training.folder import CHECKPOINTS
-from trainfit.training.gauges import Busy, PeakMemory
+from trainfit.training.gauges import Load, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
@@ -54,11 +56,13 @@ class Session:
     losses: list[float] = field(default_factory=list)
     evaluations: list[EvalMetrics] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Times of representative steps: not the first, not the one whose live tensors are counted."""
+    """Times of representative steps: not the first, not the one whose live tensors are counted, none that the
+    driver held back."""
+    held_back: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
-        self._busy = Busy(self.step.device)
+        self._load = Load(self.step.device)
         self._highest: int | None = None  # Peak memory so far, of the rank with the highest
 
     def train(self, stop: StopSignal) -> TrainSummary:
@@ -167,11 +171,17 @@ class Session:
         following = next(feed, None)
         self.ranks.enter(done + 1, "waiting for the loss")
         own = loss_tensor.item()
-        rows = self._agree(stop, own, self._peak.read() or 0)
+        held_back = self._load.held_back()
+        held = sum(2**index for index, one in enumerate(SLOWDOWNS) if one in held_back)
+        rows = self._agree(stop, own, self._peak.read() or 0, held)
         loss = sum(row[0] for row in rows) / len(rows)
         self._highest = max(int(row[1]) for row in rows) or None
         step_s = time.perf_counter() - start_s
-        if index > 0 and not counted:
+        # Ranks wait for each other: one that is held back slows all of them.
+        of_all = [int(row[2]) for row in rows]
+        reasons = tuple(one for index, one in enumerate(SLOWDOWNS) if any(row >> index & 1 for row in of_all))
+        self.held_back.update(reasons)
+        if index > 0 and not counted and not reasons:
             self.seconds.append(step_s)
         if not math.isfinite(loss):
             remedy = "lower optimizer.lr, warm it up, or use a wider precision"
@@ -179,10 +189,10 @@ class Session:
         stop.raises = False  # From here on there is a step to save.
         self.losses.append(loss)
         self.progress = Progress(done + 1, loss)
-        self._report("on_step", self._metrics(loss, rate, step_s))
+        self._report("on_step", self._metrics(loss, rate, step_s, reasons))
         return following
 
-    def _metrics(self, loss: float, rate: float, step_s: float) -> StepMetrics:
+    def _metrics(self, loss: float, rate: float, step_s: float, held_back: tuple[str, ...]) -> StepMetrics:
         norm = float(self.step.readings.get("gradient_norm", math.nan))
         return StepMetrics(
             step=self.progress.step,
@@ -191,7 +201,8 @@ class Session:
             epoch=self.progress.step * self._sequences_per_step / len(self.corpora.train),
             **self._rates(step_s),
             peak_memory_bytes=self._peak_bytes(),
-            busy=self._busy.share(),
+            busy=self._load.share(),
+            held_back=held_back or None,
             # A step that the loss scaler skips has gradients that are not finite.
             gradient_norm=norm if math.isfinite(norm) else None,
         )
@@ -299,4 +310,5 @@ class Session:
             wall_s=wall_s,
             run=self.run,
             checkpoint=None if self.checkpoint is None else str(self.checkpoint),
+            held_back=dict(self.held_back),
         )
