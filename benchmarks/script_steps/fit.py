@@ -66,9 +66,8 @@ def main() -> None:
         expected = counts[number] @ costs
         error, by_others = expected / seconds[number] - 1, by_others / seconds[number] - 1
         alone.append(abs(by_others))
-        print(
-            f"{name:26} {seconds[number] * 1e3:7.1f} ms, expected {error:+.0%}, by the others {by_others:+.0%}"
-        )
+        took = f"{name:26} {seconds[number] * 1e3:7.1f} ms"
+        print(f"{took}, expected {error:+.0%}, by the others {by_others:+.0%}")
         for size in ("small", "whole"):
             one = measured[name, size]
             ratio = one["median_s"] / max(expected, one["busy_s"])
