@@ -110,7 +110,7 @@ def _build(
         "dtype": weight_dtype(recipe),
         "device": device,
         "attention": recipe.attention,
-        "quantize": recipe.quantize,
+        "quantize": recipe.base,
     }
     build = next((one.build for one in registry.in_order() if one.build and one.applies(recipe)), None)
     if build is not None:

@@ -92,6 +92,68 @@ def test_linear_8bit() -> None:
     assert sum(op.flops for op in ledger.ops) == 2 * 2 * 8 * NUMEL
 
 
+CONFIG = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def qlora(is_prepared: bool, autocast: bool, checkpoints: bool, nested: bool) -> None:
+    """The usual script: linear layers of bitsandbytes in the blocks, PEFT, a plain loop."""
+    import bitsandbytes as bnb
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16()
+    for parent in list(model.model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                new = bnb.nn.Linear4bit(child.in_features, child.out_features, False, torch.bfloat16)
+                options = {"quant_type": "nf4", "compress_statistics": nested}
+                new.weight = bnb.nn.Params4bit(child.weight.data, requires_grad=False, **options)
+                setattr(parent, name, new)
+    model.cuda()
+    model.is_loaded_in_4bit = True
+    if is_prepared:
+        options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        model = peft.prepare_model_for_kbit_training(model, checkpoints, **options)
+    lora = peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, lora).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    for _ in range(2):
+        ids = torch.randint(0, 32_000, (2, 1024), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_prepared", "checkpoints", "nested"),
+    [("bf16", False, False, False), ("fp32", True, False, True), ("amp-bf16", True, False, True),
+     ("amp-bf16", True, True, False)],
+)  # fmt: skip
+def test_a_recipe_has_the_peak_of_the_usual_script(
+    precision: str, is_prepared: bool, checkpoints: bool, nested: bool
+) -> None:
+    """``prepare_model_for_kbit_training`` casts all that is not quantised to fp32: precision fp32, or amp."""
+    autocast = precision.startswith("amp")
+    script = trainfit.trace(lambda: qlora(is_prepared, autocast, checkpoints, nested), gpu="h200", steps=2)
+    recipe = {
+        "model": {"config": {"model_type": "llama", **CONFIG}},
+        "batch": {"micro": 2, "seq": 1024},
+        "precision": precision,
+        "recompute": "full" if checkpoints else "none",
+        "quantize": {"kind": "nf4", "double": nested, "compute": "bf16"},
+        "adapter": {"kind": "lora", "rank": 16},
+        "optimizer": {"name": "adamw", "implementation": "fused"},
+        "hardware": {"gpu": "h200"},
+    }
+    estimate = trainfit.predict(recipe)
+    assert estimate.peak_allocated_bytes == pytest.approx(script.peak_allocated_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize(("name", "in_bytes", "on_host"), [
     ("AdamW8bit", 2 * NUMEL + 2 * 4 * NUMEL // 256 + 2 * CODES, 0),
     ("AdamW", 8 * NUMEL, 0),

@@ -14,7 +14,10 @@ from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.models.quantized import QuantizedLinear
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.quantize import Quantized
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer
+from trainfit.techniques import registry
 from virtual_runs import recipe_of, sums, with_layers
 
 LORA = Adapter(kind="lora", rank=4)
@@ -59,6 +62,33 @@ def test_autocast_decides_the_dtype():
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
     assert made(x).dtype == torch.float32
+
+
+def test_products_in_a_dtype_of_their_own():
+    """As bitsandbytes' Linear4bit: the input is cast, and the result is cast back, also under autocast."""
+    made = quantized_layer("nf4", 64, 64, True)
+    made.base = Quantized(kind="nf4", compute="bf16")
+    x = torch.randn(2, 64, requires_grad=True)
+    expected = made._product(x.bfloat16()).float()
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
+            assert torch.equal(made(x), expected)
+
+
+def test_a_recipe_with_only_defaults_is_the_short_form():
+    def of(quantize: Any) -> Any:
+        return recipe_from(tiny_recipe(adapter=LORA, quantize="nf4").content() | {"quantize": quantize})
+
+    assert of({"kind": "nf4", "double": True, "block": 64, "compute": None}) == of("nf4")
+    base = of({"kind": "nf4", "double": False, "compute": "bf16"})
+    assert recipe_from(base.content()) == base
+    assert base.id != of("nf4").id
+    assert "nf4 (fp32 magnitudes, products in bf16) base" in registry.describe(base)
+    _, losses = learned(base.model_copy(update={"optimizer": Optimizer(lr=1e-2)}), 3)
+    assert losses[-1] < losses[0]
+    for wrong, named in (({"kind": "int8", "block": 32}, "quantize.block"), ("nf5", "quantize = 'nf5'")):
+        with pytest.raises(InputError, match=named):
+            of(wrong)
 
 
 def test_another_shape_is_refused():

@@ -217,7 +217,7 @@ def test_short_forms_and_hub_names_in_a_sweep(tmp_path: Path) -> None:
         ("parallel.strategy=zero-3", "here it is parallel.strategy: fsdp"),
         ("dora=true", "here it is adapter: {kind: lora}; DoRA's magnitudes are not modelled"),
         ("adapter=dora", "here it is adapter.kind: lora; DoRA's magnitudes are not modelled"),
-        ("quantize=nf4-dq", "here it is quantize: nf4, whose constants"),
+        ("quantize=nf4-dq", "here it is quantize: nf4"),
         ("learning-rate=1", "here it is optimizer.lr"),
         ("LEARNING_RATE=1", "here it is optimizer.lr"),
     ],

@@ -27,6 +27,7 @@ from trainfit.models.quantized import (
 )
 from trainfit.offload.blocks import HostBlocks
 from trainfit.spec.errors import InputError
+from trainfit.spec.quantize import Quantized
 from trainfit.spec.recipe import ModelSpec
 
 MAX_MODULES = 20_000
@@ -39,7 +40,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     attention: str = "sdpa",
-    quantize: str | None = None,
+    quantize: str | Quantized | None = None,
     on_model: Callable[[nn.Module], None] = lambda model: None,
     within_block: WithinBlock = lambda block: nullcontext(),
 ) -> nn.Module:
@@ -48,7 +49,7 @@ def build_model(
     Args:
         attention: The recipe's value. ``eager`` computes all scores, ``triton`` runs trainfit's kernels; the
             others call ``F.scaled_dot_product_attention``, whose backend the caller selects.
-        quantize: nf4, int8 or fp8: format of the decoder blocks' frozen linear layers (quantized.py).
+        quantize: Format of the decoder blocks' frozen linear layers (quantized.py).
         on_model: Called with the model before its blocks are quantised; it may remove blocks.
         within_block: Returns the context in which a block is quantised.
 
@@ -63,13 +64,13 @@ def build_model(
     with _at_most(MAX_MODULES), linears_on_meta() if quantize is not None else nullcontext(set()) as waiting:
         model: Any = build(config, dtype=dtype, device=device, attention=attention)
     if quantize is not None:
-        require_blocks(model, "quantize", quantize, "use quantize: null")
+        require_blocks(model, "quantize", str(quantize), "use quantize: null")
     on_model(model)
     if quantize is not None:
         if (recorded := deferred()) is not None:
             recorded.forget(waiting)  # Their first initialisation; on a device there is none.
         initialise = partial(_initialise, model)
-        fill_quantized(model, quantize, device, initialise, within_block, waiting=waiting)
+        fill_quantized(model, Quantized.of(quantize), device, initialise, within_block, waiting=waiting)
     return model
 
 
@@ -100,7 +101,7 @@ def build_on_host(
     dtype: torch.dtype,
     device: torch.device,
     attention: str = "sdpa",
-    quantize: str | None = None,
+    quantize: str | Quantized | None = None,
     num_buffers: int,
     on_model: Callable[[nn.Module], None],
 ) -> tuple[nn.Module, HostBlocks]:
@@ -112,7 +113,7 @@ def build_on_host(
     blocks = require_blocks(model, "offload.weights", True, "set offload.weights: false")
     block_of = {id(module): block for block in blocks for module in block.modules()}
     visited = _as_initialised(model)
-    quantized = replace_linears(blocks, quantize) if quantize is not None else {}
+    quantized = replace_linears(blocks, Quantized.of(quantize)) if quantize is not None else {}
     on_model(model)
     blocks = decoder_blocks(model)
     visited = [module for module in visited if block_of.get(id(module)) in (None, *blocks)]

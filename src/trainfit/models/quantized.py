@@ -18,13 +18,16 @@ from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
 from trainfit.models.layers import require_blocks
 from trainfit.spec.errors import InputError
+from trainfit.spec.quantize import Quantized
 
 Initialize = Callable[[nn.Module], None]  # Initialises one module's own weights
 WithinBlock = Callable[[nn.Module], AbstractContextManager[None]]
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SHARDED = ("codes", "block_codes")
-"""Buffers of a quantised layer that FSDP2 shards; the others are under 0.02 bits a weight."""
+"""Buffers of a quantised layer that FSDP2 shards. The others are under 0.02 bits a weight, or magnitudes in
+fp32, which bitsandbytes keeps whole on every rank as well."""
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class QuantizedLinear(nn.Linear):
@@ -33,7 +36,7 @@ class QuantizedLinear(nn.Linear):
     Forward and backward dequantise W for their product each, so nothing of its size is saved.
 
     Args:
-        kind: nf4, int8 or fp8.
+        base: The kind (nf4, int8 or fp8), or also its blocks and the dtype of its products.
         dtype: Dtype of the original weight, which adapters and the frozen bias take.
     """
 
@@ -42,21 +45,22 @@ class QuantizedLinear(nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool,
-        kind: str,
+        base: str | Quantized,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
         nn.Module.__init__(self)  # nn.Linear would allocate a full-precision weight.
-        self.in_features, self.out_features, self.kind = in_features, out_features, kind
+        self.base = base = Quantized.of(base)
+        self.in_features, self.out_features, self.kind = in_features, out_features, base.kind
         self.compute_dtype = dtype  # The name that PEFT reads.
         own_bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.bias = None if own_bias is None else nn.Parameter(own_bias, requires_grad=False)
-        if kind == "nf4":
+        if self.kind == "nf4":
             nf4.register()
-            parts: Any = nf4.empty_nf4(self.num_quantized, device)
+            parts: Any = nf4.empty_nf4(self.num_quantized, device, base.block, double=base.double)
         else:
             rows.register()
-            parts = rows.empty_rows(out_features, in_features, ROW_CODES[kind], device)
+            parts = rows.empty_rows(out_features, in_features, ROW_CODES[self.kind], device)
         self._fields = parts._fields
         for name, part in zip(parts._fields, parts, strict=True):
             self.register_buffer(name, part)
@@ -67,7 +71,10 @@ class QuantizedLinear(nn.Linear):
         if weight.shape != self.shape:
             raise ValueError(f"weight {list(weight.shape)}: the layer has {self.shape[0]} x {self.shape[1]}")
         own = weight.contiguous()
-        parts = nf4.quantize_nf4(own) if self.kind == "nf4" else rows.quantize_rows(own, ROW_CODES[self.kind])
+        if self.kind == "nf4":
+            parts: Any = nf4.quantize_nf4(own, self.base.block, double=self.base.double)
+        else:
+            parts = rows.quantize_rows(own, ROW_CODES[self.kind])
         for memory, part in zip(self._parts(), parts, strict=True):
             memory.copy_(part)
         if self.bias is not None and bias is not None:
@@ -82,8 +89,9 @@ class QuantizedLinear(nn.Linear):
     def codes_to_parameters(self) -> None:
         """Make the codes frozen parameters, which FSDP2 shards; those of fp8 as bytes, so it casts none."""
         for name in SHARDED:
-            codes = self._buffers.pop(name, None)
-            if codes is not None:
+            codes = self._buffers.get(name)
+            if codes is not None and codes.dtype != torch.float32:
+                del self._buffers[name]
                 whole = codes.view(torch.uint8) if codes.is_floating_point() else codes
                 self.register_parameter(name, nn.Parameter(whole, requires_grad=False))
 
@@ -103,13 +111,20 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
-        if torch.is_autocast_enabled(device):
+        autocast = torch.is_autocast_enabled(device)
+        if self.base.compute is not None:
+            with torch.autocast(device, enabled=False) if autocast else nullcontext():
+                return self._product(x.to(COMPUTE[self.base.compute])).to(x.dtype)
+        if autocast:
             x = x.to(torch.get_autocast_dtype(device))
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return _Product.apply(x, bias, self.shape, *self._parts())  # pyright: ignore[reportReturnType]
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.kind}"
+        return f"{super().extra_repr()}, {self.base}"
 
     def _parts(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._fields]
@@ -183,7 +198,7 @@ def linears_on_meta() -> Iterator[set[nn.Parameter]]:
 @torch.no_grad()
 def fill_quantized(
     model: nn.Module,
-    kind: str,
+    base: Quantized,
     device: torch.device | str,
     initialize: Initialize,
     within_block: WithinBlock = lambda block: nullcontext(),
@@ -199,10 +214,10 @@ def fill_quantized(
     Raises:
         InputError: No decoder blocks, or blocks with matrices outside linear layers.
     """
-    blocks = require_blocks(model, "quantize", kind, "use quantize: null")
-    _refuse_other_weights(blocks, kind)
+    blocks = require_blocks(model, "quantize", str(base), "use quantize: null")
+    _refuse_other_weights(blocks, base)
     # Allocated before the temporary weights, which would otherwise leave holes in the allocator's segments.
-    quantized = {child: _quantized(child, kind, device) for _, _, child in _linears(blocks)}
+    quantized = {child: _quantized(child, base, device) for _, _, child in _linears(blocks)}
     for block in blocks:
         with within_block(block):
             _materialize(block, device, waiting)
@@ -214,12 +229,12 @@ def fill_quantized(
     _materialize(model, device, waiting, initialize)
 
 
-def replace_linears(blocks: list[nn.Module], kind: str) -> dict[nn.Module, QuantizedLinear]:
+def replace_linears(blocks: list[nn.Module], base: Quantized) -> dict[nn.Module, QuantizedLinear]:
     """Replace the blocks' linear layers by quantised ones on meta; return the new layer of each old one."""
-    _refuse_other_weights(blocks, kind)
+    _refuse_other_weights(blocks, base)
     new: dict[nn.Module, QuantizedLinear] = {}
     for parent, name, child in _linears(blocks):
-        new[child] = _quantized(child, kind, "meta")
+        new[child] = _quantized(child, base, "meta")
         setattr(parent, name, new[child])
     return new
 
@@ -252,9 +267,9 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _quantized(linear: Any, kind: str, device: torch.device | str) -> QuantizedLinear:
+def _quantized(linear: Any, base: Quantized, device: torch.device | str) -> QuantizedLinear:
     num_out, num_in = _weight(linear).shape
-    return QuantizedLinear(num_in, num_out, linear.bias is not None, kind, linear.weight.dtype, device)
+    return QuantizedLinear(num_in, num_out, linear.bias is not None, base, linear.weight.dtype, device)
 
 
 def _weight(linear: Any) -> Tensor:
@@ -283,7 +298,7 @@ def _materialize(
             initialize(module)
 
 
-def _refuse_other_weights(blocks: list[nn.Module], kind: str) -> None:
+def _refuse_other_weights(blocks: list[nn.Module], base: Quantized) -> None:
     """Refuse blocks with matrices outside linear layers, which other code may read."""
     for name, module in (pair for block in blocks for pair in block.named_modules()):
         for own, parameter in module.named_parameters(recurse=False):
@@ -293,4 +308,4 @@ def _refuse_other_weights(blocks: list[nn.Module], kind: str) -> None:
                     "blocks with experts or state-space layers are not quantised"
                 )
                 remedy = "use quantize: null, or a dense transformer"
-                raise InputError(problem, remedy, field="quantize", value=kind)
+                raise InputError(problem, remedy, field="quantize", value=str(base))

@@ -42,7 +42,7 @@ def storage(recipe: Recipe) -> Storage:
         "adamw8bit": (1.0, 1.0), "adamw4bit": (0.5, 0.5), "adamw": (weight, weight), "muon": (weight,),
         "adafactor": (4.0,) if optimizer.momentum else (), "sgd": (weight,) if optimizer.momentum else (),
     }.get(optimizer.name, ())  # fmt: skip
-    frozen = BASE_BYTES[recipe.quantize] if recipe.quantize else built
+    frozen = BASE_BYTES[recipe.base.kind] if recipe.base else built
     return Storage(weight, moments, None if adapter is None else frozen)
 
 

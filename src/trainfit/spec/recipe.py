@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, mode
 
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.outside import Extensible
+from trainfit.spec.quantize import Quantize, Quantized
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import FromPercent, PositiveInt, Value, canonical_json, disagreement
 
@@ -22,7 +23,6 @@ Attention = Literal[AttentionKernel, "best"]
 Loss = Literal["standard", "chunked", "fused"]
 BlockKernels = Literal["standard", "triton"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
-Quantize = Literal["nf4", "int8", "fp8"]
 Strategy = Literal["auto", "fsdp", "ddp", "naive", "flat", "overlapped", "bucketed", "zero1"]
 """auto: fsdp. ddp: torch's. naive, flat, overlapped, bucketed: those of ``trainfit.parallel.DataParallel``.
 zero1: torch's DDP with a sharded optimizer."""
@@ -283,7 +283,7 @@ class Recipe(Value):
     compile: Annotated[Literal[False, "block", "model"], Extensible("compile")] = False
     optimizer: Optimizer = Optimizer()
     adapter: Adapter | None = None
-    quantize: Annotated[Quantize, Extensible("quantize")] | None = None
+    quantize: Quantize | None = None
     offload: Offload = Offload()
     loader: Loader = Loader()
     empty_cache_every: PositiveInt | None = None
@@ -308,6 +308,11 @@ class Recipe(Value):
     def mesh(self) -> Parallel:
         """``parallel`` over all GPUs: with their count alone FSDP2."""
         return self.parallel.over(self.hardware.count)
+
+    @property
+    def base(self) -> Quantized | None:
+        """How the frozen base is quantised; None: it is not."""
+        return None if self.quantize is None else Quantized.of(self.quantize)
 
     @property
     def has_open_fields(self) -> bool:

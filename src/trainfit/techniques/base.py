@@ -119,10 +119,15 @@ def refusal(recipe: Recipe, dotted: str, problem: str, remedy: str) -> InputErro
 
 
 def value_at(recipe: Recipe, dotted: str) -> Any:
-    """Return the value of a dotted field; of a mapping such as ``{every: 2}`` its key, ``every``."""
+    """Return the value of a dotted field; of a mapping such as ``{every: 2}`` its key, ``every``.
+
+    Of a quantised base it is the kind.
+    """
     value: Any = recipe
     for part in dotted.split("."):
         value = getattr(value, part, None)
+    if dotted == "quantize" and hasattr(value, "kind"):
+        return value.kind
     if hasattr(value, "model_dump"):
         return next(iter(value.model_dump()))
     return value

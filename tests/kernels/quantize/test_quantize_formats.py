@@ -50,6 +50,17 @@ def test_errors_on_normal_weights_are_the_known_ones():
     assert (error.abs() / weight.abs()).quantile(0.9).item() < 1 / 16
 
 
+def test_larger_blocks_err_more_and_exact_magnitudes_less():
+    """Mean errors by block as in bitsandbytes' tests (test_4bit_quant), whose magnitudes are fp32."""
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 1024)
+    for block, expected in ((64, 0.072792), (256, 0.080326), (4096, 0.092537)):
+        parts = nf4.quantize_nf4(weight, block, double=False)
+        assert sum(part.nbytes for part in parts) == 2**19 + 4 * 2**20 // block + 4 * 16
+        error = (nf4.reference_dequantize(weight, *parts, 1024, 1024) - weight).abs()
+        assert error.mean().item() == pytest.approx(expected, rel=5e-3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_of_codes_come_back_bit_for_bit(kind: str):
     torch.manual_seed(1)
@@ -75,6 +86,8 @@ def test_values_of_codes_come_back_bit_for_bit(kind: str):
 
 # -- the kernels
 
+LAYOUTS = [(64, False), (32, True), (4096, False)]
+"""Weights of a magnitude, and whether the magnitudes are quantised."""
 SHAPES = [(64, 128), (7, 33), (130, 257), (1, 1)]
 
 
@@ -92,6 +105,17 @@ def kernels_agree(shape: tuple[int, int], dtype: torch.dtype, device: str) -> No
     like = torch.empty(0, dtype=dtype)
     made = nf4.triton_dequantize(like, *on_device, *shape).cpu()
     assert torch.equal(made, nf4.reference_dequantize(like, *found, *shape))
+    for block, double in LAYOUTS:
+        found = nf4.quantize_nf4(weight.cpu(), block, double=double)
+        assert [part.shape for part in nf4.empty_nf4(weight.numel(), "cpu", block, double=double)] == [
+            part.shape for part in found
+        ]
+        levels = found.levels.to(device)
+        codes, magnitudes = nf4.triton_quantize_blocks(weight, levels, block)
+        assert torch.equal(codes.cpu(), found.codes)
+        assert double or torch.equal(magnitudes.cpu(), found.block_codes)
+        made = nf4.triton_dequantize(like, *(part.to(device) for part in found), *shape).cpu()
+        assert torch.equal(made, nf4.reference_dequantize(like, *found, *shape))
     for code in rows.LARGEST:
         codes, scales = rows.quantize_rows(weight, code)
         made = rows.triton_dequantize(like, codes, scales).cpu()

@@ -5,7 +5,8 @@ largest magnitude and rounded to the nearest of 16 levels. The magnitudes, less 
 8-bit floats in groups of 256 with one fp32 scale each: 4 + 8/64 + 32/(64 * 256) bits.
 
 A tensor is quantised flat, in row-major order; the last block and group are padded with zeros. The first of
-two neighbours is the upper half of their byte, as in bitsandbytes.
+two neighbours is the upper half of their byte, as in bitsandbytes. Its other layouts: blocks of other sizes,
+and magnitudes that stay in fp32 (``double`` False: 4 + 32/64 bits).
 """
 
 from functools import cache
@@ -17,7 +18,7 @@ from torch import Tensor
 from trainfit.kernels.custom_op import declare, triton_kernels
 from trainfit.kernels.quantize import codebook
 
-BLOCK = 64  # Weights per magnitude
+BLOCK = 64  # Weights per magnitude, unless said otherwise
 GROUP = 256  # Magnitudes per scale
 TRITON = "kernels.quantize.triton"
 
@@ -31,37 +32,43 @@ LEVELS = (
 
 
 class Nf4(NamedTuple):
-    """A quantised tensor of n weights in B = ceil(n / 64) blocks."""
+    """A quantised tensor of n weights in B = ceil(n / block) blocks."""
 
-    codes: Tensor  # uint8 [32 B]: the indices of two levels per byte
-    block_codes: Tensor  # uint8 [B]: (magnitude - offset) / group scale as 8-bit floats
-    group_scales: Tensor  # fp32 [ceil(B / 256)]
-    offset: Tensor  # fp32 [1]: the mean of the magnitudes
-    levels: Tensor  # fp32 [272]: the 16 values of codes, then the 256 of block_codes
-
-
-def make_levels(device: torch.device | str) -> Tensor:
-    """Return both codebooks, fp32 [272]."""
-    return torch.tensor([*LEVELS, *codebook.levels(8, signed=True)], dtype=torch.float32).to(device)
+    codes: Tensor  # uint8 [B block / 2]: the indices of two levels per byte
+    block_codes: Tensor  # uint8 [B]: (magnitude - offset) / group scale as 8-bit floats; or fp32: magnitudes
+    group_scales: Tensor  # fp32 [ceil(B / 256)]; empty with magnitudes in fp32
+    offset: Tensor  # fp32 [1]: the mean of the magnitudes; empty with magnitudes in fp32
+    levels: Tensor  # fp32 [272]: the 16 values of codes, then the 256 of block_codes; 16 with magnitudes
 
 
-def empty_nf4(num_weights: int, device: torch.device | str) -> Nf4:
+def make_levels(device: torch.device | str, *, double: bool = True) -> Tensor:
+    """Return both codebooks, fp32 [272], or that of the weights alone, [16]."""
+    values = [*LEVELS, *codebook.levels(8, signed=True)] if double else LEVELS
+    return torch.tensor(values, dtype=torch.float32).to(device)
+
+
+def empty_nf4(
+    num_weights: int, device: torch.device | str, block: int = BLOCK, *, double: bool = True
+) -> Nf4:
     """Allocate an ``Nf4`` of this many weights; only the codebooks are filled."""
-    num_blocks = -(-num_weights // BLOCK)
+    num_blocks = -(-num_weights // block)
+    wide = {"dtype": torch.float32, "device": device}
     return Nf4(
-        torch.empty(num_blocks * BLOCK // 2, dtype=torch.uint8, device=device),
-        torch.empty(num_blocks, dtype=torch.uint8, device=device),
-        torch.empty(-(-num_blocks // GROUP), dtype=torch.float32, device=device),
-        torch.empty(1, dtype=torch.float32, device=device),
-        make_levels(device),
+        torch.empty(num_blocks * block // 2, dtype=torch.uint8, device=device),
+        torch.empty(num_blocks, dtype=torch.uint8 if double else torch.float32, device=device),
+        torch.empty(-(-num_blocks // GROUP) if double else 0, **wide),
+        torch.empty(1 if double else 0, **wide),
+        make_levels(device, double=double),
     )
 
 
-def quantize_nf4(weight: Tensor) -> Nf4:
+def quantize_nf4(weight: Tensor, block: int = BLOCK, *, double: bool = True) -> Nf4:
     """Quantise weights of any floating dtype and shape, on their device."""
     register()
-    levels = make_levels(weight.device)
-    codes, magnitudes = torch.ops.trainfit.quantize_blocks(weight.contiguous(), levels)
+    levels = make_levels(weight.device, double=double)
+    codes, magnitudes = torch.ops.trainfit.quantize_blocks(weight.contiguous(), levels, block)
+    if not double:
+        return Nf4(codes, magnitudes, levels.new_empty(0), levels.new_empty(0), levels)
     return Nf4(codes, *_quantize_magnitudes(magnitudes, levels[16:]), levels)
 
 
@@ -81,10 +88,10 @@ def _nearest(values: Tensor, levels: Tensor) -> Tensor:
     return torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
-def reference_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+def reference_quantize_blocks(weight: Tensor, levels: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Return codes (uint8, two per byte) and magnitudes (fp32, one per block) of the weights."""
     flat = weight.float().view(-1)
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
     magnitudes = blocks.abs().amax(1)
     shares = blocks / magnitudes.masked_fill(magnitudes == 0, 1.0)[:, None]
     codes = _nearest(shares, levels[:16])
@@ -96,9 +103,11 @@ def reference_dequantize(
     rows: int, columns: int,
 ) -> Tensor:  # fmt: skip
     """Return the weights, [rows, columns] in the dtype of ``like``: computed in fp32 and rounded once."""
-    scales = group_scales.repeat_interleave(GROUP)[: block_codes.numel()]
-    magnitudes = levels[16 + block_codes.int()] * scales + offset
-    pairs = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1, BLOCK)
+    magnitudes = block_codes
+    if block_codes.dtype == torch.uint8:
+        scales = group_scales.repeat_interleave(GROUP)[: block_codes.numel()]
+        magnitudes = levels[16 + block_codes.int()] * scales + offset
+    pairs = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1, _block_of(codes, block_codes))
     weight = levels[pairs.int()] * magnitudes[:, None]
     return weight.view(-1)[: rows * columns].view(rows, columns).to(like.dtype)
 
@@ -112,13 +121,18 @@ def register() -> None:
     declare("dequantize_nf4", reference_dequantize, _fake_dequantize, triton=triton_dequantize)
 
 
-def triton_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+def _block_of(codes: Tensor, block_codes: Tensor) -> int:
+    """Return the weights of one magnitude."""
+    return 2 * codes.numel() // block_codes.numel()
+
+
+def triton_quantize_blocks(weight: Tensor, levels: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Compute ``reference_quantize_blocks`` in one kernel without scratch, equal bit for bit."""
-    codes, magnitudes = _fake_quantize_blocks(weight, levels)
-    blocks_a_program = 32
+    codes, magnitudes = _fake_quantize_blocks(weight, levels, block)
+    blocks_a_program = max(1, 2048 // block)
     triton_kernels(TRITON).quantize_nf4_kernel[(-(-magnitudes.numel() // blocks_a_program),)](
         weight, levels, codes, magnitudes, weight.numel(), magnitudes.numel(),
-        BLOCKS=blocks_a_program, enable_fp_fusion=False,
+        BLOCKS=blocks_a_program, PAIRS=block // 2, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, magnitudes
 
@@ -127,16 +141,19 @@ def triton_dequantize(like: Tensor, *arguments: Any) -> Tensor:
     """Compute ``reference_dequantize`` in one kernel, equal bit for bit."""
     *parts, _, _ = arguments
     weight = _fake_dequantize(like, *arguments)
-    num_blocks, blocks_a_program = parts[1].numel(), 64
+    num_blocks, block = parts[1].numel(), _block_of(*parts[:2])
+    blocks_a_program = max(1, 4096 // block)
     triton_kernels(TRITON).dequantize_nf4_kernel[(-(-num_blocks // blocks_a_program),)](
-        *parts, weight, weight.numel(), num_blocks, BLOCKS=blocks_a_program, enable_fp_fusion=False
-    )
+        *parts, weight, weight.numel(), num_blocks,
+        BLOCKS=blocks_a_program, PAIRS=block // 2, DOUBLE=parts[1].dtype == torch.uint8,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return weight
 
 
-def _fake_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    num_blocks = -(-weight.numel() // BLOCK)
-    codes = weight.new_empty(num_blocks * BLOCK // 2, dtype=torch.uint8)
+def _fake_quantize_blocks(weight: Tensor, levels: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    num_blocks = -(-weight.numel() // block)
+    codes = weight.new_empty(num_blocks * block // 2, dtype=torch.uint8)
     return codes, weight.new_empty(num_blocks, dtype=torch.float32)
 
 

@@ -12,11 +12,11 @@ import triton.language as tl
 
 @triton.jit
 def quantize_nf4_kernel(
-    WEIGHT, LEVELS, CODES, MAGNITUDES, num_weights, num_blocks, BLOCKS: tl.constexpr
+    WEIGHT, LEVELS, CODES, MAGNITUDES, num_weights, num_blocks, BLOCKS: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Quantise BLOCKS blocks of 64 weights per program to 32 bytes and one fp32 magnitude each."""
+    """Quantise BLOCKS blocks of 2 * PAIRS weights per program to PAIRS bytes and one fp32 magnitude each."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    pairs = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    pairs = blocks[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     first = tl.load(WEIGHT + 2 * pairs, mask=2 * pairs < num_weights, other=0.0).to(tl.float32)
     second = tl.load(WEIGHT + 2 * pairs + 1, mask=2 * pairs + 1 < num_weights, other=0.0).to(tl.float32)
     magnitudes = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
@@ -38,20 +38,24 @@ def quantize_nf4_kernel(
 
 @triton.jit
 def dequantize_nf4_kernel(
-    CODES, BLOCK_CODES, GROUP_SCALES, OFFSET, LEVELS, WEIGHT, num_weights, num_blocks, BLOCKS: tl.constexpr
+    CODES, BLOCK_CODES, GROUP_SCALES, OFFSET, LEVELS, WEIGHT, num_weights, num_blocks, BLOCKS: tl.constexpr,
+    PAIRS: tl.constexpr, DOUBLE: tl.constexpr
 ):  # fmt: skip
-    """Dequantise BLOCKS blocks per program, 32 bytes to 64 weights each."""
+    """Dequantise BLOCKS blocks per program, PAIRS bytes each. DOUBLE: their magnitudes are quantised."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     valid = blocks < num_blocks
-    block_codes = tl.load(BLOCK_CODES + blocks, mask=valid, other=0).to(tl.int32)
-    scales = tl.load(GROUP_SCALES + blocks // 256, mask=valid, other=0.0)
-    magnitudes = (tl.load(LEVELS + 16 + block_codes) * scales + tl.load(OFFSET))[:, None]
-    pairs = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    if DOUBLE:
+        block_codes = tl.load(BLOCK_CODES + blocks, mask=valid, other=0).to(tl.int32)
+        scales = tl.load(GROUP_SCALES + blocks // 256, mask=valid, other=0.0)
+        magnitudes = (tl.load(LEVELS + 16 + block_codes) * scales + tl.load(OFFSET))[:, None]
+    else:
+        magnitudes = tl.load(BLOCK_CODES + blocks, mask=valid, other=0.0)[:, None]
+    pairs = blocks[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     codes = tl.load(CODES + pairs, mask=valid[:, None], other=0).to(tl.int32)
     upper = tl.load(LEVELS + (codes >> 4)) * magnitudes
     lower = tl.load(LEVELS + (codes & 15)) * magnitudes
-    weights = tl.reshape(tl.join(upper, lower), (BLOCKS, 64))
-    offsets = blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+    weights = tl.reshape(tl.join(upper, lower), (BLOCKS, 2 * PAIRS))
+    offsets = blocks[:, None] * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)[None, :]
     tl.store(WEIGHT + offsets, weights.to(WEIGHT.dtype.element_ty), mask=offsets < num_weights)
 
 

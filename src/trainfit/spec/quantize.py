@@ -1,0 +1,65 @@
+"""Quantised frozen bases: the values of a recipe's ``quantize``."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+
+from trainfit.spec.outside import Extensible
+from trainfit.spec.value import Value, disagreement
+
+Kind = Annotated[Literal["nf4", "int8", "fp8"], Extensible("quantize")]
+
+
+class Quantized(Value):
+    """How the decoder blocks' linear weights are stored, and in what their products are computed.
+
+    Attributes:
+        double: nf4: the blocks' magnitudes are quantised as well, to 8 bits in groups of 256.
+        block: nf4: weights of one magnitude.
+        compute: dtype that a layer casts its input to, and its result back from, as bitsandbytes'
+            ``Linear4bit`` does; None: the input's, autocast's under autocast.
+    """
+
+    kind: Kind
+    double: bool = True
+    block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
+    compute: Literal["bf16", "fp16", "fp32"] | None = None
+
+    @model_validator(mode="after")
+    def _blocks_are_of_nf4(self) -> Self:
+        for name in ("double", "block"):
+            if self.kind != "nf4" and getattr(self, name) != type(self).model_fields[name].default:
+                problem = f"{self.kind} has one scale a row, and no blocks"
+                raise disagreement(problem, f"leave {name} out, or use kind: nf4", field=f"quantize.{name}")
+        return self
+
+    @classmethod
+    def of(cls, value: "str | Quantized") -> "Quantized":
+        """Return the value that a recipe's ``quantize`` stands for."""
+        return value if isinstance(value, Quantized) else cls.model_construct(kind=value)
+
+    def __str__(self) -> str:
+        details = [f"blocks of {self.block}"] * (self.block != 64) + ["fp32 magnitudes"] * (not self.double)
+        details += [f"products in {self.compute}"] * (self.compute is not None)
+        return f"{self.kind} ({', '.join(details)})" if details else self.kind
+
+
+def _short(value: Any) -> Any:
+    """Return the kind alone for a mapping with nothing but defaults: equivalent recipes are equal."""
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+        return value
+    defaults = {name: field.default for name, field in Quantized.model_fields.items()}
+    rest = {key: one for key, one in value.items() if key != "kind"}
+    is_short = all(
+        key in defaults and type(one) is type(defaults[key]) and one == defaults[key]
+        for key, one in rest.items()
+    )
+    return value["kind"] if is_short else value
+
+
+Quantize = Annotated[
+    Annotated[Kind, Tag("name")] | Annotated[Quantized, Tag("Quantized")],
+    Discriminator(lambda value: "Quantized" if isinstance(value, dict | Quantized) else "name"),
+    BeforeValidator(_short),
+]
+"""A kind alone, or a mapping with more."""
