@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from trainfit.measurement import ranks
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.run import measure
+from trainfit.measurement.trial import RESULT
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel
 from trainfit.spec.result import Measurement, PhasePeaks, Phases, Spread
@@ -136,3 +138,21 @@ def test_two_gpus_have_peaks_of_their_own() -> None:
     for rank in found.ranks:
         assert rank.phases is not None
         assert rank.phases.peak <= (rank.peak_reserved_bytes or 0) < (rank.peak_device_bytes or 0)
+
+
+def test_a_stopped_rank_ends_its_trial(tmp_path, monkeypatch) -> None:
+    """The others wait for it: it is ended, with the reason."""
+    process = subprocess.Popen(["sleep", "600"])
+    begun = Measurement(
+        recipe_id="", status="crashed", message="in step 3", environment=host_environment("cpu")
+    )
+    (tmp_path / RESULT).write_text(begun.model_dump_json())
+    rank = ranks._Rank(0, tmp_path, process.pid, time.monotonic())
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(ranks, "STOPPED_S", 0.2)
+    try:
+        ranks._watch([rank], lambda: None)
+    finally:
+        process.kill()
+    assert rank.code == -signal.SIGKILL
+    assert rank.measurement.message == f"in step 3; process {process.pid} had been stopped for 0 s"

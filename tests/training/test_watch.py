@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from trainfit.measurement.process import StoppedProcesses, process_state
 from trainfit.training.ranks import watch
 from trainfit.training.ranks.launch import LAUNCHER
 from trainfit.training.ranks.watch import Watch
@@ -55,7 +56,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def lives_in(one: Watch, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a rank's heartbeat be that of another process."""
-    one._started = watch._process(process.pid)[1]
+    one._started = process_state(process.pid)[1]
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: process.pid)
         one.publish()
@@ -128,6 +129,54 @@ def test_a_stopped_rank_is_named_and_ended(pair, sleeper, monkeypatch, capsys) -
         f"(process {sleeper.pid}, last seen at step 7, forward) has been stopped" in capsys.readouterr().err
     )
     assert sleeper.wait(timeout=20) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("which", ["stopped one", "one that looks"])
+def test_a_stopped_rank_is_named_after_one_of_them_came_to_its_end(
+    which, pair, sleeper, monkeypatch, capsys
+) -> None:
+    lives_in(pair[1], sleeper, monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: sleeper.pid if which == "stopped one" else 0)
+        pair[which == "stopped one"].finish()
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+    look(pair[0])
+    monkeypatch.setattr(watch, "STOPPED_S", 0.0)
+    with pytest.raises(EndedError, match="75"):
+        look(pair[0])
+    assert (
+        f"rank 1 (process {sleeper.pid}, last seen at step 0, start) has been stopped"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_rank_that_left_is_not_missed_and_one_that_died_at_the_end_is(
+    pair, sleeper, monkeypatch, capsys
+) -> None:
+    lives_in(pair[1], sleeper, monkeypatch)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.5)
+    pair[0].finish()
+    look(pair[0])
+    sleeper.kill()
+    sleeper.wait()
+    with pytest.raises(EndedError, match="75"):
+        look(pair[0])
+    assert "was killed" in capsys.readouterr().err
+    pair[0].leave()
+    pair[0]._judge()
+
+
+def test_a_process_is_found_once_it_has_been_stopped_for_long(sleeper) -> None:
+    stopped = StoppedProcesses(0.0)
+    assert stopped.first([os.getpid(), sleeper.pid]) is None
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+    assert stopped.first([os.getpid(), sleeper.pid]) is None, "since now"
+    assert stopped.first([os.getpid(), sleeper.pid]) == sleeper.pid
+    sleeper.send_signal(signal.SIGCONT)
+    os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
+    assert stopped.first([sleeper.pid]) is None
 
 
 def test_a_rank_of_another_host_is_named_once_its_heartbeat_stops(pair, monkeypatch, capsys) -> None:

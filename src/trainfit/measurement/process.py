@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,32 @@ class Ending:
     @property
     def words(self) -> str:
         return f"exit code {self.exit_code}" if self.signal is None else f"signal {self.signal}"
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """Return a process's state (proc(5): R, S, D, T, Z) and start time; ("X", 0) if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X", 0
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[19])
+
+
+class StoppedProcesses:
+    """Finds a process that has been stopped (SIGSTOP) for ``limit_s``, of those asked for again and again."""
+
+    def __init__(self, limit_s: float):
+        self.limit_s = limit_s
+        self._since_s: dict[int, float] = {}
+
+    def first(self, pids: Iterable[int]) -> int | None:
+        """Return the one stopped longest, once that is too long; None: there is none."""
+        now_s = time.monotonic()
+        stopped = {pid: self._since_s.get(pid, now_s) for pid in pids if process_state(pid)[0] == "T"}
+        self._since_s = stopped
+        longest = min(stopped, key=stopped.__getitem__, default=None)
+        return longest if longest is not None and now_s - stopped[longest] > self.limit_s else None
 
 
 def die_with_parent(parent: int) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.machine import check_processes
-from trainfit.measurement.process import LOG
+from trainfit.measurement.process import LOG, StoppedProcesses
 from trainfit.measurement.trial import (
     ERROR,
     REQUEST,
@@ -47,6 +47,7 @@ RANK = "trainfit.measurement.ranks"  # The module whose main(folder) runs one ra
 HOST = "127.0.0.1"
 FAILED = "failed.json"  # When an exception ended the rank, on the machine's monotonic clock, in seconds
 POLL_S = 0.05
+STOPPED_S = 20.0  # A rank that is stopped (SIGSTOP) for so long ends the trial: the others wait for it
 GRACE_S = 2.0  # The other ranks' time after the first one's bad end, to note their own lack of memory
 OF_HIGHEST = (
     "phases", "breakdown", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "device_bytes",
@@ -174,12 +175,19 @@ def _start(
 
 def _watch(ranks: Sequence[_Rank], on_change: Callable[[], None]) -> None:
     """Wait until all ranks have ended, or until GRACE_S after one has ended badly."""
-    deadline = float("inf")
+    deadline, stopped = float("inf"), StoppedProcesses(STOPPED_S)
     changed: list[int] = []
     while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_S)
         for rank in ranks:
             rank.poll()
+        pid = stopped.first(rank.pid for rank in ranks if rank.code is None)
+        for rank in ranks:
+            if rank.pid == pid:
+                result = ResultFile(rank.folder / RESULT)
+                was_in = result.measurement.message
+                result.update(message=f"{was_in}; process {pid} had been stopped for {STOPPED_S:.0f} s")
+                os.kill(rank.pid, signal.SIGKILL)
         if any(rank.ended_badly for rank in ranks):
             deadline = min(deadline, time.monotonic() + GRACE_S)
         now = [(rank.folder / RESULT).stat().st_mtime_ns for rank in ranks]

@@ -148,6 +148,8 @@ def joined(
             if ranks.watch is not None:
                 ranks.watch.finish()
             ranks.gather(None)
+            if ranks.watch is not None:
+                ranks.watch.leave()
         except BaseException as error:
             _fail(ranks, error)
             raise

@@ -14,23 +14,28 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from trainfit.measurement.process import FROM_OUTSIDE, POLL_S, die_with_parent
+from trainfit.measurement.process import FROM_OUTSIDE, POLL_S, StoppedProcesses, die_with_parent
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_STOPPED, InputError
 from trainfit.spec.stop import StopSignal
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 LAUNCHER = "TRAINFIT_LAUNCHER"
 """Environment variable of a rank: the process id of the launcher, which reports a killed rank."""
+STOPPED_S = 20.0
+"""A rank that is stopped (SIGSTOP) for so long ends the run. The ranks find it first while all train."""
 GRACE_S = 8.0  # Time in which ranks end after one has failed; they notice it within about a second (watch.py)
 
 
 class RankKilledError(Exception):
-    """A signal ended a rank, and the others were ended too."""
+    """A signal ended a rank, or stopped it for long, and the others were ended too."""
 
     def __init__(self, rank: int, pid: int, number: int):
-        self.from_outside = number in FROM_OUTSIDE
+        self.from_outside = number in (*FROM_OUTSIDE, signal.SIGSTOP)
         """Another process sent the signal; otherwise the rank crashed."""
-        super().__init__(f"rank {rank} (process {pid}) was ended by {signal.Signals(number).name}")
+        what = f"was ended by {signal.Signals(number).name}"
+        if number == signal.SIGSTOP:
+            what = f"has been stopped for {STOPPED_S:.0f} s"
+        super().__init__(f"rank {rank} (process {pid}) {what}")
 
 
 def is_launched() -> bool:
@@ -76,7 +81,7 @@ def launch(arguments: Sequence[str], count: int) -> int:
     Standard output is rank 0's. A first SIGTERM or SIGINT is sent to every rank; a second one ends them.
 
     Raises:
-        RankKilledError: a signal ended a rank.
+        RankKilledError: a signal ended a rank, or stopped it for ``STOPPED_S``.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     environment = os.environ | {
@@ -109,9 +114,14 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], stop: StopSignal) -> int:
     """Wait for every rank, after a failure for a short time; return the first failure's exit code."""
     failed: int | None = None
     deadline_s, forwarded = float("inf"), False
+    stopped = StoppedProcesses(STOPPED_S)
     while None in [process.poll() for process in ranks] and time.monotonic() < deadline_s:
         if failed is None:
             failed = _failed(ranks)
+            pid = stopped.first(process.pid for process in ranks)
+            if failed is None and pid is not None:  # The ranks do not watch while they start or leave.
+                rank = next(number for number, process in enumerate(ranks) if process.pid == pid)
+                raise RankKilledError(rank, pid, signal.SIGSTOP)
             if failed is not None:
                 deadline_s = time.monotonic() + GRACE_S
                 for process in ranks:  # A stopped one could not end.

@@ -1,5 +1,8 @@
 """Watch over the ranks of a run: end all of them when one is killed, stopped, hung or has failed.
 
+The others are watched until every rank has come to its end: a rank may be stopped after another has nothing
+left to do, and then holds it, and the store, as long as it is stopped.
+
 A thread of each rank publishes a heartbeat (step, phase, count of events) in a store, and reads the others'.
 Another one judges them, and ends the process itself: a main thread that waits for a collective runs no signal
 handler.
@@ -14,11 +17,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from trainfit.measurement.process import process_state
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.printable import say
 from trainfit.training.ranks.launch import LAUNCHER
@@ -69,7 +72,7 @@ class Watch:
             timeout=timedelta(seconds=SILENT_S), wait_for_workers=False,
         )  # fmt: skip
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._host, self._started = _host(), _process(os.getpid())[1]
+        self._host, self._started = _host(), process_state(os.getpid())[1]
         self._events, self._at, self._since_s = 0, (0, "start"), time.monotonic()
         self._number = 0
         self._beats: dict[int, Beat] = {}  # Last heartbeats of the others
@@ -77,6 +80,7 @@ class Watch:
         """Time of the last exchange with the store, which rank 0 or torchrun's agent holds."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._stopped_since_s: dict[int, float] = {}
+        self._ended = False  # This rank came to its end, and waits for the others
         self._done = threading.Event()
         self._failed: tuple[int, float] | None = None  # Exit code and time
 
@@ -97,9 +101,13 @@ class Watch:
         self._at, self._since_s = (step, phase), time.monotonic()
 
     def finish(self) -> None:
-        """End the watch of a run that came to its end."""
+        """Note that this rank came to its end. The others are watched until ``leave``."""
+        self._ended = True
+        _answer(lambda: self._beat(ended=True))  # Else the next exchange says so.
+
+    def leave(self) -> None:
+        """End the watch, once every rank came to its end."""
         self._done.set()
-        self._beat(ended=True)
 
     def fail(self, code: int, message: str) -> bool:
         """Publish that this rank failed, so that all end; return whether it is the first one.
@@ -120,7 +128,7 @@ class Watch:
 
     def _exchange(self) -> None:
         """Publish this rank's heartbeat and read the others'; end this process if a verdict was given."""
-        self._beat(ended=self._done.is_set())
+        self._beat(ended=self._ended)
         if self._store.check([VERDICT]):
             _end(json.loads(self._store.get(VERDICT))["code"])
         values = self._store.multi_get([_key(peer) for peer in self._peers])
@@ -144,9 +152,9 @@ class Watch:
 
     def _judge(self) -> None:
         """End this process if a rank is gone, is stopped or hangs."""
-        beats = {rank: beat for rank, beat in self._beats.items() if not beat.ended}
-        for rank, beat in beats.items():
+        for rank, beat in self._beats.items():
             self._judge_process(rank, beat)
+        beats = {rank: beat for rank, beat in self._beats.items() if not beat.ended}
         now_s = time.monotonic()
         if now_s - self._heard_s > SILENT_S:
             problem = f"no answer of the store that rank 0 or its agent holds for {SILENT_S:.0f} s"
@@ -172,11 +180,12 @@ class Watch:
             if now_s - self._seen[rank][1] > SILENT_S:
                 self._end_all(f"no heartbeat of {beat.where(rank)} for {SILENT_S:.0f} s", rank, beat)
             return
-        state, started = _process(beat.pid)
+        state, started = process_state(beat.pid)
         if state in "ZX" or started != beat.started:
+            if self._ended and self._done.wait(ANSWER_S):
+                return  # It left after the last exchange, as this rank does.
             _answer(self._exchange)  # It may have published why before it ended.
-            if not self._beats[rank].ended:
-                self._end_all(f"{beat.where(rank)} was killed", rank, beat, reported=LAUNCHER in os.environ)
+            self._end_all(f"{beat.where(rank)} was killed", rank, beat, reported=LAUNCHER in os.environ)
         elif state == "T":
             since_s = self._stopped_since_s.setdefault(rank, now_s)
             if now_s - since_s > STOPPED_S:
@@ -187,7 +196,7 @@ class Watch:
     def _is_here(self, beat: Beat) -> bool:
         """Return whether the process of a heartbeat is another one of this host, and still the same."""
         here = beat.host == self._host and beat.pid != os.getpid()
-        return here and _process(beat.pid)[1] == beat.started
+        return here and process_state(beat.pid)[1] == beat.started
 
     def _limit_s(self, phase: str) -> float:
         return self.hang_timeout_s * (LONG_TIMES if phase in LONG_PHASES else 1)
@@ -256,13 +265,3 @@ def _host() -> str:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"{socket.gethostname()} {os.getpid()}"
-
-
-def _process(pid: int) -> tuple[str, int]:
-    """Return a process's state (proc(5): R, S, D, T, Z) and start time; ("X", 0) if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X", 0
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[19])
