@@ -8,6 +8,8 @@ import functools
 import tomllib
 from typing import Literal
 
+from pydantic import NonNegativeFloat
+
 from trainfit.catalog.load import FOLDER
 from trainfit.spec.hardware import PositiveFloat, Share, Source
 from trainfit.spec.value import Value, parse
@@ -25,6 +27,10 @@ class OperationKind(Value):
     compute: Share  # Of the dense peak
     memory: Share  # Of the bandwidth
     passes: PositiveFloat = 1.0  # Over the least bytes: every input read once, every output written once
+    copies: NonNegativeFloat = 0.0
+    """Passes over these bytes by kernels before or after it, that copy to another layout."""
+    position_s: NonNegativeFloat = 0.0
+    """Seconds of each position of a recurrent layer, which waits for the one before."""
     source: Source
 
 

@@ -45,7 +45,7 @@ OTHER_KINDS = ("evaluation", "generation", "checkpoint")
 NOT_MODELLED = {
     "convolution": "convolutions: cuDNN's workspaces are not modelled, nor the copies it makes of layouts it "
     "does not like",
-    "rnn": "recurrent layers: cuDNN's kernels are not modelled, neither what they save nor their FLOPs",
+    "rnn": "recurrent layers: what cuDNN saves is not known; it is what the backward needs at least",
 }
 
 

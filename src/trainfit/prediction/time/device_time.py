@@ -19,7 +19,7 @@ from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrat
 from trainfit.prediction.time.op_times import ALIGNED, base_of
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST, UNWRITTEN
+from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST, POINTWISE, UNWRITTEN
 
 FP8 = 0.645
 """Share of the fp8 peak where no fp8 product was calibrated (`bench gpu --only sustained=fp8`, one H200)."""
@@ -27,8 +27,10 @@ UNKNOWN = 0.59
 """Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
 DEPTHWISE_FILTERS = 2
 """Filters of a group up to which a convolution of several groups is depthwise."""
-LEAST_FILTERS = 16
-"""Filters of a group that the kernels of tensor cores compute at once."""
+TILE_FILTERS = 128
+"""Filters of a group that kernels of tensor cores compute at once: 64 of one group take as long, and so do 8
+of each of 32 groups (results/script-steps/h100-operations-without-rows.json)."""
+NORMALIZATIONS = ("normalization", "normalization-backward")
 NOT_FASTER_BYTES = 2**28
 """Operations of more bytes leave nothing in the cache, so a step does not run them faster than alone."""
 Part = Literal["products", "attention", "memory"]
@@ -40,7 +42,12 @@ def part_of(op: Op) -> Part:
 
 
 def uses_tensor_cores(op: Op) -> bool:
-    """Return whether an operation is a product on tensor cores, which takes a GPU to its power limit."""
+    """Return whether an operation is a product on tensor cores, which takes a GPU to its power limit.
+
+    Those of recurrent layers wait for one another.
+    """
+    if (kind_of(base_of(op)) or "").startswith("recurrent"):
+        return False
     return part_of(op) == "products" and PEAK_DTYPE.get(op.dtype, "fp32") not in ("fp32", "fp64")
 
 
@@ -120,25 +127,37 @@ def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:
     kind = operation_kinds()[roofline_kind(op)]
     if kind.units == "cuda" and dtype != "fp64":
         compute_s = op.causal_flops / peak_flops_per_s(gpu, "fp32")
-    return max(_padded(op, kind) * compute_s / kind.compute, kind.passes * move_s / kind.memory)
+    pass_s = move_s / kind.memory
+    waited_s = op.shape[0] * kind.position_s if op.shape else 0.0
+    compute_s *= _padded(op, kind) / kind.compute
+    return max(compute_s, kind.passes * pass_s, waited_s) + kind.copies * pass_s
 
 
 def roofline_kind(op: Op) -> str:
     """Return the kind whose shares an operation without rows takes."""
-    kind = kind_of(base_of(op)) if op.name.startswith("aten.") else None
+    base = base_of(op)
+    kind = kind_of(base) if op.name.startswith("aten.") else None
     if kind == "convolution" and op.shape:
         groups, _, num_filters, _ = op.shape
+        is_last = op.layout == CHANNELS_LAST
         if groups > 1 and num_filters <= DEPTHWISE_FILTERS:
-            return "depthwise"
-        return kind if op.layout == CHANNELS_LAST else "channels-first"
+            return "depthwise" if is_last else "depthwise-channels-first"
+        if is_last:
+            return kind
+        return "channels-first-pointwise" if op.layout == POINTWISE else "channels-first"
+    if kind in NORMALIZATIONS:
+        if "group" in base and op.layout == CHANNELS_LAST:
+            return kind.replace("normalization", "group-normalization-channels-last")
+        if "batch" in base and op.dtype == "bfloat16":
+            return kind.replace("normalization", "normalization-bf16")
     return kind or ("product" if op.shape else OTHER)
 
 
 def _padded(op: Op, kind: OperationKind) -> float:
-    """Return how much more a kernel of tensor cores computes than its FLOPs: groups of few filters."""
-    if kind.units == "cuda" or not op.shape or op.shape[0] == 1 or kind_of(base_of(op)) != "convolution":
+    """Return how much more a kernel of tensor cores computes than its FLOPs: of few filters."""
+    if kind.units == "cuda" or not op.shape or kind_of(base_of(op)) != "convolution":
         return 1.0
-    return max(1.0, LEAST_FILTERS / op.shape[2])
+    return max(1.0, TILE_FILTERS / op.shape[2])
 
 
 def least_s(op: Op, gpu: Gpu) -> tuple[float, float]:

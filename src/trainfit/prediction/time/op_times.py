@@ -44,6 +44,8 @@ FAMILIES = dict.fromkeys(("sum", "mean", "amax", "linalg_vector_norm"), "reducti
     ("copy", "_to_copy", "clone"), "copy"
 )
 """Operations that stand for one another."""
+OWN_PRODUCTS = ("convolution", "recurrent", "recurrent-backward")
+"""Kinds that have a product's shape, and rows of their own alone."""
 NUM_SMS = 132
 TILES = (
     (256, 128, 1.02), (128, 256, 1.02), (128, 128, 1.0), (128, 64, 0.93), (64, 128, 0.93), (64, 64, 0.8),
@@ -177,7 +179,7 @@ def _bytes_per_s(gpu_name: str) -> float:
 def keys(op: Op | OpTime) -> Iterable[Key]:
     """Yield what rows of an operation are found by, the most exact first."""
     base, dtype = base_of(op), BITS_16.get(op.dtype, op.dtype)
-    if kind_of(base) == "convolution":
+    if kind_of(base) in OWN_PRODUCTS:
         yield base, dtype, op.layout
         yield base, dtype
         return

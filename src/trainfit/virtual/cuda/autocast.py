@@ -41,6 +41,8 @@ def install(library: "torch.library.Library") -> None:
                 override(library, name, policy(op), "AutocastCPU")
     for name in _of_the_cpu_alone():
         skip(library, name, "AutocastCPU")
+    # PyTorch has this policy in builds with cuDNN alone (aten/src/ATen/cudnn/AutocastRNN.cpp).
+    override(library, "_cudnn_rnn", _casting(_low)(torch.ops.aten._cudnn_rnn.default), "AutocastCPU")
 
 
 @cache

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.units import format_bytes
+from trainfit.virtual.cuda import recurrent
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import known_highest, on_host, seen_values
 
@@ -82,6 +83,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return _grouped_mm(args, kwargs)
     if func in SYNC_BATCH_NORM:
         return SYNC_BATCH_NORM[func](*args)
+    if func in recurrent.FAKES:
+        return recurrent.FAKES[func](*args)
     if func is aten._scaled_mm.out:
         return kwargs["out"]  # From compiled code; only the functional overload has a fake kernel.
     if _only_writes_lists(func):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST
+from trainfit.virtual.cuda import recurrent
+from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST, POINTWISE
 from trainfit.virtual.trace.tensors import tensors_of
 
 PRODUCTS = {
@@ -19,6 +20,10 @@ PRODUCTS = {
 CONVOLUTIONS = {"convolution": (0, 1, 6), "convolution_backward": (1, 2, 7)}
 """Name of an operation of aten -> positions of input, weight and whether it is transposed; the number of
 groups comes two after that."""
+RECURRENT = {"aten::_cudnn_rnn": 6, "aten::_cudnn_rnn_backward": 10}
+"""Name of an operation -> position of cuDNN's mode."""
+GROUP_NORMS = {"native_group_norm": 0, "native_group_norm_backward": 1}
+"""Name of an operation of aten -> position of the input."""
 TF32_CAPABILITY = (8, 0)
 REDUCTIONS = frozenset(
     {"sum", "mean", "amax", "linalg_vector_norm", "_softmax", "_log_softmax", "norm", "var"}
@@ -28,12 +33,16 @@ REDUCTIONS = frozenset(
 def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return batch, m, n, k of a matrix product, or of a convolution as one; empty for other operations.
 
+    A recurrent layer is one for each position, layer and direction.
+
     A convolution is a product for each of its groups, of [points of all images, channels x filter elements]
     and a group's filters: ``Conv2d(64, 128, 3)`` on [8, 64, 30, 30] is (1, 8 x 28 x 28, 128, 64 x 9).
     """
     convolved = _convolved(func, args)
     if convolved is not None:
         return convolved
+    if func._schema.name in RECURRENT:
+        return recurrent.product_shape(args, RECURRENT[func._schema.name])
     factors = _factors(func, args)
     if factors is None:
         return ()
@@ -51,7 +60,12 @@ def layout(func: Any, args: tuple[Any, ...], out: Any) -> str:
     """
     at = _convolution_at(func)
     if at is not None:
-        return CHANNELS_LAST if _has_channels_last(args[at[0]]) else ""
+        if _has_channels_last(args[at[0]]):
+            return CHANNELS_LAST
+        return POINTWISE if prod(args[at[1]].shape[2:]) == 1 else ""
+    name = func._schema.name.partition("::")[2]
+    if name in GROUP_NORMS and _has_channels_last(args[GROUP_NORMS[name]]):
+        return CHANNELS_LAST
     factors = _factors(func, args)
     if factors is not None:
         return "".join("t" if each.stride(-1) != 1 and each.stride(-2) == 1 else "n" for each in factors)
@@ -61,7 +75,6 @@ def layout(func: Any, args: tuple[Any, ...], out: Any) -> str:
     orders = {id(each): _order(each) for each in (*inputs, out)}
     if None in orders.values():
         return "strided"
-    name = func._schema.name.partition("::")[2]
     if name in REDUCTIONS:
         return "outer" if out.ndim and inputs[0].ndim and out.shape[-1:] == inputs[0].shape[-1:] else ""
     # A scalar tensor is no operand of size.

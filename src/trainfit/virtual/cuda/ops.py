@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.cuda import autocast
+from trainfit.virtual.cuda import autocast, recurrent
 from trainfit.virtual.cuda.attention_backend import Query, attend, choose_backend
 from trainfit.virtual.cuda.thread_kernels import override
 from trainfit.virtual.trace.exclusive import exclusive
@@ -53,6 +53,8 @@ def _install(library: Any, capability: tuple[int, int], prefers_cudnn: bool) -> 
     _override(library, "log_softmax.int", _softmax(aten._log_softmax))
     if hasattr(aten, "_fused_rms_norm"):
         _override(library, "rms_norm", _rms_norm)
+    for name, kernel in recurrent.kernels().items():
+        _override(library, name, kernel)
     autocast.install(library)
 
 
