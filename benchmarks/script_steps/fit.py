@@ -45,8 +45,8 @@ def fitted(counts: Any, seconds: Any) -> Any:
     return np.exp(logs)
 
 
-def main() -> None:
-    """Fit, and print what comes out."""
+def main() -> tuple[int, int]:
+    """Fit, print what comes out, and return how many steps lie inside the range, of how many."""
     files = (f"{name}-measured" for name in MEASURED)
     measured = {(row["script"], row["size"]): row["measured"] for row in rows(*files)}
     counted = {row["script"]: row["predicted"] for row in rows("predicted-anew") if row["size"] == "small"}
@@ -76,6 +76,7 @@ def main() -> None:
     print(f"median {median(errors):.1%}, worst {max(errors):.1%}")
     print(f"by the others: median {median(alone):.1%}, worst {max(alone):.1%}")
     print(f"{sum(inside)} of {len(inside)} steps inside {RANGE[0]} to {RANGE[1]} times")
+    return sum(inside), len(inside)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def _estimate(
             "warnings": (*found.warnings, *communication.large_hosts(gpu)),
             "versions": versions_of(name for name in LIBRARIES if name in sys.modules),
             "code": code,
-            "bounds": script_bounds(time, gpu),
+            "bounds": script_bounds(time, gpu, ledger),
             "tokens_per_s": tokens_per_s,
             "cost": _cost(gpu, virtual.num_ranks, tokens_per_s, inputs.samples_per_s),
         }

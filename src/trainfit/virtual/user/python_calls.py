@@ -45,16 +45,19 @@ class PythonCalls:
         self._kinds: dict[str, tuple[bool, bool]] = {}
         """File name -> whether it is the virtual GPU's, and whether it runs because tensors are fake."""
 
-    def start(self) -> None:
-        """Count from now on, unless another profiler runs in this thread."""
-        if not self._is_counting and sys.getprofile() is None:
+    def start(self) -> bool:
+        """Count from now on; return False where another profiler runs in this thread, which goes on."""
+        if not self._is_counting:
+            if sys.getprofile() is not None:
+                return False
             self._is_counting = True
             sys.setprofile(self._hook)
+        return True
 
     def stop(self) -> None:
         """Count no longer."""
-        if self._is_counting:
-            self._is_counting = False
+        self._is_counting = False
+        if sys.getprofile() is self._hook:
             sys.setprofile(None)
 
     def pause(self) -> bool:

@@ -134,7 +134,8 @@ class StepFollower:
         self._pass_begins(module)
 
     def _pass_begins(self, module: nn.Module | None) -> None:
-        self._tracer.python_calls.start()
+        if not self._tracer.python_calls.start():
+            self.notes.add("another profiler ran: the host's time leaves out the script's Python")
         if self._scopes.phase == "backward":
             self._num_turns += 1
         self._began = self._began or time.monotonic()
