@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_map
 
 from trainfit.virtual.cuda.scratch import GpuTraits
@@ -65,11 +66,21 @@ def as_cuda(gpu: GpuTraits) -> Iterator[None]:
         stack.enter_context(replaced(triton, "triton_hash_with_backend", lambda *args, **kwargs: "virtual"))
         # Would hash Triton's files, and remember this GPU for later real compilations.
         stack.enter_context(replaced(codecache.CacheBase, "get_system", staticmethod(lambda: {"hash": ""})))
+        # Without cuDNN, a fake convolution's gradients would have channels first, and the backward copies.
+        stack.enter_context(replaced(torch._C, "_conv_determine_backend_memory_format", _cudnn_format))
         # Would create a CUDA context for a backward on tensors of this device.
         stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
         DeviceProperties.create.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
         stack.callback(DeviceProperties.create.cache_clear)  # pyright: ignore[reportFunctionMemberAccess]
         yield
+
+
+def _cudnn_format(x: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+    """Return cuDNN's choice (``cudnn_conv_suggest_memory_format``): channels last if either tensor has it."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    formats = [suggest_memory_format(each) for each in (x, weight)]
+    is_last = last is not None and last in formats and x.dtype != torch.float64
+    return last if is_last else torch.contiguous_format
 
 
 @contextmanager
