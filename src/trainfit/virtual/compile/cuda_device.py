@@ -79,8 +79,9 @@ def _cudnn_format(x: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.
     """Return cuDNN's choice (``cudnn_conv_suggest_memory_format``): channels last if either tensor has it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
     formats = [suggest_memory_format(each) for each in (x, weight)]
-    is_last = last is not None and last in formats and x.dtype != torch.float64
-    return last if is_last else torch.contiguous_format
+    if last is None or last not in formats or x.dtype == torch.float64:
+        return torch.contiguous_format
+    return last
 
 
 @contextmanager
