@@ -169,7 +169,7 @@ def test_measure_and_train_return_values_that_print(forks: None, recipe_file: Pa
     )
     assert (run.status, run.steps, len(run.losses)) == ("done", 3, 3)
     assert f"checkpoint  {out}" in str(run)
-    assert "3 of 3" in run._repr_html_()
+    assert "of 3, 3 of them now" in run._repr_html_()
     assert (out / "run.json").is_file()
 
 

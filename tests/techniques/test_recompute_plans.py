@@ -206,7 +206,8 @@ def test_the_excess_of_a_traced_peak_corrects_the_others(monkeypatch: pytest.Mon
 
     def traced(recipe: Recipe, found: planning.Candidates, index: int) -> planning.Plan:
         tried.append(index)
-        peak: Any = SimpleNamespace(peak_allocated_bytes=found.peak_bytes[index] + excess)
+        allocated = found.peak_bytes[index] + excess
+        peak: Any = SimpleNamespace(highest=SimpleNamespace(allocated=allocated))
         return planning.Plan(found.recipe(recipe, index), peak)
 
     monkeypatch.setattr(planning, "_traced", traced)
@@ -214,7 +215,7 @@ def test_the_excess_of_a_traced_peak_corrects_the_others(monkeypatch: pytest.Mon
     allowed = (peaks.min() + peaks.max()) / 2
     found = plan(budget(DEEP, allowed + excess))
     assert tried == [0, int((peaks <= allowed).argmax())]
-    assert found.estimate.peak_allocated_bytes <= allowed + excess
+    assert found.estimate.highest.allocated <= allowed + excess
     with pytest.raises(InputError, match="the least that any plan reaches is"):
         plan(budget(DEEP, allowed))
     assert tried[-1] == int(peaks.argmin())
