@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench_rows import CAP, Held, tiny_bench
+from kernel_runs import interpreted_loops
 from trainfit.bench.experiments import transformer
 from trainfit.bench.harness.bench import Part, failure_of, of_work
 from trainfit.bench.harness.roofline import SLACK, Work, least_seconds
@@ -107,6 +108,7 @@ def test_a_row_without_a_clean_run_takes_no_number(status: str) -> None:
             BenchRow.model_validate(bytes_alone)
 
 
+@interpreted_loops
 def test_a_throttled_row_keeps_its_bytes_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[str, Any] = {}
 

@@ -33,11 +33,12 @@ def _interpreter_loops() -> bool:
     return True
 
 
+INTERPRETER_RUNS = _interpreter_loops()
+NO_INTERPRETER = "triton 3.6's interpreter does not run beside NumPy 2.4 or later"
 interpreted_loops = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or not _interpreter_loops(),
-    reason="no loops in Triton 3.6's interpreter with NumPy 2.4 or later; tests marked gpu run the kernels",
+    os.environ.get("TRITON_INTERPRET") != "1" or not INTERPRETER_RUNS, reason=NO_INTERPRETER
 )
-"""For kernels with a loop up to one of their arguments."""
+"""For kernels with a loop up to one of their arguments, whose error a test hides; others skip by it."""
 
 
 def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -15,7 +15,7 @@ from trainfit.step import Step, assemble
 from virtual_runs import steady
 
 CPU = torch.device("cpu")
-RATES = {"sgd": 0.3, "sgd-momentum": 0.05, "adafactor": 0.05, "adafactor-momentum": 0.05}
+RATES = {"sgd": 0.1, "sgd-momentum": 0.05, "adafactor": 0.05, "adafactor-momentum": 0.05}
 """The learning rate with which an optimizer learns the tiny model; 1e-2 for the others."""
 
 

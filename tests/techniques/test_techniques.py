@@ -76,8 +76,13 @@ def test_dtypes_of_weights_logits_and_loss(precision: Any, weights: torch.dtype,
 
 def test_half_precision_follows_fp32():
     expected = trajectory(tiny_recipe())[1]
-    for precision in ("bf16", "amp-bf16", "amp-fp16"):
+    for precision in ("amp-bf16", "amp-fp16"):
         assert trajectory(tiny_recipe(precision=precision))[1] == pytest.approx(expected, rel=2e-3)
+    # PyTorch 2.11 draws other weights in bf16 than in fp32.
+    step = assemble(tiny_recipe(precision="bf16"), CPU)
+    step.model.load_state_dict(assemble(tiny_recipe(), CPU).model.state_dict())
+    losses = [step(step.random_batches(index)).item() for index in range(len(expected))]
+    assert losses == pytest.approx(expected, rel=2e-3)
 
 
 # -- attention

