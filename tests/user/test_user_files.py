@@ -1,6 +1,8 @@
 """``torch.load`` and ``torch.save`` under ``trainfit.trace``."""
 
 import io
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import trainfit
+from trainfit.spec.errors import InputError
 from user_training import inside, mlp, steps
 
 TINY = LlamaConfig(
@@ -120,6 +123,41 @@ def test_what_the_code_saved_is_loaded_again(tmp_path: Path) -> None:
 
     assert any("wrote nothing" in note for note in inside(check).assumptions)
     assert not path.exists()
+
+
+def test_a_saved_file_is_moved_and_removed(tmp_path: Path) -> None:
+    """A checkpoint is written to another name first, as scripts do that may be stopped."""
+    first, last, best = (str(tmp_path / name) for name in ("ck.tmp", "ck.pt", "best.pt"))
+
+    def check() -> None:
+        torch.save(torch.ones(1024, device="cuda"), first)
+        assert os.path.getsize(first) > 4096
+        os.replace(first, last)
+        assert not os.path.exists(first)
+        shutil.copy(last, best)
+        os.remove(last)
+        assert not Path(last).exists()
+        assert Path(best).is_file()
+        (tmp_path / "a").mkdir()
+        Path(best).rename(tmp_path / "a" / "best.pt")
+        (tmp_path / "a").rename(tmp_path / "b")
+        assert torch.load(tmp_path / "b" / "best.pt").shape == (1024,)
+
+    inside(check)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_cannot_be_kept_is_not_read_from_an_older_file(table: Path) -> None:
+    def save() -> None:
+        torch.save({"rule": lambda: None}, table)
+
+    def load() -> None:
+        save()
+        torch.load(table)
+
+    assert any(f"{table} could not be kept" in note for note in inside(save).assumptions)
+    with pytest.raises(InputError, match=r"table\.pt: it was saved in this trace"):
+        inside(load)
 
 
 def test_safetensors_files_are_read_and_not_written(tmp_path: Path) -> None:

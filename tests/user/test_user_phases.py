@@ -274,6 +274,24 @@ def test_a_step_of_grpo() -> None:
     assert traced.model_flops == one_token * 13 * (2 + 3)
 
 
+def test_sampling_with_gradients_on_is_a_generation() -> None:
+    def train() -> None:
+        policy = LanguageModel().cuda()
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        for _ in range(3):
+            ids = torch.randint(0, 100, (4, 8)).cuda()
+            for _ in range(3):
+                ids = torch.cat([ids, policy(ids)[:, -1:].argmax(-1)], 1)
+            log_probs(policy, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    traced = trainfit.trace(train)
+    (found,) = traced.code.other_phases
+    assert (found.name, found.num_forwards, found.after_steps) == ("generation", 3, (0, 1, 2))
+    assert traced.code.inputs.tokens == 4 * 11
+
+
 def test_two_networks_with_an_optimizer_each() -> None:
     def train() -> None:
         makes, judges = model(), model()

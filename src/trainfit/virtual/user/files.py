@@ -1,14 +1,19 @@
 """``torch.load``, ``torch.save`` and safetensors' files in user code.
 
 Files are read on the host, mapped into memory; what belongs on the device is moved there. Nothing is written:
-what the code saves is kept by its path, without unknown values, until the code loads it.
+what the code saves is kept by its path, without unknown values, until the code loads it. Functions that
+ask for a saved path, move, copy or remove it find what is kept: a checkpoint may be written to another name
+first.
 """
 
 import io
 import os
 import pickle
+import shutil
+import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +23,7 @@ from torch import Tensor, _utils, _weights_only_unpickler, serialization
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
+from trainfit.spec.errors import InputError
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import carried_values, on_host
 from trainfit.virtual.user.placement import CUDA, device_of, names_cuda
@@ -27,7 +33,7 @@ TO_DEVICE = "_trainfit_to_device"
 NEWER_REBUILD = "_rebuild_tensor_v3"
 """Rebuilds tensors of dtypes without a storage class, such as float8."""
 NOT_KEPT = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError)
-"""Raised for objects that cannot be pickled, such as DTensors; loading them finds no file."""
+"""Raised for objects that cannot be pickled, such as DTensors; loading them is refused."""
 WROTE_NOTHING = "torch.save wrote nothing: there are no values to keep"
 SAFETENSORS = "safetensors wrote nothing: there are no values to keep"
 
@@ -56,6 +62,8 @@ def files(notes: set[str], on_saved: Callable[[Any], None]) -> Iterator[None]:
         ):
             stack.enter_context(replaced(owner, name, function))
         stack.enter_context(replaced(torch.UntypedStorage, "data_ptr", _addressed))
+        for owner, name, function in saved.of_paths():
+            stack.enter_context(replaced(owner, name, function))
         for name, function in saved.of_safetensors().items():
             if hasattr(safetensors.torch, name):  # Of their names for one step, a release has one.
                 stack.enter_context(replaced(safetensors.torch, name, function))
@@ -167,7 +175,8 @@ class _Saved:
 
     def __init__(self, loader: _Loader, notes: set[str], on_saved: Callable[[Any], None]):
         self._loader, self._notes, self._on_saved = loader, notes, on_saved
-        self._files: dict[Any, _SavedFile] = {}
+        self._files: dict[Any, _SavedFile | None] = {}
+        """By path or buffer; None: the object could not be kept."""
 
     def saving(self, write: Callable[..., Any]) -> Callable[..., None]:
         """Return a function in place of ``torch.save``."""
@@ -183,9 +192,84 @@ class _Saved:
 
     def _keep(self, obj: Any, key: Any) -> None:
         self._on_saved(obj)
-        self._files.pop(key, None)
-        with suppress(*NOT_KEPT):
+        try:
             self._files[key] = _SavedFile(obj)
+        except NOT_KEPT:
+            self._files[key] = None
+            self._notes.add(
+                f"what was saved as {_named(key)} could not be kept: the code cannot load it again"
+            )
+
+    def _found(self, f: Any) -> "_SavedFile | None":
+        """Return what was saved as a file; None: nothing was.
+
+        Raises:
+            InputError: what was saved could not be kept.
+        """
+        key = _key(f)
+        found = self._files.get(key)
+        if found is None and key in self._files:
+            raise InputError(
+                "it was saved in this trace, as an object that cannot be pickled on the virtual GPU",
+                "save state dicts of plain tensors, or do not load it again",
+                file=_named(key),
+            )
+        return found
+
+    def of_paths(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Return functions in place of those that ask for, move, copy or remove a path.
+
+        ``os.path`` and ``pathlib`` ask by ``os.stat``.
+        """
+        query: Any = os.stat
+
+        def status(path: Any, *args: Any, **kwargs: Any) -> Any:
+            key = _key(path) if self._files and kwargs.get("dir_fd") is None else None
+            return _status(self._files[key]) if key in self._files else query(path, *args, **kwargs)
+
+        def moving(original: Callable[..., Any]) -> Callable[..., Any]:
+            def move(src: Any, dst: Any, **kwargs: Any) -> Any:
+                if _key(src) in self._files:
+                    self._files[_key(dst)] = self._files.pop(_key(src))
+                    return
+                original(src, dst, **kwargs)
+                self._moved(_key(src), _key(dst))
+
+            return move
+
+        def removing(original: Callable[..., Any]) -> Callable[..., Any]:
+            def remove(path: Any, **kwargs: Any) -> None:
+                if _key(path) in self._files and kwargs.get("dir_fd") is None:
+                    del self._files[_key(path)]
+                else:
+                    original(path, **kwargs)
+
+            return remove
+
+        def copying(original: Callable[..., Any]) -> Callable[..., Any]:
+            def copy(src: Any, dst: Any, **kwargs: Any) -> Any:
+                target = os.path.join(dst, os.path.basename(src)) if os.path.isdir(dst) else dst
+                if _key(src) not in self._files:
+                    self._files.pop(_key(target), None)
+                    return original(src, dst, **kwargs)
+                self._files[_key(target)] = self._files[_key(src)]
+                return target
+
+            return copy
+
+        return [
+            (os, "stat", status),
+            *((os, name, moving(getattr(os, name))) for name in ("rename", "replace")),
+            *((os, name, removing(getattr(os, name))) for name in ("remove", "unlink")),
+            *((shutil, name, copying(getattr(shutil, name))) for name in ("copyfile", "copy", "copy2")),
+        ]
+
+    def _moved(self, source: Any, target: Any) -> None:
+        """Follow a real file, which replaces what was saved, or a directory with what was saved in it."""
+        self._files.pop(target, None)
+        for key in [key for key in self._files if isinstance(key, str)]:
+            if key.startswith(f"{source}{os.sep}"):
+                self._files[f"{target}{key.removeprefix(source)}"] = self._files.pop(key)
 
     def of_safetensors(self) -> dict[str, Callable[..., Any]]:
         """Return functions in place of those of ``safetensors.torch``."""
@@ -201,7 +285,7 @@ class _Saved:
             return b""
 
         def open_file(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
-            saved = self._files.get(_key(filename))
+            saved = self._found(filename)
             if saved is None:
                 return opened(filename, framework, device, **options)
             with self._loader.reading():
@@ -218,7 +302,7 @@ class _Saved:
             path = os.fspath(f) if isinstance(f, str | os.PathLike) else None
             if path is not None and str(path).endswith(".safetensors"):
                 return read(f, map_location, *args, **kwargs)
-            saved = self._files.get(_key(f))
+            saved = self._found(f)
             with self._loader.reading():
                 if saved is not None:
                     return saved.load(serialization._get_restore_location(map_location))
@@ -233,6 +317,16 @@ def _key(f: Any) -> Any:
     """Return the absolute path of a file; of a buffer in memory the buffer itself."""
     name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
     return os.path.abspath(name) if isinstance(name, str | os.PathLike) else f
+
+
+def _named(key: Any) -> str:
+    return key if isinstance(key, str) else "a buffer in memory"
+
+
+def _status(saved: "_SavedFile | None") -> os.stat_result:
+    """Return the status of a file that the code saved, as of now."""
+    num_bytes, now = 0 if saved is None else saved.num_bytes, int(time.time())
+    return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, num_bytes, now, now, now))
 
 
 def _is_zip(path: str) -> bool:
@@ -253,6 +347,7 @@ class _SavedFile:
         pickler.dump(obj)
         self._kept.clear()
         self._pickled = buffer.getvalue()
+        self.num_bytes = len(self._pickled) + sum(num_bytes for _, num_bytes, _ in self._storages)
 
     def _saved_tensor(self, obj: Any) -> _SavedTensor | None:
         is_parameter = isinstance(obj, torch.nn.Parameter)

@@ -9,7 +9,7 @@ backward. Otherwise it is an evaluation, or a generation. What reaches a backwar
   the discriminator's fake images, the first forward of a block that the backward recomputes.
 - Sampled tokens are integers, and integers carry no value of the loss. A pass whose results reach the step as
   integers alone belongs to it (a teacher's hard labels), unless it is one of a chain, where the integers of
-  one pass are inputs of the next pass of the same module: that is a generation.
+  one pass are inputs of the next pass of the same module: that is a generation, also with gradients on.
 
 One step of GRPO, with its passes numbered, and how each is found:
 
@@ -62,6 +62,11 @@ class Pass:
         """It samples a token for a pass of its module, or takes one."""
         self.tokens = self.samples = 0
         """Integers that its first embedding looks up; length of its first input's first dimension."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients and its floats reach a backward. Sampling may leave gradients on."""
+        return self.has_grad and self.reaches == FLOATS
 
     @property
     def kind(self) -> Kind:
@@ -182,7 +187,12 @@ class Passes:
             for number, how in one.parents.items():
                 parent = self.all[number]
                 parent.reaches = max(parent.reaches, min(how & FLOATS or INTEGERS, one.reaches))
-                if how & INTEGERS and parent.module == one.module and not (one.has_grad or parent.has_grad):
+            one.is_chained = False
+        for one in self.all:
+            for number, how in one.parents.items():
+                parent = self.all[number]
+                is_trained = one.is_trained or parent.is_trained
+                if how & INTEGERS and parent.module == one.module and not is_trained:
                     one.is_chained = parent.is_chained = True
 
     def _of(self, one: Pass) -> tuple[frozenset[int], frozenset[int]]:
