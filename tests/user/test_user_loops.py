@@ -117,3 +117,52 @@ def test_loop_with_another_end_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     trainfit.trace(train, steps=2)
     assert seen == ["epoch", "epoch"]
+
+
+def test_an_evaluation_of_many_batches_ends_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches are counted by a ``for`` loop, and its value decides the loop around it."""
+    monkeypatch.setattr(loops, "MOST_FORWARDS", 10)
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> float:
+        total = 0.0
+        for _ in range(30):
+            total += model(torch.randn(8, 256, device="cuda")).sum().item()
+        return total
+
+    def train() -> None:
+        model = mlp().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            steps(model, optimizer, 1)
+            if evaluate(model) < 0.5:
+                break
+
+    assert trainfit.trace(train, steps=1).code.other_phases[0].num_forwards == 30  # pyright: ignore
+
+    def endless() -> None:
+        model = mlp().cuda()
+        while True:
+            if evaluate(model) < -1:
+                break
+
+    with pytest.raises(InputError, match="did not end in 200 forwards"):
+        inside(endless)
+
+
+def test_loop_whose_condition_reads_in_a_for_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "MOST_FORWARDS", 10)
+
+    def ended(x: Tensor) -> bool:
+        num_ended = 0
+        for row in x:
+            num_ended += finished(row[None])
+        return num_ended == len(x)
+
+    def check() -> None:
+        model, x = mlp().cuda(), torch.randn(4, 256, device="cuda")
+        while not ended(x):
+            x = model(x)
+
+    with pytest.raises(InputError, match="did not end in 10 forwards"):
+        inside(check)
