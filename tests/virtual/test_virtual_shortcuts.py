@@ -221,8 +221,12 @@ def test_objects_that_the_caller_froze_stay_frozen() -> None:
 
 
 @pytest.mark.parametrize("patch", [no_packed_sequences, grouped_heads_counted, quiet_torchao])
-def test_a_second_thread_waits_for_a_process_wide_patch(patch: Callable[[], Any]) -> None:
+def test_a_second_thread_waits_for_a_process_wide_patch(
+    patch: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nested in time, the second thread would restore the first one's patch."""
+    for name in LOGGERS:  # The command line silences them for its whole process.
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.WARNING)
 
     def state() -> tuple[Any, ...]:
         functions = masking_utils.find_packed_sequence_indices, flop_counter.sdpa_flop_count
