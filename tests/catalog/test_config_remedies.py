@@ -98,6 +98,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
         IMAGES | {"text_config": without(TINY, "model_type")}, "text_config.model_type: missing", None,
     ),
     "a part that is a list": (IMAGES | {"text_config": [1]}, "text_config = [1]: not a mapping", None),
+    "experts that no token meets": (
+        TINY | ROUTED | {"num_local_experts": 4}, "num_experts_per_tok = 0: no token would meet", None,
+    ),
+    "experts of the type's default number": (
+        TINY | {"model_type": "mixtral", "num_experts_per_tok": 0}, "no token would meet an expert", None,
+    ),
+    "heads without elements": (
+        TINY | {"head_dim": 0}, "head_dim = 0: not a size; write at least 1, or leave it out", TINY,
+    ),
     "an infinite number": (
         TINY | {"rms_norm_eps": {"__float__": "Infinity"}}, "rms_norm_eps = inf: a model of it cannot", None,
     ),

@@ -10,6 +10,7 @@ from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.planning.advice import (
     Change,
+    Deadline,
     _Search,
     advise,
     changes_that_fit,
@@ -156,6 +157,12 @@ def test_the_state_of_a_model_is_shared_by_more_gpus() -> None:
     assert not large.fits
     with Estimates(0) as estimates:
         found = first_fitting(large.recipe, more_gpus(large.recipe, large), estimates)
+        in_no_time = Deadline(0.0)
+        tried = estimates.num_traced
+        assert first_fitting(large.recipe, more_gpus(large.recipe, large), estimates, in_no_time) is None
+        assert (in_no_time.is_complete, estimates.num_traced) == (False, tried)
+        assert first_fitting(large.recipe, [], estimates, unused := Deadline(0.0)) is None
+    assert unused.is_complete  # Nothing was left out
     assert found is not None
     assert found.changes == (f"hardware.count: {found.estimate.num_gpus}",)
     assert found.estimate.num_gpus in (2, 4)

@@ -32,6 +32,10 @@ REFUSED = {
         "optimizer.in_backward = 'true': should be one of false, true, block; write true without quotes",
     ),
     "no layers": (MODEL + "recompute: {layers: []}", "layers = []: has no entries; write at least one"),
+    "part of a thousand": (
+        MODEL + "batch: {seq: 8.5k}",
+        "should be a whole number; write a whole number, or 8k",
+    ),
     "too large": (MODEL + "batch: {seq: 999999999999}", "batch.seq = 999999999999: should be less than"),
     "too many tokens": (MODEL + "batch: {micro: 1000000, seq: 1000000}", "of 1000000 x 1000000 tokens"),
     "quoted number": (

@@ -112,7 +112,7 @@ def test_a_trial_for_several_gpus_takes_as_many_of_one_node(ran: Any) -> None:
     ray = Ray({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0})
     assert len(ran(ray, num_gpus=2)) == 5
     assert (ray.most_running, ray.needs) == (2, [{"CPU": 1, "GPU": 2}] * 5)
-    (first, *_), more = ran(ray := Ray(GPU_NODE, GPU_NODE), num_gpus=2), "the largest node has 1 GPUs"
+    (first, *_), more = ran(ray := Ray(GPU_NODE, GPU_NODE), num_gpus=2), "the largest node has 1 GPU"
     assert first[1] == "refused"
     assert more in first[2]
     assert not ray.needs
@@ -128,7 +128,7 @@ def test_a_stopped_sweep_cancels_what_runs_and_a_late_one_begins_nothing(ran: An
 
 def test_what_a_cluster_lacks_is_refused(ran: Any) -> None:
     for ray, how, words in (
-        (Ray(GPU_NODE), {"jobs": 2}, "the cluster has 1 GPUs.*use --jobs 1"),
+        (Ray(GPU_NODE), {"jobs": 2}, "the cluster has 1 GPU.*use --jobs 1"),
         (Ray(dead=[CPU_NODE]), {}, "no live node of the cluster offers processors"),
     ):
         with pytest.raises(InputError, match=words):

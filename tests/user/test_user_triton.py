@@ -70,9 +70,9 @@ def doubled(x: Tensor) -> Tensor:
     return y
 
 
-def inside(code: Callable[[], None]) -> Ledger:
+def inside(code: Callable[[], None], name: str = "h200") -> Ledger:
     """Return the ledger of some code on the virtual GPU."""
-    with user_gpu(gpu("h200"), prefers_cudnn=False, max_steps=1) as virtual:
+    with user_gpu(gpu(name), prefers_cudnn=False, max_steps=1) as virtual:
         code()
         return virtual.tracer.finish()
 
@@ -97,6 +97,16 @@ def test_launch_moves_what_the_kernel_reads_and_writes() -> None:
 
     expected = [("double", 4 * MIB), ("_add", 6 * MIB), ("double", 4 * MIB)]
     assert launched(code) == [(f"triton.{name}", num_bytes, "bfloat16") for name, num_bytes in expected]
+
+
+def test_options_of_a_launch_are_those_of_the_vendor() -> None:
+    def code() -> None:
+        x = torch.ones(N, device="cuda")
+        double[(1,)](x, x, N, BLOCK=512, waves_per_eu=2, matrix_instr_nonkdim=16, kpack=2)
+
+    assert [op.name for op in inside(code, "mi300x").ops].count("triton.double") == 1
+    with pytest.raises(KeyError, match="waves_per_eu|matrix_instr_nonkdim|kpack"):
+        inside(code)
 
 
 def test_autotuned_kernel_takes_its_first_configuration() -> None:

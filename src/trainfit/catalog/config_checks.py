@@ -36,6 +36,11 @@ overflows, or building takes minutes.
 
 MAY_BE_ZERO = re.compile(r"experts|^moe_|^head_dim$")
 """Sizes of a mixture of experts, 0 in a dense model of its type, and what other keys may replace."""
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERT_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+"""Keys of the experts that a layer has, and of those that each token meets."""
+HEAD_PARTS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""Keys with which a type's attention does without ``head_dim``."""
 
 LARGEST_OF_KIND = (
     (re.compile(r"^(?!max_).*(?:layers?|blocks|depth|cycles|per_stack|layer_period)$"), 256),
@@ -88,6 +93,7 @@ def _checked(config: Any) -> dict[str, Any]:
             remedy = "write one for each rotary frequency, half a head's rotated size"
             raise _wrong(leaf.path.removesuffix("[0]"), [leaf.value], "a list of one factor", remedy)
     _check_heads(text, path)
+    _check_zeros(text, path)
     for key, needed in SWITCHES.items():
         if key in text and text[key] is not needed:
             problem = f"{'null, but ' * (text[key] is None)}training needs the model's outputs by name"
@@ -174,6 +180,17 @@ def _check_heads(config: dict[str, Any], path: str) -> None:
         if isinstance(shared, int) and heads % shared:
             problem = f"does not divide the {heads} attention heads"
             raise _wrong(path + key, shared, problem, f"write a divisor of {heads}")
+
+
+def _check_zeros(config: dict[str, Any], path: str) -> None:
+    """Refuse a size of 0 where nothing stands for it: experts that no token meets, heads without elements."""
+    counts = [config[key] for key in EXPERT_KEYS if key in config]
+    for key in CHOSEN_EXPERT_KEYS:
+        if config.get(key) == 0 and (any(counts) or not counts):
+            problem = "no token would meet an expert"
+            raise _wrong(path + key, 0, problem, "write at least 1, or 0 for the number of experts too")
+    if config.get("head_dim") == 0 and not any(config.get(key) for key in HEAD_PARTS):
+        raise _wrong(path + "head_dim", 0, "not a size", "write at least 1, or leave it out")
 
 
 def _wrong(key: str, value: Any, problem: str, remedy: str) -> InputError:

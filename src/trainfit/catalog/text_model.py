@@ -104,6 +104,9 @@ def _translated(found: TextModel) -> TextModel:
     changed = {keys.get(key, key): value for key, value in config.items()}
     for key in row.get("halved", ()):
         changed[key] = changed[key] // 2 if type(changed.get(key)) is int else changed.get(key)
+    for key, source in row.get("copied", {}).items():
+        if changed.get(key) is None and source in changed:
+            changed[key] = changed[source]
     for key, words in row.get("lists", {}).items():
         if isinstance(changed.get(key), list):
             changed[key] = [words.get(str(value), value) for value in changed[key]]

@@ -72,6 +72,7 @@ def check_ranks(count: int, device: str, field: str) -> None:
     num_gpus = 0 if device == "cpu" else len(visible_gpus())
     if num_gpus and count > num_gpus:
         remedy = f"use at most {num_gpus}, or torchrun on several hosts"
-        raise InputError(f"this machine shows {num_gpus} GPUs", remedy, field=field, value=count)
+        problem = f"this machine shows {num_gpus} GPU{'s' * (num_gpus > 1)}"
+        raise InputError(problem, remedy, field=field, value=count)
     if not num_gpus:
         check_processes(count, field)

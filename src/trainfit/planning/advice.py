@@ -37,6 +37,30 @@ MOST_OF_FAMILY = 2
 """Options of one technique, such as two and four tensor-parallel ranks, that are named at most."""
 
 
+class Deadline:
+    """A time after which nothing more is traced, and whether anything was left out for it.
+
+    Args:
+        until_s: the time (``time.monotonic``).
+    """
+
+    def __init__(self, until_s: float = math.inf):
+        self.until_s = until_s
+        self.is_complete = True
+
+    def skips(self) -> bool:
+        """Return whether the time is over, so that what would be traced now is left out."""
+        is_over = time.monotonic() >= self.until_s
+        self.is_complete = self.is_complete and not is_over
+        return is_over
+
+    def of(self, estimates: Estimates, recipe: Recipe, *, exact: bool = True) -> Result:
+        """Return one estimate, whose plan of recomputation stops at the time."""
+        (result,) = estimates.of([Request(recipe, exact, self.until_s)])
+        self.is_complete = self.is_complete and result.is_complete
+        return result
+
+
 def _silent(text: str) -> None:
     """Report no progress."""
 
@@ -58,16 +82,14 @@ def advise(
     Raises:
         InputError: as ``planning.search.plan``.
     """
-    until_s = time.monotonic() + limit_s
+    deadline = Deadline(time.monotonic() + limit_s)
     say("a larger GPU")
-    gpu = first_fitting(recipe, _larger_gpus(recipe, found), estimates)
+    gpu = first_fitting(recipe, _larger_gpus(recipe, found), estimates, deadline)
     say("more GPUs")
-    gpus = first_fitting(recipe, more_gpus(recipe, found), estimates)
+    gpus = first_fitting(recipe, more_gpus(recipe, found), estimates, deadline)
     goal = Goal(host_bytes=HOST_BYTES)
-    changes = changes_that_fit(recipe, found, goal, estimates, say=say, until_s=until_s)
-    return Advice(
-        changes=tuple(changes), gpu=gpu, gpus=gpus, is_complete=time.monotonic() < until_s,
-    )  # fmt: skip
+    changes = changes_that_fit(recipe, found, goal, estimates, say=say, deadline=deadline)
+    return Advice(changes=tuple(changes), gpu=gpu, gpus=gpus, is_complete=deadline.is_complete)
 
 
 def _larger_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
@@ -116,17 +138,27 @@ def more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
     return tried
 
 
-def first_fitting(recipe: Recipe, several: Iterable[dict[str, object]], estimates: Estimates) -> Found | None:
-    """Return the recipe with the first of several sets of values that makes it fit; None: none does."""
+def first_fitting(
+    recipe: Recipe,
+    several: Iterable[dict[str, object]],
+    estimates: Estimates,
+    deadline: Deadline | None = None,
+) -> Found | None:
+    """Return the recipe with the first of several sets of values that makes it fit; None: none, in time."""
+    deadline = deadline or Deadline()
     for values in several:
         try:
             other = changed(recipe, values)
         except InputError:
             continue
-        (result,) = estimates.of([Request(other, exact=False)])
+        if deadline.skips():
+            break
+        result = deadline.of(estimates, other, exact=False)
         at = result.estimate
         if at is not None and abs(at.headroom_bytes) < MARGIN * at.device_bytes:
-            (result,) = estimates.of([Request(other)])
+            if deadline.skips():
+                break
+            result = deadline.of(estimates, other)
         if (one := _found(result, values)) is not None:
             return one
     return None
@@ -172,7 +204,7 @@ class _Search:
     Args:
         own: the recipe's own prediction.
         say: called with what is traced next.
-        until_s: nothing is traced later (``time.monotonic``).
+        deadline: nothing is traced later; None: all is traced.
     """
 
     def __init__(
@@ -181,10 +213,10 @@ class _Search:
         own: Estimate,
         most: int,
         say: Callable[[str], None] = _silent,
-        until_s: float = math.inf,
+        deadline: Deadline | None = None,
     ):
         self.combinations, self.own, self.most = combinations, own, most
-        self.say, self.until_s = say, until_s
+        self.say, self.deadline = say, deadline or Deadline()
         self.fitting: list[Found] = []
         self.alone: dict[Change, Traced] = {}
         """Changes that were traced alone."""
@@ -208,13 +240,13 @@ class _Search:
         before, own = self.combinations.recipe, self.own
         for found in map(self.alone.get, changes):
             at = found and found.result.estimate
-            if found and at and at.peak_device_bytes < own.peak_device_bytes:
+            if found and at and at.highest.device < own.highest.device:
                 before, own = found.result.recipe, at
         try:
             one = expected(before, own, self.combinations.recipe_of(*key))
         except InputError:
             return None
-        is_less = one.device_bytes < own.peak_device_bytes
+        is_less = one.device_bytes < own.highest.device
         return one if is_less and one.host_bytes <= self.combinations.host_bytes else None
 
     def trace(self, several: Iterable[Changes]) -> None:
@@ -238,7 +270,7 @@ class _Search:
 
     def _trace(self, changes: Changes) -> None:
         families = [one.family for one in changes if one.option]
-        if any(self._families[each] >= MOST_OF_FAMILY for each in families) or self._is_late():
+        if any(self._families[each] >= MOST_OF_FAMILY for each in families) or self.deadline.skips():
             return
         self.say(" and ".join(one.label for one in changes))
         (one,) = self.combinations.trace([self.key(changes)])
@@ -254,9 +286,6 @@ class _Search:
         self.fitting.append(found)
         self._families.update(families)
 
-    def _is_late(self) -> bool:
-        return time.monotonic() >= self.until_s
-
     def plan_recompute(self) -> None:
         """Plan ``recompute: fit``, if full recomputation is, or may be, enough in the whole GPU's memory.
 
@@ -268,11 +297,11 @@ class _Search:
         known = self.alone.get(full[0])
         one = self.expected(full)
         size = known.device_bytes if known else TOLERANCE * one.device_bytes if one else math.inf
-        if size > combinations.usable_bytes or self._is_late():
+        if size > combinations.usable_bytes or self.deadline.skips():
             return
         self.say("recompute: fit")
         recipe = combinations.recipe.model_copy(update={"recompute": "fit"})
-        (result,) = combinations.estimates.of([Request(recipe, until_s=self.until_s)])
+        result = self.deadline.of(combinations.estimates, recipe)
         self.fitting += filter(None, [_found(result, {"recompute": "fit"})])
 
 
@@ -284,7 +313,7 @@ def changes_that_fit(
     *,
     most: int = MOST_CHANGES,
     say: Callable[[str], None] = _silent,
-    until_s: float = math.inf,
+    deadline: Deadline | None = None,
 ) -> list[Found]:
     """Return the recipe with changes that fit: one each, or two where hardly any single one is enough.
 
@@ -298,7 +327,7 @@ def changes_that_fit(
         goal: limits; without ``tokens_per_step`` the recipe's own tokens are kept.
         most: number of recipes returned.
         say: called with what is tried next.
-        until_s: nothing is tried later (``time.monotonic``).
+        deadline: nothing is tried later; None: all is tried.
 
     Raises:
         InputError: as ``planning.search.plan``.
@@ -306,7 +335,7 @@ def changes_that_fit(
     if goal.tokens_per_step is None:
         goal = Goal(**{**vars(goal), "tokens_per_step": recipe.batch.tokens * recipe.mesh.data_ranks})
     combinations = Combinations(recipe, goal, estimates)
-    search, usable = _Search(combinations, own, most, say, until_s), combinations.usable_bytes
+    search, usable = _Search(combinations, own, most, say, deadline), combinations.usable_bytes
     micro, count = recipe.batch.micro, recipe.batch.accumulate
     dividing = [
         each for each in combinations.batches(()) if each[0] < micro and each[0] * each[1] == micro * count

@@ -89,9 +89,10 @@ def expected(before: Recipe, own: Estimate, after: Recipe) -> Expected:
     if not after.mesh.reshard_after_forward and before.mesh.reshard_after_forward:
         weights *= max(1, after.mesh.shard)
     allocated = weights + gradients + state + blocks + logits + gathered + held["workspace"]
-    other = own.peak_device_bytes - own.peak_reserved_bytes
+    highest = own.highest
+    other = highest.device - highest.reserved
     # What the allocator cannot use grows with what it holds.
-    unused = own.peak_reserved_bytes / max(1, own.peak_allocated_bytes)
+    unused = highest.reserved / max(1, highest.allocated)
     return Expected(allocated * unused + other, host, time)
 
 

@@ -112,7 +112,7 @@ def too_few_gpus(
     found: list[tuple[PartRequest, PartResult]] = []
     for request in requests:
         if num_gpus and request.num_gpus > num_gpus:
-            problem = f"{where} {num_gpus} GPUs"
+            problem = f"{where} {num_gpus} GPU{'s' * (num_gpus > 1)}"
             remedy = f"use a machine with {request.num_gpus}, or at most {num_gpus}"
             error = InputError(problem, remedy, field="hardware.count", value=request.num_gpus)
             found.append((request, ended(request, "refused", str(error))))

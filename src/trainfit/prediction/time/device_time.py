@@ -126,6 +126,7 @@ def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:
         return max(compute_s / FP8, move_s / UNKNOWN)
     kind = operation_kinds()[roofline_kind(op)]
     if kind.units == "cuda" and dtype != "fp64":
+        # Without the GPU's share of its peak, which was compared for tensor cores alone.
         compute_s = op.causal_flops / peak_flops_per_s(gpu, "fp32")
     pass_s = move_s / kind.memory
     waited_s = op.shape[0] * kind.position_s if op.shape else 0.0

@@ -190,6 +190,8 @@ def _number_remedy(expected: str, field: str, value: Any) -> str:
         return f"write {int(value)}"
     if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*", value):
         return "write the number without quotes"
+    if field == "seq" and isinstance(value, str) and re.fullmatch(r"\s*\d+[\d.,]*\s*[kK]\s*", value):
+        return "write a whole number, or 8k"
     if isinstance(value, str) and re.fullmatch(r"\s*\$?\s*[-+]?[\d.,]+\s*[A-Za-z/%$]*\s*", value):
         return f"write the number {'of GiB ' * field.endswith('_gib')}alone, without a unit"
     return "write one such as 1" if expected == "a whole number" else "write one such as 0.1"

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ def triton_launches(gpu: GpuTraits, tracer: UserTracer) -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    launches = Launches(tracer)
+    launches = Launches(tracer, _options(is_hip=bool(gpu.gfx)))
     interpret = InterpretedFunction.run
 
     def interpreted(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -90,10 +91,14 @@ def triton_launches(gpu: GpuTraits, tracer: UserTracer) -> Iterator[None]:
 
 
 class Launches:
-    """Records launches, and remembers the names of the kernels."""
+    """Records launches, and remembers the names of the kernels.
 
-    def __init__(self, tracer: UserTracer):
-        self._tracer = tracer
+    Args:
+        options: names of a launch's options, which are no arguments of the kernel.
+    """
+
+    def __init__(self, tracer: UserTracer, options: frozenset[str]):
+        self._tracer, self._options = tracer, options
         self._names: set[str] = set()
         self._is_muted = False
 
@@ -102,7 +107,7 @@ class Launches:
         signature = inspect.signature(kernel.fn)
         names = signature.parameters
         own = {name: value for name, value in kwargs.items() if name in names}
-        unknown = kwargs.keys() - own.keys() - _options()
+        unknown = kwargs.keys() - own.keys() - self._options
         if unknown:
             raise KeyError(f"Keyword argument {min(unknown)} was specified but unrecognised")
         bound = signature.bind(*args, **own)
@@ -265,11 +270,16 @@ class Driver:
         )
 
 
-def _options() -> set[str]:
-    """Return the names of a launch's options, which are no arguments of the kernel."""
-    from triton.backends.nvidia.compiler import CUDAOptions
+@cache
+def _options(is_hip: bool) -> frozenset[str]:
+    """Return the names of a launch's options on a GPU of either vendor."""
+    if is_hip:
+        from triton.backends.amd.compiler import HIPOptions as Options
+    else:
+        from triton.backends.nvidia.compiler import CUDAOptions as Options
 
-    return {field.name for field in fields(CUDAOptions)} | {"num_buffers_warp_spec", "num_consumer_groups"}
+    names = {field.name for field in fields(Options)}
+    return frozenset(names | {"num_buffers_warp_spec", "num_consumer_groups"})
 
 
 def _tensors(value: Any) -> list[Tensor]:
