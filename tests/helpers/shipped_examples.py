@@ -58,4 +58,6 @@ def check_step(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         traced = trainfit.trace(lambda: example.train(args), steps=1)
     assert traced.step_s is not None
     ratio = RECORDS[command]["step_s"] / traced.step_s
-    assert LOW_OF.get(command, LOW) < ratio < HOST_DECIDES.get(command, HIGH)
+    # Scripts' host costs are of slower hosts than the one that the examples were measured on.
+    low = 0.4 if traced.time.host_s > 0.1 * traced.step_s else LOW_OF.get(command, LOW)
+    assert low < ratio < HOST_DECIDES.get(command, HIGH)
