@@ -22,13 +22,13 @@ LOW, HIGH = 0.8, 1.3
 """Measured over predicted where the GPU decides; measured with torch 2.11 and transformers 5.17."""
 LOW_OF = {"image_classification.py --compile --steps 7": 0.6}
 """Not measured against its record since the compiled backward's convolutions keep channels last."""
-HOST_DECIDES = {
-    "encoder_decoder.py --steps 7": 1.75,
-    "encoder_decoder.py --checkpointing --steps 7": 1.75,
-    "hf_trainer.py --model llama --batch-size 4 --accumulate 2 --checkpointing --steps 7": 2.0,
-    "encoder_decoder.py --model bart --compile --steps 7": 1.75,
+HOST_DECIDES = {"encoder_decoder.py --model bart --compile --steps 7": 1.75}
+"""A step that waited for the host, whose work in a script is known less well: the high end."""
+MISSED = {
+    "encoder_decoder.py --model bart --steps 7": "predicted at 121 ms, measured 70.8: scripts' host costs are "
+    "of slower hosts than this record's",
 }
-"""Steps that waited for the host, whose work in a script is known less well: the high end."""
+"""Outside the bounds, by name and with the cause; one that lies inside again is to be removed."""
 
 
 def loaded(path: Path) -> ModuleType:
@@ -58,6 +58,7 @@ def check_step(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         traced = trainfit.trace(lambda: example.train(args), steps=1)
     assert traced.step_s is not None
     ratio = RECORDS[command]["step_s"] / traced.step_s
-    # Scripts' host costs are of slower hosts than the one that the examples were measured on.
-    low = 0.4 if traced.time.host_s > 0.1 * traced.step_s else LOW_OF.get(command, LOW)
-    assert low < ratio < HOST_DECIDES.get(command, HIGH)
+    is_inside = LOW_OF.get(command, LOW) < ratio < HOST_DECIDES.get(command, HIGH)
+    assert is_inside == (command not in MISSED), f"measured over predicted: {ratio:.2f}"
+    if command in MISSED:
+        pytest.xfail(MISSED[command])
