@@ -25,8 +25,8 @@ LOW_OF = {"image_classification.py --compile --steps 7": 0.6}
 HOST_DECIDES = {"encoder_decoder.py --model bart --compile --steps 7": 1.75}
 """A step that waited for the host, whose work in a script is known less well: the high end."""
 MISSED = {
-    "encoder_decoder.py --model bart --steps 7": "predicted at 121 ms, measured 70.8: scripts' host costs are "
-    "of slower hosts than this record's",
+    "encoder_decoder.py --model bart --steps 7": "predicted at 121 ms, measured 70.8: scripts' host costs "
+    "are of slower hosts than this record's",
 }
 """Outside the bounds, by name and with the cause; one that lies inside again is to be removed."""
 
