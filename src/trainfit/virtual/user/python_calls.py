@@ -22,10 +22,12 @@ FAKE = tuple(
     TORCH + name
     for name in (
         "_subclasses/", "_ops.py", "overrides.py", "utils/_python_dispatch.py", "_dynamo/eval_frame.py",
-        "_compile.py", "compiler/__init__.py", "_library/",
+        "_dynamo/external_utils.py", "_compile.py", "compiler/__init__.py", "_library/",
     )
 )  # fmt: skip
 """PyTorch's code that runs because tensors are fake or a mode is on."""
+COMPILER = tuple(TORCH + name for name in ("_dynamo/", "_functorch/", "_inductor/"))
+"""PyTorch's compiler: it compiles once, not in each step; a call of compiled code has a cost of its own."""
 MODULE = f"{TORCH}nn/modules/module.py"
 WITH_HOOKS = "inner"
 """The part of a module's call that runs for hooks, which the trace has on every module."""
@@ -41,9 +43,10 @@ class PythonCalls:
         self._is_counting = False
         self._hook = self._count  # One object: a method is another one each time.
         self._own: FrameType | None = None
-        """The running outermost call of the virtual GPU's code."""
+        """The running outermost call of the virtual GPU's code, or of the compiler's."""
         self._kinds: dict[str, tuple[bool, bool]] = {}
-        """File name -> whether it is the virtual GPU's, and whether it runs because tensors are fake."""
+        """File name -> whether it is the virtual GPU's or the compiler's, with all that it calls, and whether
+        it runs because tensors are fake."""
 
     def start(self) -> bool:
         """Count from now on; return False where another profiler runs in this thread, which goes on."""
@@ -87,7 +90,9 @@ class PythonCalls:
         name = code.co_filename
         kind = self._kinds.get(name)
         if kind is None:
-            kind = self._kinds[name] = name.startswith(OWN), name.startswith(FAKE)
+            is_fake = name.startswith(FAKE)
+            is_own = name.startswith(OWN) or (name.startswith(COMPILER) and not is_fake)
+            kind = self._kinds[name] = is_own, is_fake
         is_own, is_fake = kind
         if is_own:
             if code.co_name not in PASSES_ON:
