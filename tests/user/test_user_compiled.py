@@ -140,6 +140,24 @@ def test_compiled_code_keeps_autocast() -> None:
     trainfit.trace(train)
 
 
+def test_autocast_within_compiled_code() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(256, 256)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                return self.linear(x)
+
+    def train() -> None:
+        output = torch.compile(Model().cuda())(torch.randn(8, 256, device="cuda"))
+        assert output.dtype == torch.bfloat16
+        output.float().sum().backward()
+
+    trainfit.trace(train)
+
+
 def test_code_that_is_not_compiled_is_reported() -> None:
     def double(x: Tensor) -> Tensor:
         return 2 * x

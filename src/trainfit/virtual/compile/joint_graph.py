@@ -33,6 +33,11 @@ def cuda_choices(copies: set[Size]) -> Iterator[None]:
     run_passes = compile_fx.joint_graph_passes
 
     def passes(gm: torch.fx.GraphModule, *args: Any) -> torch.fx.GraphModule:
+        # Patterns are traced on a device that is there. Outside the passes the answer would end autocast.
+        with replaced(torch.cuda, "is_available", lambda: False):
+            return fused(gm, *args)
+
+    def fused(gm: torch.fx.GraphModule, *args: Any) -> torch.fx.GraphModule:
         batched_products = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
         if len(batched_products) >= 2:
             return run_passes(gm, *args)
@@ -61,7 +66,6 @@ def cuda_choices(copies: set[Size]) -> Iterator[None]:
             (fuse_attention, "_sfdp_params_check", may_fuse),
             (joint_graph, "check_device", yes),  # Used by bmm_to_mm alone.
             (compile_fx, "joint_graph_passes", passes),
-            (torch.cuda, "is_available", lambda: False),  # Patterns are traced on a device that is there.
         ):
             stack.enter_context(replaced(module, name, function))
         yield
