@@ -345,3 +345,8 @@ def test_it_prints() -> None:
     assert traced.cost.per_million_samples
     assert traced.mfu == pytest.approx(traced.model_flops / traced.step_s / 67e12)
     assert type(traced).model_validate_json(traced.model_dump_json()) == traced
+
+
+def test_lazy_modules_are_named() -> None:
+    with pytest.raises(InputError, match="a lazy module .* not modelled"):
+        inside(lambda: nn.LazyLinear(8) and None)

@@ -19,6 +19,7 @@ DRIVER = re.compile(
 LIBRARY = re.compile(r"(lib(?:cuda|cudart|nvrtc|cublas|nvidia-ml|nccl)[\w.-]*)")
 HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 POINTER = re.compile(r"data pointer|data_ptr|FakeTensor.*NumPy", re.IGNORECASE)
+LAZY = re.compile(r"uninitialized parameter", re.IGNORECASE)
 NO_KERNEL = re.compile(
     r"(?:Could not run|no fake impl|implement.{0,40}for operator|operator) '?([\w:.]+::[\w.]+)'?",
     re.IGNORECASE,
@@ -46,6 +47,8 @@ def lack_of(error: BaseException) -> str | None:
         return (
             f"{found[1]} has no fake kernel (torch.library.register_fake), by which the virtual GPU runs it"
         )
+    if isinstance(error, RuntimeError | ValueError) and LAZY.search(text):
+        return "a lazy module (nn.LazyLinear): parameters without a shape are not modelled by the virtual GPU"
     if isinstance(error, RuntimeError | ValueError) and POINTER.search(text):
         return "code that reads a tensor's memory by its address is not modelled by the virtual GPU"
     return None
