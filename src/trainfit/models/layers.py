@@ -70,15 +70,15 @@ def num_quantized(module: nn.Module) -> int:
 def num_weights(module: nn.Module) -> int:
     """Return the number of weights, of which some may be stored as codes.
 
-    Codes are buffers, or parameters of integers where FSDP2 shards them.
+    Codes are buffers, or parameters where FSDP2 shards them.
     """
-    own = sum(parameter.numel() for parameter in module.parameters() if not holds_codes(parameter))
-    return own + num_quantized(module)
+    codes = code_parameters(module)
+    return sum(one.numel() for one in module.parameters() if one not in codes) + num_quantized(module)
 
 
-def holds_codes(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter holds the codes of quantised weights, which are counted by their layer."""
-    return not parameter.is_floating_point()
+def code_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that hold the codes of quantised weights, which are counted by their layer."""
+    return {one for part in module.modules() for one in getattr(part, "code_parameters", ())}
 
 
 def _is_repeated(blocks: nn.ModuleList) -> bool:

@@ -27,6 +27,9 @@ ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SHARDED = ("codes", "block_codes")
 """Buffers of a quantised layer that FSDP2 shards. The others are under 0.02 bits a weight, or magnitudes in
 fp32, which bitsandbytes keeps whole on every rank as well."""
+SHARDED_AS = torch.bfloat16
+"""Dtype as which FSDP2 holds codes: torch 2.11 makes parameters that could require gradients, so of a floating
+dtype, and a mixed-precision policy casts every other one. Bytes are only copied."""
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -62,6 +65,7 @@ class QuantizedLinear(nn.Linear):
             rows.register()
             parts = rows.empty_rows(out_features, in_features, ROW_CODES[self.kind], device)
         self._fields = parts._fields
+        self._viewed = dict[str, torch.dtype]()  # Codes that are parameters of another dtype
         for name, part in zip(parts._fields, parts, strict=True):
             self.register_buffer(name, part)
 
@@ -87,13 +91,19 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def codes_to_parameters(self) -> None:
-        """Make the codes frozen parameters, which FSDP2 shards; those of fp8 as bytes, so it casts none."""
+        """Make the codes frozen parameters of ``SHARDED_AS``, which FSDP2 shards; odd numbers of bytes stay."""
         for name in SHARDED:
             codes = self._buffers.get(name)
-            if codes is not None and codes.dtype != torch.float32:
-                del self._buffers[name]
-                whole = codes.view(torch.uint8) if codes.is_floating_point() else codes
-                self.register_parameter(name, nn.Parameter(whole, requires_grad=False))
+            if codes is None or codes.dtype == torch.float32 or codes.shape[-1] % SHARDED_AS.itemsize:
+                continue
+            del self._buffers[name]
+            self._viewed[name] = codes.dtype
+            self.register_parameter(name, nn.Parameter(codes.view(SHARDED_AS), requires_grad=False))
+
+    @property
+    def code_parameters(self) -> list[nn.Parameter]:
+        """Codes that are parameters."""
+        return [self._parameters[name] for name in self._viewed]  # pyright: ignore[reportReturnType]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -127,7 +137,8 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.base}"
 
     def _parts(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self._fields]
+        parts = {name: getattr(self, name) for name in self._fields}
+        return [part.view(self._viewed.get(name, part.dtype)) for name, part in parts.items()]
 
 
 class _Product(torch.autograd.Function):
@@ -155,8 +166,6 @@ def _dequantize(like: Tensor, parts: Any, shape: tuple[int, int]) -> Tensor:
     """
     if len(parts) == len(rows.Rows._fields):
         codes, scales = parts
-        if codes.dtype == torch.uint8:  # As FSDP2 holds those of fp8.
-            codes = codes.view(torch.float8_e4m3fn)
         return torch.ops.trainfit.dequantize_rows(like, codes, scales)
     return torch.ops.trainfit.dequantize_nf4(like, *parts, *shape)
 

@@ -17,7 +17,7 @@ from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
 from trainfit.models.experts import active_shares
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
-from trainfit.models.layers import holds_codes, layer_lists
+from trainfit.models.layers import code_parameters, layer_lists
 from trainfit.models.slow_layers import slow_layers
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
@@ -320,9 +320,9 @@ def _count_parameters(
     """Count the ledger's parameters, those that train, and those that one token meets."""
     shares = active_shares(model)
     share_of = {one: share for experts, share in shares.items() for one in experts.parameters()}
-    active = 0.0
+    active, codes_only = 0.0, code_parameters(model)
     for parameter in model.parameters():
-        if holds_codes(parameter):
+        if parameter in codes_only:
             continue
         num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
         ledger.params += num_elements

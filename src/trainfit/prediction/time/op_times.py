@@ -67,6 +67,8 @@ UNLIKE, OTHER_KIND = 3.0, 1.0
 logarithms of sizes. They predict the kernels of one recipe from those of the others best."""
 COMPILED = "triton_"
 """What the names of compiled kernels begin with."""
+COPIES_AND_ELEMENTWISE = ("aten", "fsdp")
+"""Namespaces whose operations are elementwise or copies where no kind names them; FSDP2's are copies."""
 Key = tuple[object, ...]
 
 
@@ -220,7 +222,7 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
 def is_elementwise(name: str) -> bool:
     """Return whether an operation's time follows from its bytes as an addition's does; copies too."""
     namespace, _, rest = name.partition(".")
-    return namespace == "aten" and kind_of(rest.partition(".")[0].rstrip("_")) is None
+    return namespace in COPIES_AND_ELEMENTWISE and kind_of(rest.partition(".")[0].rstrip("_")) is None
 
 
 def _traits(name: str) -> Traits | None:
