@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy import truth_values
+from kernel_runs import interpreted_loops
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import model_config
 from trainfit.kernels.custom_op import has_module
@@ -84,6 +85,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@interpreted_loops
 @pytest.mark.parametrize(("code", "fields"), COMPILED, ids=str)
 def test_compiled_steps_too(code: str, fields: dict[str, Any], fresh_compiler: None) -> None:
     assert_as_eager(fields, code, compiler=lambda module: module.compile(backend="aot_eager", fullgraph=True))

@@ -79,6 +79,8 @@ def cuda_module(
         (torch.accelerator, accelerator),
         (torch.accelerator.memory, accelerator),
         (torch, {"Generator": Generator, "Stream": Stream, "Event": Event}),
+        # A CUDA build would call cuDNN; as many bytes are allocated if each weight keeps its own.
+        (torch, {"_use_cudnn_rnn_flatten_weight": lambda: False}),
         # A fake tensor on "cuda", as DTensor makes for the shape of a result, would first make a context.
         (fake_tensor, {"init_gpu_context": nothing}),
         # A string where a CPU build has None.
