@@ -28,8 +28,8 @@ SHARDED = ("codes", "block_codes")
 """Buffers of a quantised layer that FSDP2 shards. The others are under 0.02 bits a weight, or magnitudes in
 fp32, which bitsandbytes keeps whole on every rank as well."""
 SHARDED_AS = torch.bfloat16
-"""Dtype as which FSDP2 holds codes: torch 2.11 makes parameters that could require gradients, so of a floating
-dtype, and a mixed-precision policy casts every other one. Bytes are only copied."""
+"""Dtype as which FSDP2 holds codes: torch 2.11 makes parameters that could require gradients, so of a
+floating dtype, and a mixed-precision policy casts every other one. Bytes are only copied."""
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -91,7 +91,7 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def codes_to_parameters(self) -> None:
-        """Make the codes frozen parameters of ``SHARDED_AS``, which FSDP2 shards; odd numbers of bytes stay."""
+        """Make the codes frozen parameters, which FSDP2 shards; an odd number of bytes stays a buffer."""
         for name in SHARDED:
             codes = self._buffers.get(name)
             if codes is None or codes.dtype == torch.float32 or codes.shape[-1] % SHARDED_AS.itemsize:
