@@ -11,7 +11,7 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, replay
 from trainfit.virtual.cluster.ddp import ddp_on_fakes
-from trainfit.virtual.cluster.rank import fake_group, one_rank
+from trainfit.virtual.cluster.rank import fake_group, one_rank, rank_observers
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import virtual_gpu
 
@@ -26,7 +26,9 @@ def trained(**options: Any) -> tuple[Ledger, Replay]:
     cpu = torch.device("cpu")
     with (
         fake_group({"replicate": 2}),
-        virtual_gpu(GpuTraits.of(find_gpu("h200")), prefers_cudnn=False) as virtual,
+        virtual_gpu(
+            GpuTraits.of(find_gpu("h200")), prefers_cudnn=False, observers=rank_observers()
+        ) as virtual,
         one_rank(virtual.tracer),
         ddp_on_fakes(virtual.tracer),
     ):

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rank_processes import Ranks
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.virtual.cluster.rank import fake_group, one_rank
+from trainfit.virtual.cluster.rank import fake_group, one_rank, rank_observers
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import virtual_gpu
 
@@ -26,7 +26,9 @@ def place_of_result() -> Any:
 def test_a_real_rank_is_not_taken_for_rank_0_after_a_virtual_one() -> None:
     with (
         fake_group({"shard": 2}) as mesh,
-        virtual_gpu(GpuTraits.of(find_gpu("h200")), prefers_cudnn=False) as virtual,
+        virtual_gpu(
+            GpuTraits.of(find_gpu("h200")), prefers_cudnn=False, observers=rank_observers()
+        ) as virtual,
         one_rank(virtual.tracer),
     ):
         doubled(mesh)

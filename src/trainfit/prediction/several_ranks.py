@@ -18,7 +18,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
 from trainfit.techniques.parallel.fsdp import not_compared
 from trainfit.virtual.cluster.ddp import ddp_on_fakes
-from trainfit.virtual.cluster.rank import fake_group, one_rank
+from trainfit.virtual.cluster.rank import fake_group, one_rank, rank_observers
 from trainfit.virtual.cluster.streams import Order, ordered_collectives
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -33,12 +33,14 @@ About = Callable[[Ledger], tuple[str, ...]]
 @contextmanager
 def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
     """Enter the virtual GPU of the rank with the highest peak; collectives act as NCCL's."""
+    order = Order()
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_group(recipe.mesh.dimensions))
-        virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn))
+        observers = (*rank_observers(), order)
+        virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn, observers=observers))
         virtual.mesh = mesh
         stack.enter_context(one_rank(virtual.tracer))
-        order = stack.enter_context(ordered_collectives(virtual.tracer))
+        stack.enter_context(ordered_collectives(order))
         stack.enter_context(replaced(collectives, "can_average", lambda tensor, group: True))
         stack.enter_context(replaced(collectives, "all_reduce", _all_reduce))
         strategy = recipe.mesh.strategy

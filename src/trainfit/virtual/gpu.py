@@ -3,7 +3,7 @@
 Inside, tensors are fake, composite operations decompose as on CUDA, and the tracer records every operation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import HostTensorMode, PlacementState
+from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.trace.process_state import frozen_gc, restored_settings
 from trainfit.virtual.trace.scope import LayerGroups, Scope, ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
@@ -84,14 +85,17 @@ class VirtualGpu:
 
 
 @contextmanager
-def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
+def virtual_gpu(
+    traits: GpuTraits | None, *, prefers_cudnn: bool, observers: Sequence[Observer] = ()
+) -> Iterator[VirtualGpu]:
     """Enter a virtual GPU; tensors made inside on the CPU are on it.
 
     Args:
         traits: None for a virtual CPU, whose operations are a real CPU's.
         prefers_cudnn: see ``attention_backend.choose_backend``.
+        observers: follow the trace.
     """
-    scopes = ScopeTracker()
+    scopes = ScopeTracker(observers)
     notes: set[str] = set()
     with ExitStack() as stack:
         stack.enter_context(exclusive())
@@ -104,7 +108,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
             stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
         stack.enter_context(CpuFakeMode(allow_non_fake_inputs=True))
         placement = PlacementState()
-        tracer = Tracer(traits, scopes, placement)
+        tracer = Tracer(traits, scopes, placement, observers)
         stack.enter_context(HostTensorMode(placement))
         stack.enter_context(scopes)
         stack.enter_context(tracer)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainfit.ledger.ledger import Collective
 from trainfit.spec.errors import InputError
 from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.observer import Observer, StreamPools
 from trainfit.virtual.trace.tracer import Tracer
 
 PROPAGATE = "_propagate_tensor_meta_non_cached"
@@ -67,44 +68,17 @@ def fake_group(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.current_stream) -> Iterator[None]:
-    """Record what distributed code does in addition to operations on new tensors.
+class Collectives(Observer):
+    """Records collectives with their bytes and group.
 
-    - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
-      anew.
-    - What DTensor runs only for the shape of a result is not recorded.
-    - Each allocation gets the number of its stream: every stream has its own pools of blocks. Those of other
-      streams than the first, and gathered parameters, are communication's.
-    - Collectives are recorded with their bytes and group, those of FSDP2 with their number of parameters.
-    - DTensor's cached sharding rules are dropped before and after: each holds the first mesh that it was used
-      with, which stands for a real mesh of the same size in this process, but is always of rank 0.
+    Args:
+        pools: number the streams: a collective on the first one may hold up the computation.
     """
-    live = tracer.live
-    resize, add = torch.UntypedStorage.resize_, live.add
-    propagate = getattr(ShardingPropagator, PROPAGATE)
-    streams = {current_stream(): 0}
 
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        index = live.index_of_storage(storage)
-        result = resize(storage, size)
-        if index is not None:
-            live.categorise("communication", (live.resize(storage, index, size, RESIZED),))
-        return result
+    def __init__(self, pools: StreamPools):
+        self._pools = pools
 
-    def unrecorded(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():
-            return propagate(self, schema)
-
-    def added(*args: Any) -> int:
-        index = add(*args)
-        stream = streams.setdefault(current_stream(), len(streams))
-        if stream:
-            live.ledger.storages[index] = live.ledger.storages[index]._replace(stream=stream)
-            live.categorise("communication", (index,))
-        return index
-
-    def collective(func: Any, args: Any) -> None:
+    def communicates(self, func: Any, args: Any) -> None:
         name = COLLECTIVES.get(func._schema.name)
         if name is None:
             return
@@ -116,8 +90,8 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
         num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         if is_functional and name == "all_gather":
             num_bytes *= len(ranks)  # The result is no argument.
-        is_first_stream = streams.get(current_stream()) == 0
         is_asynchronous = not any(arg is False for arg in args)  # True is the default, which is left out.
+        live = self.tracer.live
         live.ledger.collectives.append(
             Collective(
                 name,
@@ -127,9 +101,45 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
                 num_bytes,
                 num_ranks=len(ranks),
                 span=ranks[-1] - ranks[0] + 1,
-                is_synchronous=is_functional or (is_first_stream and not is_asynchronous),
+                is_synchronous=is_functional or (self._pools.on_first_stream() and not is_asynchronous),
             )
         )
+
+
+def rank_observers(current_stream: Callable[[], Any] = torch.cpu.current_stream) -> tuple[Observer, ...]:
+    """Return the observers that record a rank's collectives, and the streams of its allocations.
+
+    What is allocated on other streams than the first is communication's.
+    """
+    pools = StreamPools(current_stream, "communication")
+    return pools, Collectives(pools)
+
+
+@contextmanager
+def one_rank(tracer: Tracer) -> Iterator[None]:
+    """Let distributed code run on a tracer that has ``rank_observers``.
+
+    - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
+      anew, as communication's.
+    - What DTensor runs only for the shape of a result is not recorded.
+    - FSDP2's collectives are recorded with their number of parameters.
+    - DTensor's cached sharding rules are dropped before and after: each holds the first mesh that it was used
+      with, which stands for a real mesh of the same size in this process, but is always of rank 0.
+    """
+    live = tracer.live
+    resize = torch.UntypedStorage.resize_
+    propagate = getattr(ShardingPropagator, PROPAGATE)
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        index = live.index_of_storage(storage)
+        result = resize(storage, size)
+        if index is not None:
+            live.categorise("communication", (live.resize(storage, index, size, RESIZED),))
+        return result
+
+    def unrecorded(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(self, schema)
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(fsdp_params: list[Any], *args: Any) -> Any:
@@ -149,8 +159,6 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
         stack.callback(_clear_sharding_caches)
         stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(replaced(ShardingPropagator, PROPAGATE, unrecorded))
-        stack.enter_context(replaced(live, "add", added))
-        stack.enter_context(replaced(tracer, "on_collective", collective))
         yield
 
 

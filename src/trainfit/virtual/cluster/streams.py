@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.trace.tracer import Tracer
 
 
@@ -24,19 +25,31 @@ class Point(NamedTuple):
     """Index of the last collective that is done by then; -1: none."""
 
 
-class Order:
-    """What each stream has waited for. The first stream computes."""
+class Order(Observer):
+    """What each stream has waited for. The first stream computes.
 
-    def __init__(self, tracer: Tracer):
-        self._tracer, self._ledger = tracer, tracer.ledger
+    Given to the tracer after the observer that records collectives.
+    """
+
+    def __init__(self) -> None:
         self._computes = torch.cpu.current_stream()
         self._points: dict[Any, Point] = {}
         self._host_waited_for = -1
         """Index of the last operation that the host waited for before it went on issuing."""
+        self._num_issued = 0
+
+    def attach(self, tracer: Tracer) -> None:
+        super().attach(tracer)
+        self._ledger = tracer.ledger
+
+    def communicates(self, func: Any, args: Any) -> None:
+        if len(self._ledger.collectives) > self._num_issued:
+            self._issued(len(self._ledger.collectives) - 1)
+        self._num_issued = len(self._ledger.collectives)
 
     def host_waits(self) -> None:
         """Let the host wait for the computation, as to read a value: nothing that it issues begins before."""
-        self._tracer.count_read()
+        self.tracer.count_read()
         self._host_waited_for = len(self._ledger.ops) - 1
 
     def point(self, stream: Any) -> Point:
@@ -61,8 +74,7 @@ class Order:
             now = len(self._ledger.ops) - 1
             self._ledger.collectives[collective] = one._replace(waited_at=now)
 
-    def issued(self, collective: int) -> None:
-        """Record that the current stream issued a collective."""
+    def _issued(self, collective: int) -> None:
         stream = torch.cpu.current_stream()
         if stream is not self._computes:
             after = max(self.point(stream).op, self._host_waited_for)
@@ -72,15 +84,12 @@ class Order:
 
 
 @contextmanager
-def ordered_collectives(tracer: Tracer) -> Iterator[Order]:
-    """Record with each collective on a stream of its own when it may begin and is waited for."""
-    order, collective = Order(tracer), tracer.on_collective
+def ordered_collectives(order: Order) -> Iterator[None]:
+    """Report to the order what streams record and wait for.
 
-    def recorded(func: Any, args: Any) -> None:
-        before = len(tracer.ledger.collectives)
-        collective(func, args)
-        if len(tracer.ledger.collectives) > before:
-            order.issued(before)
+    Each collective on a stream of its own then has the operation after which it may begin, and the one that
+    waits for it.
+    """
 
     def record(self: Any, stream: Any = None) -> Any:
         self.point = order.point(torch.cpu.current_stream() if stream is None else stream)
@@ -100,7 +109,6 @@ def ordered_collectives(tracer: Tracer) -> Iterator[Order]:
             (torch.cpu.Stream, "record_event", record_event),
             (torch.cpu.Stream, "wait_event", wait_event),
             (torch.cpu.Stream, "wait_stream", lambda self, other: order.wait(self, order.point(other))),
-            (tracer, "on_collective", recorded),
         ):
             stack.enter_context(replaced(owner, name, function))
-        yield order
+        yield

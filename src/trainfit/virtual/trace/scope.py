@@ -5,7 +5,7 @@ number of autograd's current node, as modules' first and last numbers are record
 """
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import nn
 
 from trainfit.ledger.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER, part_of
 from trainfit.virtual.trace.exclusive import chosen_by_thread
+from trainfit.virtual.trace.observer import Observer
 
 
 class Scope(NamedTuple):
@@ -80,9 +81,14 @@ def part_of_module(name: str, groups: list[LayerGroups]) -> int | None:
 
 
 class ScopeTracker:
-    """Tracks the scope of the running operation. Enter it around a step; ``bind`` the complete model."""
+    """Tracks the scope of the running operation. Enter it around a step; ``bind`` the complete model.
 
-    def __init__(self) -> None:
+    Args:
+        observers: called before and after the forward of each outermost module.
+    """
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self.observers = list(observers)
         self.phase = "init"
         self._of_module: dict[int, Scope] = {}
         self._of_parameter: dict[int, Scope] = {}
@@ -94,11 +100,6 @@ class ScopeTracker:
         self._handles: list[Any] = []
         self.num_entered = 0
         """Module calls since the tracer last took their number."""
-        self.on_recomputed = lambda: None
-        self.on_outermost: Callable[[nn.Module], None] = lambda module: None
-        """Called before an outermost module's forward."""
-        self.on_outermost_ended: Callable[[], None] = lambda: None
-        """Called after an outermost module's forward."""
         self.override: Scope | None = None
         """The scope that compiled code sets; None: from hooks and autograd."""
 
@@ -201,7 +202,8 @@ class ScopeTracker:
     def _begin(self, module: nn.Module, _: Any) -> None:
         self.num_entered += 1
         if not self._stack:
-            self.on_outermost(module)
+            for observer in self.observers:
+                observer.forward_begins(module)
         scope = self._of_module.get(id(module), self._stack[-1] if self._stack else NO_SCOPE)
         self._after_layer = None
         self._stack.append(scope)
@@ -216,9 +218,8 @@ class ScopeTracker:
         self._mark(self._after_layer or (self._stack[-1] if self._stack else NO_SCOPE))
         if not self._stack:
             self._after_layer = None
-            self.on_outermost_ended()
-            if self.phase == "backward":
-                self.on_recomputed()
+            for observer in self.observers:
+                observer.forward_ended()
 
     def _mark(self, scope: Scope) -> None:
         number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]

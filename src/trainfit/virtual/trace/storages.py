@@ -1,13 +1,14 @@
 """Live storages, their categories and owners; a weak reference to each records its free."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
+from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.trace.scope import NO_SCOPE, Scope, ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -15,17 +16,20 @@ UNKNOWN = -1
 """Index of a tensor whose storage is not in the ledger."""
 
 
-class LiveStorages:
-    """Tracks storages from allocation to free in the ledger's current segment."""
+class LiveStorages(Observer):
+    """Tracks storages from allocation to free in the ledger's current segment.
 
-    def __init__(self, scopes: ScopeTracker):
+    It observes the ends of forwards: what a recomputation leaves alive are activations.
+    """
+
+    def __init__(self, scopes: ScopeTracker, observers: Sequence[Observer] = ()):
         self.ledger = Ledger()
         self.segment = UNKNOWN
         """Index of the current segment."""
         self.current_group = NO_LAYER
         """Group of layers of the last operation or allocation, to which a free is attributed."""
-        self._scopes = scopes
-        scopes.on_recomputed = self._keep_recomputed
+        self._scopes, self._observers = scopes, tuple(observers)
+        scopes.observers.append(self)
         self._live: dict[int, int] = {}
         """Address of a live storage -> its index in the ledger."""
         self._refs: dict[int, Any] = {}
@@ -119,7 +123,9 @@ class LiveStorages:
         self._live.clear()
         return finished
 
-    def _keep_recomputed(self) -> None:
+    def forward_ended(self) -> None:
+        if self._scopes.phase != "backward":
+            return
         live = set(self._live.values())
         self.categorise("activations", (i for i in self._recomputed if i in live))
         self._recomputed.clear()
@@ -198,6 +204,8 @@ class LiveStorages:
         self.ledger.storages.append(Storage(num_bytes, category, group, op, path))
         self.ledger.events.append(Event(ALLOCATE, index, group, self.segment))
         self._segments.append(self.segment)
+        for observer in self._observers:
+            observer.allocated(index)
         return index
 
     def free(self, index: int, group: int) -> None:

@@ -1,7 +1,7 @@
 """The tracer: a dispatch mode that records every operation of a step on fake tensors in a ledger."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +22,7 @@ from trainfit.virtual.trace.dry_run import DryRun, dry_run
 from trainfit.virtual.trace.gradient_accumulation import accumulate_in_place, sole_reference_counts
 from trainfit.virtual.trace.host_tensors import PlacementState, carry_values, is_host, known_value, on_host
 from trainfit.virtual.trace.masks.tracker import MaskTracker
+from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.trace.op_entries import op_entries
 from trainfit.virtual.trace.scope import Scope, ScopeTracker
 from trainfit.virtual.trace.storages import LiveStorages
@@ -38,29 +39,36 @@ DEVICE = torch.ops.prim.device.default
 class Tracer(TorchDispatchMode):
     """Records operations while it is entered, inside a FakeTensorMode and a ``ScopeTracker``.
 
-    ``gpu``: whose scratch and workspaces are recorded; None for a CPU, whose scratch is not.
+    Args:
+        gpu: whose scratch and workspaces are recorded; None for a CPU, whose scratch is not.
+        observers: follow what is recorded; those of ``scopes`` are given to it.
     """
 
-    def __init__(self, gpu: GpuTraits | None, scopes: ScopeTracker, placement: PlacementState):
+    def __init__(
+        self,
+        gpu: GpuTraits | None,
+        scopes: ScopeTracker,
+        placement: PlacementState,
+        observers: Sequence[Observer] = (),
+    ):
         super().__init__()
         self.placement = placement
         self.gpu, self.scopes = gpu, scopes
-        self.live = LiveStorages(scopes)
+        self.live = LiveStorages(scopes, observers)
+        self.observers = tuple(observers)
         self.workspaces = Workspaces(gpu) if gpu else None
         self.masks = MaskTracker(self._limit_model_flops)
         self.visible_share: Fraction | None = None
         """In compiled code: the share of query-key pairs of the running product that a mask leaves
         visible."""
-        self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
-        """Called with each operation of ``torch.distributed``."""
-        self.on_unknown: Callable[[], None] = lambda: None
-        """Called where a value is read that is not known."""
         self._unknown: set[str] = set()
         self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = self._in_mode = 0
         self._host: dict[int, tuple[Any, int]] = {}
         """Pinned host memory by address: the storage (on ``meta``) and the group that first copied it."""
         sole_reference_counts()  # Cached here, outside any dispatch.
         self.begin("init", "init")
+        for observer in observers:
+            observer.attach(self)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -151,7 +159,8 @@ class Tracer(TorchDispatchMode):
         if func in READS_VALUE:
             self.count_read()
             if known_value(args[0]) is None:
-                self.on_unknown()
+                for observer in self.observers:
+                    observer.reads_unknown()
             return read(args[0])
         if func is aten.equal.default:
             self.count_read()
@@ -176,7 +185,8 @@ class Tracer(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.on_collective(func, args)
+            for observer in self.observers:
+                observer.communicates(func, args)
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:

@@ -153,7 +153,8 @@ class UserCompiler(VirtualCompiler):
             ) from error
 
     def _on_called(self, inputs: Any, output: Any) -> None:
-        self._user_tracer.on_compiled(inputs, output)
+        for observer in self._user_tracer.observers:
+            observer.compiled_called(inputs, output)
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
         for part in (each for each in gm.modules() if isinstance(each, torch.fx.GraphModule)):

@@ -21,6 +21,7 @@ from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import PlacementState, is_host
+from trainfit.virtual.trace.observer import StreamPools
 from trainfit.virtual.trace.process_state import (
     restored_environment,
     restored_random,
@@ -38,8 +39,7 @@ from trainfit.virtual.user.placement import CUDA, is_device, is_marked
 from trainfit.virtual.user.process_groups import single_rank
 from trainfit.virtual.user.steps import StepFollower
 from trainfit.virtual.user.tensors import UserTensorMode, real_of
-from trainfit.virtual.user.torch_cuda import MemoryStats, cuda_module
-from trainfit.virtual.user.torch_cuda.streams import own_pools
+from trainfit.virtual.user.torch_cuda import MemoryStats, Streams, cuda_module
 from trainfit.virtual.user.tracer import UserTracer
 from trainfit.virtual.user.triton_launches import triton_launches
 
@@ -50,10 +50,17 @@ if TYPE_CHECKING:
 class UserGpu:
     """A trace of user code."""
 
-    def __init__(self, tracer: UserTracer, steps: StepFollower, memory_stats: MemoryStats):
+    def __init__(
+        self,
+        tracer: UserTracer,
+        steps: StepFollower,
+        memory_stats: MemoryStats,
+        num_ranks: int = 1,
+        buckets: "FirstBuckets | None" = None,
+    ):
         self.tracer, self.steps, self.memory_stats = tracer, steps, memory_stats
-        self.num_ranks = 1
-        self.buckets: FirstBuckets | None = None  # DDP's, on several ranks
+        self.num_ranks = num_ranks
+        self.buckets = buckets  # DDP's, on several ranks
 
 
 @contextmanager
@@ -79,18 +86,23 @@ def user_gpu(
 def _user_gpu(
     gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | None, evaluates_at: str
 ) -> Iterator[UserGpu]:
-    if num_ranks is not None:
-        from trainfit.virtual.user.ranks import virtual_rank  # Imports torch.distributed.
+    streams = Streams()
+    if num_ranks is None:
+        steps, of_rank = StepFollower(max_steps, evaluates_at), (StreamPools(streams.current),)
+    else:
+        from trainfit.virtual.user import ranks  # Imports torch.distributed.
 
+        steps = StepFollower(max_steps, evaluates_at, ranks.data_ranks_of(num_ranks))
+        of_rank = ranks.observers(streams.current)
+    observers = (steps, *of_rank)
     traits = GpuTraits.of(gpu)
     local_ranks = min(num_ranks or 1, gpu.gpus_per_host)
-    scopes, placement = ScopeTracker(), PlacementState()
+    scopes, placement = ScopeTracker(observers), PlacementState()
     # Imports PyTorch's compiler, which must see the real torch.cuda.
     fake = CpuFakeMode(allow_non_fake_inputs=True)
     learn_torch_cuda()
-    tracer = UserTracer(traits, scopes, placement, fake)
+    tracer = UserTracer(traits, scopes, placement, fake, observers)
     memory_stats = MemoryStats(tracer, gpu.usable_bytes)
-    steps = StepFollower(tracer, scopes, max_steps, evaluates_at)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(restored_settings())
@@ -104,7 +116,7 @@ def _user_gpu(
         if num_ranks is None:
             enter(single_rank())
         enter(report_fallbacks(tracer.notes))
-        enter(cuda_module(gpu, traits, memory_stats, steps, local_ranks))
+        enter(cuda_module(gpu, traits, memory_stats, steps, streams, local_ranks))
         enter(triton_launches(traits, tracer))
         quantized = enter(bitsandbytes_library(tracer))
         enter(cuda_autocast())
@@ -121,13 +133,11 @@ def _user_gpu(
         enter(tracer)
         enter(compiling(traits, tracer, scopes))
         enter(flex_attention(tracer))
-        virtual = UserGpu(tracer, steps, memory_stats)
         if num_ranks is None:
-            enter(own_pools(tracer, torch.cuda.current_stream))
-        else:
-            virtual.num_ranks = num_ranks
-            virtual.buckets = enter(virtual_rank(num_ranks, local_ranks, tracer, steps))
-        yield virtual
+            yield UserGpu(tracer, steps, memory_stats)
+            return
+        buckets = enter(ranks.virtual_rank(num_ranks, local_ranks, tracer, steps))
+        yield UserGpu(tracer, steps, memory_stats, num_ranks, buckets)
 
 
 @contextmanager

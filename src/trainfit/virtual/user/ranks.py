@@ -25,9 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainfit.spec.errors import InputError
 from trainfit.virtual.cluster.ddp import FirstBuckets, ddp_on_fakes
-from trainfit.virtual.cluster.rank import one_rank
+from trainfit.virtual.cluster.rank import one_rank, rank_observers
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import VALUE, carried_values, is_host, on_host
+from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.user.placement import CUDA, device_of
 from trainfit.virtual.user.process_groups import world_size_of
 from trainfit.virtual.user.steps import StepFollower
@@ -72,12 +73,9 @@ def virtual_rank(
             *_of_dtensor(tracer),
             (SyncBatchNorm, "forward", staticmethod(_with_all_counts(SyncBatchNorm.forward))),
             *_of_fsdp(steps),
-            (tracer, "before_collective", _check_partner),
         ):
             enter(replaced(owner, name, function))
-        steps.data_ranks_of = _data_ranks_of(num_ranks)
-        enter(one_rank(tracer, torch.cuda.current_stream))
-        enter(replaced(tracer, "on_collective", _gathering(tracer.on_collective)))
+        enter(one_rank(tracer))
         buckets = enter(ddp_on_fakes(tracer))
         try:
             yield buckets
@@ -86,7 +84,16 @@ def virtual_rank(
                 dist.destroy_process_group()
 
 
-def _data_ranks_of(num_ranks: int) -> Callable[[nn.Module], int]:
+def observers(current_stream: Callable[[], Any]) -> tuple[Observer, ...]:
+    """Return the observers of a traced rank of user code.
+
+    Args:
+        current_stream: returns the running stream of the virtual GPU.
+    """
+    return (*rank_observers(current_stream), _UserCollectives())
+
+
+def data_ranks_of(num_ranks: int) -> Callable[[nn.Module], int]:
     """Return a function that returns how many ranks have inputs of their own for a module.
 
     Those of DDP's group or of FSDP2's mesh; one, where only tensor parallelism makes its parameters DTensors.
@@ -229,34 +236,32 @@ def _refused_fsdp1(*_: Any, **__: Any) -> None:
     )
 
 
-def _check_partner(func: Any) -> None:
-    if func._schema.name in BETWEEN_TWO:
-        raise InputError(
-            "communication between two ranks (send, receive) is not traced: only rank 0 runs",
-            "trace code that communicates by collectives (DDP, FSDP2, tensor parallel)",
-            field="step",
-            value=func._schema.name.removeprefix("c10d::").rstrip("_"),
-        )
+class _UserCollectives(Observer):
+    """Refuses communication between two ranks, and fills gathered tensors with values that are known."""
+
+    def collective_begins(self, func: Any) -> None:
+        if func._schema.name in BETWEEN_TWO:
+            raise InputError(
+                "communication between two ranks (send, receive) is not traced: only rank 0 runs",
+                "trace code that communicates by collectives (DDP, FSDP2, tensor parallel)",
+                field="step",
+                value=func._schema.name.removeprefix("c10d::").rstrip("_"),
+            )
+
+    def communicates(self, func: Any, args: Any) -> None:
+        """Let a gathered tensor carry rank 0's values for every rank if they are known, such as sizes."""
+        if func._schema.name != "c10d::_allgather_base_":
+            return
+        out, part = args[:2]
+        known = carried_values(part)
+        if known is not None and part.numel():
+            times, shape = out.numel() // part.numel(), out.shape
+            setattr(out, VALUE, on_host(lambda: known.flatten().repeat(times).view(shape), (), {}))
 
 
 def _run_first(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
     """Run the first process's function in this process, in place of ``torch.multiprocessing.spawn``."""
     fn(0, *args)
-
-
-def _gathering(record: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Let a gathered tensor carry rank 0's values for every rank if they are known, such as sizes."""
-
-    def gathered(func: Any, args: Any) -> None:
-        record(func, args)
-        if func._schema.name == "c10d::_allgather_base_":
-            out, part = args[:2]
-            known = carried_values(part)
-            if known is not None and part.numel():
-                times, shape = out.numel() // part.numel(), out.shape
-                setattr(out, VALUE, on_host(lambda: known.flatten().repeat(times).view(shape), (), {}))
-
-    return gathered
 
 
 def _unnoticed(original: Callable[..., Any], steps: StepFollower) -> Callable[..., None]:

@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from trainfit.ledger.ledger import Segment
 from trainfit.virtual.trace.exclusive import chosen_by_thread
-from trainfit.virtual.trace.scope import NO_SCOPE, ScopeTracker
+from trainfit.virtual.trace.observer import Observer
+from trainfit.virtual.trace.scope import NO_SCOPE
 from trainfit.virtual.user.loops import LoopWatch
 from trainfit.virtual.user.other_phases import OtherPhase, SegmentStart, bytes_of, kinds_of, other_phases
 from trainfit.virtual.user.passes import Passes
@@ -38,16 +39,23 @@ LOOK_AHEAD_STEPS, LOOK_AHEAD_S = 100, (3.0, 20.0)
 steps before took."""
 
 
-class StepFollower:
+class StepFollower(Observer):
     """Tracks the phases, and raises ``TraceComplete`` at the training forward after ``max_steps`` steps.
 
     Args:
         evaluates_at: where the code evaluates. If no step reached that, the trace goes on for a while.
+        data_ranks_of: returns the number of ranks that have inputs of their own for a module; 0: it does not
+            say.
     """
 
-    def __init__(self, tracer: UserTracer, scopes: ScopeTracker, max_steps: int, evaluates_at: str = ""):
+    def __init__(
+        self,
+        max_steps: int,
+        evaluates_at: str = "",
+        data_ranks_of: Callable[[nn.Module], int] = lambda module: 1,
+    ):
         self._evaluates_at, self._began, self._ahead_since = evaluates_at, 0.0, 0.0
-        self._tracer, self._scopes, self._max_steps = tracer, scopes, max_steps
+        self._max_steps, self._data_ranks_of = max_steps, data_ranks_of
         self._starts = [SegmentStart("init", 0, 0)]
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         """By the parameter's ``id``."""
@@ -61,20 +69,18 @@ class StepFollower:
         self.has_optimizer = False  # Steps are updates rather than backwards
         self.num_parameters = self.num_trained = 0
         """Elements of all and of trainable parameters on the device at the last call of a module."""
-        self.data_ranks_of: Callable[[nn.Module], int] = lambda module: 1
-        """Returns the number of ranks that have inputs of their own for a module; 0: it does not say."""
         self.data_ranks = 0
-        self.passes = Passes(tracer.live)
-        self.notes = tracer.notes
         self._grad_was_enabled = True
         self._state_read = -1
         """Segment that began when a state dict was read, and nothing was computed since; -1: none."""
         self._looked_on, self._looked_on_since = 0, 0.0
-        scopes.on_outermost, scopes.on_outermost_ended = self._forward_begins, self._forward_ended
-        tracer.before_record, tracer.after_record = self._operation_begins, self._recorded
-        tracer.on_compiled = self.passes.compiled
         self._loops = LoopWatch()
-        tracer.on_unknown = self._loops.read
+
+    def attach(self, tracer: Any) -> None:
+        super().attach(tracer)
+        self._tracer: UserTracer = tracer
+        self._scopes, self.notes = tracer.scopes, self._tracer.notes
+        self.passes = Passes(tracer.live)
 
     def __enter__(self) -> "StepFollower":
         self._handles = [
@@ -126,7 +132,7 @@ class StepFollower:
         finally:
             self._engine_depth -= 1
 
-    def _forward_begins(self, module: nn.Module) -> None:
+    def forward_begins(self, module: nn.Module) -> None:
         if self._engine_depth:
             return  # Recomputation.
         self._loops.forward()
@@ -187,11 +193,11 @@ class StepFollower:
     def _steps_begun(self) -> int:
         return self._num_updates if self.has_optimizer else self._num_turns
 
-    def _forward_ended(self) -> None:
+    def forward_ended(self) -> None:
         if not self._engine_depth:
             self.passes.end()
 
-    def _operation_begins(self) -> None:
+    def record_begins(self) -> None:
         """Begin a segment where the code switches gradients off, or on again."""
         if (
             self._engine_depth
@@ -205,11 +211,17 @@ class StepFollower:
         self._split(self._scopes.phase)
         self._grad_was_enabled = has_grad
 
-    def _recorded(self, func: Any, args: Any, kwargs: Any, out: Any, num_storages: int) -> None:
+    def recorded(self, func: Any, args: Any, kwargs: Any, out: Any, num_storages: int) -> None:
         if self._engine_depth:
             self.passes.node_runs(torch._C._current_autograd_node())
         elif self._scopes.phase != "optimizer":
             self.passes.recorded(func, args, kwargs, out, num_storages)
+
+    def compiled_called(self, inputs: Any, output: Any) -> None:
+        self.passes.compiled(inputs, output)
+
+    def reads_unknown(self) -> None:
+        self._loops.read()
 
     def reading_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``nn.Module.state_dict``, with which a segment begins: it may gather what is saved."""
@@ -281,7 +293,7 @@ class StepFollower:
     def _register(self, module: nn.Module) -> None:
         if module not in self._known_modules:
             self._known_modules.add(module)
-            self.data_ranks = self.data_ranks_of(module) or self.data_ranks
+            self.data_ranks = self._data_ranks_of(module) or self.data_ranks
             self._scopes.bind(module, [])
         held = [p for ref in self._parameters.values() if (p := ref()) is not None]
         self._parameters = {id(p): weakref.ref(p) for p in held}

@@ -3,7 +3,7 @@
 ``UserTensorMode`` translates calls above autograd; this mode sees calls inside PyTorch's Python code.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -27,6 +27,7 @@ from trainfit.virtual.trace.host_tensors import (
     is_host,
     on_host,
 )
+from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 from trainfit.virtual.trace.tracer import LIFTS, Tracer
@@ -46,8 +47,14 @@ ALL_SELECTED = "a mask that depends on the data is taken to select everything"
 class UserTracer(Tracer):
     """Records operations on the virtual GPU; those on the host run unrecorded."""
 
-    def __init__(self, gpu: GpuTraits, scopes: ScopeTracker, placement: PlacementState, fake: FakeTensorMode):
-        super().__init__(gpu, scopes, placement)
+    def __init__(
+        self,
+        gpu: GpuTraits,
+        scopes: ScopeTracker,
+        placement: PlacementState,
+        fake: FakeTensorMode,
+        observers: Sequence[Observer] = (),
+    ):
         self._fake = fake
         self.is_inside = False  # True while PyTorch's own code runs, which must see fake tensors on the CPU
         self.python_calls = PythonCalls()
@@ -56,14 +63,7 @@ class UserTracer(Tracer):
         """The mode that translates calls above autograd (``UserTensorMode``)."""
         self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
         """Namespace of a library's operators -> what runs them on device tensors."""
-        self.before_collective: Callable[[Any], None] = lambda func: None
-        """Called with each operation of ``torch.distributed``, those on host tensors included."""
-        self.before_record: Callable[[], None] = lambda: None
-        self.after_record: Callable[..., None] = lambda func, args, kwargs, out, num_storages: None
-        """Called before and after an operation on the device is recorded, with the number of storages in the
-        ledger before it."""
-        self.on_compiled: Callable[[Any, Any], None] = lambda inputs, output: None
-        """Called with the inputs and the output of each call of compiled code."""
+        super().__init__(gpu, scopes, placement, observers)  # Last: it attaches the observers.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -104,7 +104,8 @@ class UserTracer(Tracer):
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
-            self.before_collective(func)
+            for observer in self.observers:
+                observer.collective_begins(func)
         device = kwargs.get("device")
         if device is not None and names_cuda(device):
             kwargs = {**kwargs, "device": CPU}
@@ -173,10 +174,12 @@ class UserTracer(Tracer):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
-        self.before_record()
+        for observer in self.observers:
+            observer.record_begins()
         num_storages = len(self.ledger.storages)
         super()._record(func, args, kwargs, out, dry_run)
-        self.after_record(func, args, kwargs, out, num_storages)
+        for observer in self.observers:
+            observer.recorded(func, args, kwargs, out, num_storages)
         if func is not aten._to_copy.default or not self.placement.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():

@@ -2,5 +2,6 @@
 
 from trainfit.virtual.user.torch_cuda.memory_stats import EmptyCacheAllocator, MemoryStats
 from trainfit.virtual.user.torch_cuda.module import cuda_module
+from trainfit.virtual.user.torch_cuda.streams import Streams
 
-__all__ = ["EmptyCacheAllocator", "MemoryStats", "cuda_module"]
+__all__ = ["EmptyCacheAllocator", "MemoryStats", "Streams", "cuda_module"]

@@ -30,6 +30,7 @@ from trainfit.virtual.user.torch_cuda.streams import (
     Generator,
     NoContext,
     Stream,
+    Streams,
     graph_functions,
     no_ops,
     nothing,
@@ -46,16 +47,22 @@ BLAS_HANDLE = 1 << 44
 
 @contextmanager
 def cuda_module(
-    gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats, steps: StepFollower, num_devices: int = 1
+    gpu: Gpu,
+    traits: GpuTraits,
+    memory_stats: MemoryStats,
+    steps: StepFollower,
+    entered: Streams,
+    num_devices: int = 1,
 ) -> Iterator[None]:
     """Replace what PyTorch and scripts ask of a GPU.
 
     Args:
+        entered: the streams of this trace.
         num_devices: GPUs of the host, of which the code uses the first.
     """
     tracer: UserTracer = memory_stats.tracer
     counted = {"device_count": lambda: num_devices}
-    streams, graphs = stream_functions(tracer.count_read), graph_functions(tracer, steps)
+    streams, graphs = stream_functions(entered, tracer.count_read), graph_functions(tracer, steps)
     memory, random = memory_functions(memory_stats), _random()
     shared = {name: streams[name] for name in ("current_stream", "set_stream", "synchronize")}
     accelerator = _accelerator(traits) | counted | shared | memory

@@ -1,14 +1,12 @@
 """Streams, events and CUDA graphs of the virtual GPU: nothing waits, and each stream has a pool of memory."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from trainfit.ledger.ledger import Op
-from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
 from trainfit.virtual.user.steps import StepFollower
 from trainfit.virtual.user.tracer import UserTracer
@@ -100,13 +98,26 @@ DEFAULT = object()
 """The device of the default stream."""
 
 
-def stream_functions(host_waits: Callable[[], None]) -> Functions:
+class Streams:
+    """The default stream of the virtual GPU, and those that the code entered."""
+
+    def __init__(self) -> None:
+        self.default = Stream(DEFAULT)
+        self.entered = [self.default]
+
+    def current(self) -> Stream:
+        """Return the running stream."""
+        return self.entered[-1]
+
+
+def stream_functions(streams: Streams, host_waits: Callable[[], None]) -> Functions:
     """Return the functions and classes of streams in ``torch.cuda``.
 
     Args:
+        streams: those of this trace.
         host_waits: called where the host waits for the GPU.
     """
-    entered = [Stream(DEFAULT)]
+    entered = streams.entered
 
     class StreamContext(NoContext):
         """``torch.cuda.stream(s)``; a type, for an isinstance check of PyTorch's compiler."""
@@ -124,7 +135,6 @@ def stream_functions(host_waits: Callable[[], None]) -> Functions:
     def enter(stream: Any) -> None:
         entered[-1] = stream or entered[-1]
 
-    default = entered[0]
     return no_ops("_sleep") | {
         "synchronize": lambda device=None: host_waits(),
         "Stream": Stream,
@@ -133,8 +143,8 @@ def stream_functions(host_waits: Callable[[], None]) -> Functions:
         "stream": StreamContext,
         "StreamContext": StreamContext,
         "set_stream": enter,
-        "current_stream": lambda device=None: entered[-1],
-        "default_stream": lambda device=None: default,
+        "current_stream": lambda device=None: streams.current(),
+        "default_stream": lambda device=None: streams.default,
         "get_stream_from_external": lambda data_ptr, device=None: Stream(device),
     }
 
@@ -198,23 +208,6 @@ class Graph:
         return self._pool
 
     reset = instantiate = enable_debug_mode = debug_dump = nothing
-
-
-@contextmanager
-def own_pools(tracer: UserTracer, current_stream: Callable[[], Any]) -> Iterator[None]:
-    """Give each allocation the number of its stream: every stream has its own pools of blocks."""
-    live = tracer.live
-    add, streams = live.add, {current_stream(): 0}
-
-    def added(*args: Any) -> int:
-        index = add(*args)
-        stream = streams.setdefault(current_stream(), len(streams))
-        if stream:
-            live.ledger.storages[index] = live.ledger.storages[index]._replace(stream=stream)
-        return index
-
-    with replaced(live, "add", added):
-        yield
 
 
 class Generator(torch._C.Generator):
