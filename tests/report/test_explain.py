@@ -11,6 +11,7 @@ from trainfit.cli.main import main
 from trainfit.explanation import peak
 from trainfit.explanation.difference import difference
 from trainfit.explanation.peak import explain, merged_path
+from trainfit.ledger.file import save
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace
 from trainfit.report.console import broken
@@ -161,3 +162,52 @@ def test_long_names_break_at_dots_and_spaces() -> None:
     assert broken("model.layers.*.mlp.down_proj.weight", 20) == "model.layers.*.mlp\n.down_proj.weight"
     assert broken("layers.*.mlp mul", 12) == "layers.*.mlp\nmul"
     assert broken("short.name mm", 20) == "short.name mm"
+
+
+def test_two_ledgers_are_compared_by_their_entries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, recomputed = adafactor("hf"), adafactor("hf", recompute="full")
+    paths = [tmp_path / f"{name}.json.gz" for name in ("plain", "recomputed")]
+    for recipe, path in zip((plain, recomputed), paths, strict=True):
+        save(trace(recipe), path)
+    first, second = map(str, paths)
+    assert main(["explain", first, second, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    totals = {one["name"]: (one["first"], one["second"]) for one in found["totals"]}
+    for place, recipe in enumerate((plain, recomputed)):
+        estimate = predict(recipe)
+        assert totals["peak allocated"][place] == estimate.peak_allocated_bytes
+        assert totals["model FLOPs"][place] == estimate.model_flops
+        assert totals["hardware FLOPs"][place] == estimate.hardware_flops
+    again = [
+        one for one in found["ops"] if one["phase"] == "steady.backward" and one["name"] == "aten.mm.default"
+    ]
+    assert again
+    assert all(one["second"] > one["first"] for one in again)
+    assert all("*" in one["module"] for one in again)
+    assert main(["explain", first, first]) == 0
+    assert "Equal in every operation and allocation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["a.json.gz"], "a ledger is compared with another ledger"),
+        (["a.json.gz", "gpt2"], "a ledger is compared with another ledger"),
+        (["a.json.gz", "b.json.gz"], "there is no such file"),
+        (["a.json.gz", "b.json.gz", "--set", "seed=1"], "a ledger has no fields to set"),
+    ],
+)
+def test_what_is_no_pair_of_ledgers_is_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *arguments]) == 65
+    assert problem in capsys.readouterr().err
+
+
+def test_a_damaged_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "damaged.json.gz"
+    path.write_bytes(b"no gzip")
+    assert main(["explain", str(path), str(path)]) == 65
+    assert "damaged.json.gz: not a whole ledger" in capsys.readouterr().err

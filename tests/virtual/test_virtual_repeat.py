@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer, Parallel
-from trainfit.virtual.trace.repeated_layers import find_period
+from trainfit.virtual.trace.repeated_layers import find_period, why_whole
 from virtual_runs import PLAIN, recipe_of, steady, sums, with_layers
 
 LLAMA = with_layers("llama-3.2-1b", 4)
@@ -142,6 +142,12 @@ PATTERNS = {
 """Widths of the layers, and how many groups the middle one must stand for (1: traced whole)."""
 
 
+REASON = {
+    "irregular": "layers repeats in no pattern of up to 8 layers: 0 and 1 differ in up.out_features",
+    "last-differs": "layers repeats in no pattern of up to 8 layers: 6 and 7 differ in up.out_features",
+}
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_are_found(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     widths, num_groups = PATTERNS[pattern]
@@ -150,6 +156,8 @@ def test_patterns_are_found(pattern: str, monkeypatch: pytest.MonkeyPatch) -> No
     repeated, whole = trace(recipe), trace(recipe, whole=True)
     assert repeated.repeat == num_groups
     assert sums(repeated) == sums(whole)
+    assert repeated.traced_whole == (REASON[pattern] if num_groups == 1 else "")
+    assert whole.traced_whole == ""
 
 
 def test_layers_whose_forward_depends_on_their_index_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +166,7 @@ def test_layers_whose_forward_depends_on_their_index_are_noticed(monkeypatch: py
     recipe = recipe_of({"model_type": "synthetic"}, precision="fp32")
     noticed, whole = trace(recipe), trace(recipe, whole=True)
     assert noticed.repeat == 1
+    assert noticed.traced_whole.startswith("layers that look alike are not: ")
     assert sums(noticed) == sums(whole)
 
 
@@ -186,6 +195,21 @@ def test_what_compares_recipes_is_not_shortened_where_layers_differ_much() -> No
     # Few layers' gradients would fill few of DDP's buckets.
     assert repeat(hardware=two, parallel=Parallel(strategy="ddp")) == 1
     assert repeat(adapter=Adapter(kind="lora", rank=4, targets=("layers.3.attention.qkv",))) == 1
+
+
+def test_why_all_layers_are_traced_is_known() -> None:
+    def reason(*lists: list[Layer]) -> str:
+        return why_whole((f"stack{number}", nn.ModuleList(one)) for number, one in enumerate(lists))
+
+    assert reason() == "no list of repeated layers"
+    assert reason([Layer(8)] * 4, [Layer(8)] * 4) == "2 lists of layers: stack0, stack1"
+    assert reason([Layer(8)] * 3) == "stack0 has 3 layers, too few to leave any out"
+    frozen = Layer(8)
+    frozen.down.weight.requires_grad_(False)
+    pattern = "stack0 repeats in no pattern of up to 8 layers: 3 and 4 differ in "
+    assert reason([*[Layer(8)] * 4, frozen]) == f"{pattern}down.weight"
+    recipe = recipe_of(LLAMA, hardware=Hardware(gpu="h200", count=2))
+    assert trace(recipe).traced_whole == "technique fsdp makes equal layers act differently"
 
 
 def test_find_period() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
 
 DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by default."
-VERBOSE = "Also print conventions, assumptions and the basis of the bounds."
+VERBOSE = "Also print conventions, assumptions, the basis of the bounds, and the ledger's file."
 ADVICE_HELP = "Where it does not fit, name changes and GPUs with which it would. Default: not with --json."
 ADVISING = "predicting what would fit (a minute at most; --no-advice leaves it out)"
 TOKENS_HELP = "Also print the time and cost of a run over N tokens, such as 15T or 1.5e12."
@@ -72,6 +72,8 @@ def run(
         else:
             advised = not json if advice is None else advice
             _show(found[0], tokens, json=json, verbose=verbose, advice=advised)
+            if verbose and not json:
+                options.print_notes([_ledger_file(found[0], deterministic)])
     if failure is not None:
         raise failure
     fits = all(not isinstance(one, InputError) and one.fits for one in found)
@@ -85,6 +87,15 @@ def _predict(recipe: "Recipe", deterministic: bool, *, use_cache: bool) -> "Pred
     name = recipe.model.display_name
     with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
         return predict_recipe(recipe, deterministic=deterministic, use_cache=use_cache)
+
+
+def _ledger_file(estimate: "Prediction", deterministic: bool) -> str:
+    """Return a line that names the file of the prediction's ledger."""
+    from trainfit.prediction import cache
+
+    if estimate.recipe.mesh.pipeline > 1:
+        return f"ledgers, one a stage: in {cache.folder()}"
+    return f"ledger: {cache.path_of(estimate.recipe, deterministic=deterministic)}"
 
 
 def _keep(found: "list[Prediction | InputError]", record: Path | None) -> None:

@@ -191,6 +191,8 @@ class Ledger:
     repeats: tuple[int, ...] = ()
     """For each run of layers, how many groups the middle one stands for. Empty: the whole model was
     traced."""
+    traced_whole: str = ""
+    """Why every layer was traced; empty where layers are repeated, or the caller requested it."""
     params: int = 0
     trainable_params: int = 0
     active_params: int = 0

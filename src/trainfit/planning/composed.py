@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def grows_with_batch(self) -> bool:
-        """Whether the forward's and backward's peak is more than what the update needs of every batch."""
+        """Whether a larger batch raises the peak: it is the backward's, not the update's."""
         return self.fixed_bytes + self.batch_bytes > GROWN * self.update_bytes
 
     def step_s(self, accumulate: int) -> float:

@@ -57,9 +57,14 @@ def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = No
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
+def path_of(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> Path:
+    """Return the file that a recipe's ledger is kept in."""
+    return folder() / f"{key(recipe, deterministic=deterministic, stage=stage)}.json.gz"
+
+
 def load(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> Ledger | None:
     """The ledger of an equal recipe, if one is kept and whole."""
-    path = folder() / f"{key(recipe, deterministic=deterministic, stage=stage)}.json.gz"
+    path = path_of(recipe, deterministic=deterministic, stage=stage)
     try:
         return ledger_file.load(path)
     except ValueError:
@@ -73,8 +78,7 @@ def load(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = N
 def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: Stage | None = None) -> None:
     """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
     try:
-        name = key(recipe, deterministic=deterministic, stage=stage)
-        ledger_file.save(ledger, folder() / f"{name}.json.gz")
+        ledger_file.save(ledger, path_of(recipe, deterministic=deterministic, stage=stage))
         kept = sorted(folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-MAX_LEDGERS]:
             path.unlink(missing_ok=True)

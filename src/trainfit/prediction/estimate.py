@@ -279,6 +279,8 @@ def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
 def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tuple[str, ...]:
     num_layers = " and ".join(str(times) for times in ledger.repeats)
     repeated = (f"{num_layers} identical layers traced once",) if ledger.repeat > 1 else ()
+    if ledger.traced_whole:
+        repeated = (f"every layer traced: {ledger.traced_whole}",)
     if gpu.vendor != "host":
         repeated += allocator_settings(os.environ).assumptions
     if not timed:

@@ -37,7 +37,7 @@ from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
-from trainfit.virtual.trace.repeated_layers import trim_layers
+from trainfit.virtual.trace.repeated_layers import trim_layers, why_whole
 from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, Scope, ScopeTracker, part_of_module
 
 DETERMINISTIC = (
@@ -115,25 +115,35 @@ def _unlogged() -> Iterator[None]:
 
 def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
-    if not trace_whole(recipe) or (shorten and _may_shorten(recipe)):
+    reason = ", ".join(
+        f"technique {one.name} makes equal layers act differently" for one in _tracing_whole(recipe)
+    )
+    if not reason or (shorten and _may_shorten(recipe)):
         margin = PROGRAM_MARGIN if recipe.compile == "model" else (0, 0)
         try:
             ledger = _trace(recipe, stage, whole=False, margin=margin)
             ledger.expand()
             return ledger
-        except RepeatError:
-            pass  # The layers share more than the pattern shows: trace all of them.
-    return _trace(recipe, stage, whole=True)
+        except RepeatError as error:
+            reason = f"layers that look alike are not: {error}"
+    ledger = _trace(recipe, stage, whole=True)
+    ledger.traced_whole = reason
+    return ledger
 
 
 def _may_shorten(recipe: Recipe) -> bool:
     """Return whether a few layers, which a technique makes differ slightly, are enough to compare recipes."""
-    return all(one.may_shorten for one in _applied(recipe) if one.trace_whole(recipe))
+    return all(one.may_shorten for one in _tracing_whole(recipe))
 
 
 def trace_whole(recipe: Recipe) -> bool:
     """Return whether a technique makes equal layers act differently, so that all must be traced."""
-    return any(technique.trace_whole(recipe) for technique in _applied(recipe))
+    return bool(_tracing_whole(recipe))
+
+
+def _tracing_whole(recipe: Recipe) -> list[Technique]:
+    """Return the techniques that make equal layers act differently."""
+    return [technique for technique in _applied(recipe) if technique.trace_whole(recipe)]
 
 
 def _applied(recipe: Recipe) -> list[Technique]:
@@ -227,6 +237,8 @@ def _trace_once(
                 for number, block in enumerate(blocks):
                     scope_of_block[block] = ScopeTracker.locate(f"{name}.{number}", groups)
             virtual.tracer.ledger.repeats = repeats
+            if not found:
+                virtual.tracer.ledger.traced_whole = why_whole(layer_lists(model), _least_period(recipe))
             if recipe.compile == "model" and found:
                 virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
             trimmed = [one for layer in removed for one in (*layer.parameters(), *layer.buffers())]

@@ -23,8 +23,8 @@ BACKENDS = {
 def check(recipe: Recipe) -> None:
     """Refuse fp32 in kernels of fp16 and bf16; ``best`` must be resolved before."""
     if recipe.attention == "best":
-        problem = "a step is built from a kernel that has been chosen"
-        remedy = "choose it with trainfit.planning.attention.choose, as the commands do, or write one out"
+        problem = "best is not a kernel: it must be resolved to one before a step is built"
+        remedy = "name a kernel, or resolve it as the commands do: trainfit.planning.attention.choose(recipe)"
         raise refusal(recipe, "attention", problem, remedy)
     if recipe.attention in ("flash", "cudnn") and recipe.precision == "fp32":
         problem = "this kernel takes fp16 and bf16 only, and precision is fp32"

@@ -75,7 +75,7 @@ def check(recipe: Recipe) -> None:
         value = value_at(recipe, name)
         if value not in values:
             there = ", ".join(known if isinstance(known, str) else json.dumps(known) for known in values)
-            raise InputError("not there yet", f"there is now: {there}", field=name, value=value)
+            raise InputError("not supported", f"use one of {there}", field=name, value=value)
     for technique in _applied_by_name(recipe):
         _refuse_old_gpu(technique, recipe)
         technique.check(recipe)

@@ -139,7 +139,7 @@ def _only(
             raise InputError(f"{name} has no such key", f"use {', '.join(known)}", field="only", value=key)
         for one in (value for value in values if value not in known[key]):
             remedy = f"use {', '.join(known[key])}"
-            raise InputError(f"no {key} is so", remedy, field="only", value=f"{key}={one}")
+            raise InputError(f"no point of {name} has this {key}", remedy, field="only", value=f"{key}={one}")
     return {key: frozenset(values) for key, values in only.items()}
 
 

@@ -1,18 +1,19 @@
 """An explanation as text for a terminal: the peak, a chart of the step's memory, categories, holders."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from rich.console import Console
 
 from trainfit.explanation.difference import difference
+from trainfit.explanation.ledgers import Comparison, Entry
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
 from trainfit.report.prediction_text import two_peaks
 from trainfit.report.words import describe, holds_for
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, CommunicationBound, CurvePoint, Explanation
-from trainfit.spec.units import format_bytes, format_seconds
+from trainfit.spec.units import format_bytes, format_flops, format_seconds
 
 CHART_ROWS = 8
 
@@ -160,6 +161,44 @@ def show_difference(first: Explanation, second: Explanation, top: int) -> None:
             for one in changes
         ]
         _named_rows(out, lines, "right")
+
+
+def show_ledgers(found: Comparison, top: int) -> None:
+    """Print the totals of two ledgers, then the operations and allocations that differ."""
+    out = console()
+    lines = [["", "first", "second", "change"]]
+    for one in found.totals:
+        change = one.second - one.first
+        cells = [_amount(one.name, value) for value in (one.first, one.second)]
+        sign = "-" if change < 0 else "+"
+        lines.append([one.name, *cells, f"{sign}{_amount(one.name, abs(change))}" if change else ""])
+    rows(out, lines, "left", "right", "right", "right")
+    if not found.ops and not found.allocations:
+        out.print("\nEqual in every operation and allocation")
+    _unlike(out, "Operations that differ in number", found.ops, top, lambda value: f"{value:,.0f}")
+    _unlike(
+        out, "Allocations that differ in bytes", found.allocations, top, lambda value: format_bytes(value)
+    )
+
+
+def _amount(name: str, value: float) -> str:
+    if name.startswith("peak") or "bytes" in name:
+        return format_bytes(int(value))
+    return format_flops(value) if "FLOPs" in name else f"{value:,.0f}"
+
+
+def _unlike(
+    out: Console, title: str, entries: Sequence[Entry], top: int, shown: Callable[[float], str]
+) -> None:
+    if not entries:
+        return
+    heading(out, title)
+    lines = [["first", "second", "phase", "what"]]
+    for one in entries[:top]:
+        lines.append([shown(one.first), shown(one.second), one.phase, _what(one.module, one.name)])
+    rows(out, lines, "right", "right", "left", "wrap")
+    if len(entries) > top:
+        out.print(f"  {len(entries) - top} more: --top")
 
 
 def _signed(num_bytes: int) -> str:

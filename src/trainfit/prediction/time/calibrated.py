@@ -28,7 +28,7 @@ CALIBRATED = "h200"
 LEAST_STEPS = 4
 """Small steps that a calibration must have for the host to be rescaled by them."""
 OPTIONAL_COSTS = {"compiled", "launch"}
-"""Words of the single costs of which a machine without a GPU, or a short calibration, has none."""
+"""Words in the names of host costs that a calibration lacks if made without a GPU, or cut short."""
 _chosen: ContextVar[str | None] = ContextVar("calibration", default=None)
 
 

@@ -213,7 +213,7 @@ class _Replay:
         """Return the position that must be done before a collective begins."""
         if one.begins_after < 0:
             return position
-        # What an operation of the step before decides begins with this step.
+        # An operation of the previous step has run: the collective may begin at the start of this step.
         return self.last_of.get(one.begins_after, position // self.num_ops * self.num_ops - 1)
 
     # The GPU

@@ -37,8 +37,8 @@ def check_values(recipe: Recipe, allowed: dict[str, tuple[object, ...]], kind: s
         if value not in values:
             works = ", ".join(str(one).lower() for one in values)
             raise InputError(
-                f"not there yet on several GPUs (hardware.count: {recipe.hardware.count})",
-                f"with {kind} there is now: {works}",
+                f"not supported on several GPUs (hardware.count: {recipe.hardware.count})",
+                f"with {kind} use {works}",
                 field=field,
                 value=value,
             )

@@ -1,6 +1,7 @@
 """Find repeated layers (equal classes, shapes and plain attributes), and trim them to three groups."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -55,6 +56,37 @@ def trim_layers(
     kept = [*list(layers)[: head + period], *list(layers)[keep_from:]]
     _replace(layers, kept)
     return [LayerGroups(name, head, period, period)], (num_groups,), removed
+
+
+def why_whole(lists: Iterable[tuple[str, nn.ModuleList]], least_period: int = 1) -> str:
+    """Return why ``trim_layers`` removes no layer of these lists."""
+    found = list(lists)
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in found)
+        return f"{len(found)} lists of layers: {names}" if found else "no list of repeated layers"
+    name, layers = found[0]
+    signatures = [signature(layer) for layer in layers]
+    pairs = enumerate(pairwise(signatures))
+    unlike = next((number for number, (one, next_one) in pairs if one != next_one), None)
+    if unlike is None or find_period(signatures, least_period) is not None:
+        return f"{name} has {len(layers)} layers, too few to leave any out"
+    where = _difference(signatures[unlike], signatures[unlike + 1])
+    pair = f"{unlike} and {unlike + 1} differ in {where}"
+    return f"{name} repeats in no pattern of up to {MAX_PERIOD} layers: {pair}"
+
+
+def _difference(first: tuple[Any, ...], second: tuple[Any, ...]) -> str:
+    """Name the first module of two layers' signatures that differs, and in what."""
+    for (path, kind, settings, tensors), (other_path, other_kind, others, other_tensors) in zip(
+        first, second, strict=False
+    ):
+        if (path, kind) != (other_path, other_kind):
+            return f"{path or 'their class'} ({kind.__name__}, {other_path} {other_kind.__name__})"
+        ours, theirs = (*settings, *tensors), (*others, *other_tensors)
+        changed = [*(one for one in ours if one not in theirs), *(one for one in theirs if one not in ours)]
+        if changed:
+            return f"{path}.{changed[0][0]}".strip(".")
+    return "the number of their modules"
 
 
 def _shorten_runs(
