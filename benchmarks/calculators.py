@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainfit.catalog.load import model_config, recipes
-from trainfit.prediction.calculators import rules, ultrascale
-from trainfit.prediction.shape import Shape, shape_of
+from trainfit.flops.calculators import rules, ultrascale
+from trainfit.flops.shape import Shape, shape_of
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from
 from trainfit.spec.printable import say

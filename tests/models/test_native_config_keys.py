@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from native_and_hf import LLAMA3, TINY, YARN, batch, theirs_with_random_norms_and_biases
+from trainfit.catalog.model_types import native_types
 from trainfit.models.hf import build_hf
 from trainfit.models.native.build import build_native
 from trainfit.models.native.config import NativeConfig
-from trainfit.models.native.families import FAMILIES
 from trainfit.models.native.safetensors_io import load_safetensors, mapped_tensors, tensor_of
 from trainfit.spec.errors import InputError
 
@@ -111,7 +111,7 @@ def config_of(family: str, change: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("change", EQUAL, ids=str)
 def test_every_family_computes_it_as_transformers_does(change: dict[str, Any], tmp_path: Path):
-    for family in FAMILIES:
+    for family in native_types():
         assert_equal(family, change, tmp_path / family)
 
 
@@ -147,7 +147,7 @@ def assert_equal(family: str, change: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize(("change", "words"), REFUSED, ids=str)
 def test_the_rest_is_refused_in_one_line(change: dict[str, Any], words: str):
-    for family in FAMILIES:
+    for family in native_types():
         with pytest.raises(InputError, match=words) as caught:
             build_native(config_of(family, change), dtype=torch.float32, device="meta")
         assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.calculators import Comparison, compare, main, presets_section, put_between_marks, table
 from trainfit.catalog import load
-from trainfit.prediction.calculators import rules, ultrascale
+from trainfit.flops.calculators import rules, ultrascale
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from
 from trainfit.spec.recipe import Recipe

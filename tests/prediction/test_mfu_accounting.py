@@ -8,11 +8,11 @@ import pytest
 
 import trainfit
 from trainfit.catalog import load
+from trainfit.flops.closed_form import product_step_flops, step_flops
+from trainfit.flops.shape import shape_of
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction import closed_form
-from trainfit.prediction.closed_form import product_step_flops, step_flops
+from trainfit.flops import closed_form
 from trainfit.prediction.estimate import predict
-from trainfit.prediction.shape import shape_of
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainfit
 from tiny_recipe import TINY_LLAMA
+from trainfit.flops.closed_form import product_step_flops, visible_pairs
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.closed_form import product_step_flops, visible_pairs
 from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
 from trainfit.virtual.trace.masks.tracker import MARK, MaskTracker

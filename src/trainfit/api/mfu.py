@@ -12,8 +12,8 @@ from trainfit.api.results import Usage
 from trainfit.api.run import count_of, run_usage, share_of, step_of_run
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
+from trainfit.flops.closed_form import StepFlops, product_step_flops, step_flops
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.closed_form import StepFlops, product_step_flops, step_flops
 from trainfit.prediction.estimate import ledger_of, matmul_dtype
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.spec import DEFAULT_GPU

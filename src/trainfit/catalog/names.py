@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trainfit.spec.errors import InputError
 
 FOLDER = Path(__file__).parent
-GPUS, LINKS, MODELS = "gpus.toml", "links.toml", "models.toml"
+GPUS, LINKS, MODELS, MODEL_TYPES = "gpus.toml", "links.toml", "models.toml", "model_types.toml"
 CPU = "cpu"  # This machine's own processor, which is no row
 
 MAKERS = frozenset("nvidia amd google intel instinct geforce tesla gpu".split())

@@ -98,7 +98,7 @@ def _details(gpu: "Gpu") -> None:
 
 def _active_params(row: "ModelRow") -> int | None:
     """Return the parameters that one token meets; None: as many as there are, or unknown."""
-    from trainfit.prediction.closed_form import active_params
+    from trainfit.flops.closed_form import active_params
     from trainfit.spec.errors import InputError
 
     if row.published_params is None:

@@ -12,7 +12,7 @@ from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.units import GB, GIB, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from trainfit.prediction.calculators.communication import Layers, LayerTime, Mesh
+    from trainfit.flops.layer_times import Layers, LayerTime, Mesh
     from trainfit.spec.hardware import Gpu
 
 PEAK_HELP = "The device's dense bf16 peak; default: the catalog's."
@@ -53,7 +53,7 @@ def run(
     memory that the states need.
     """
     from trainfit.catalog.load import gpu as find_gpu
-    from trainfit.prediction.calculators import communication as closed
+    from trainfit.flops import layer_times as closed
     from trainfit.prediction.time.peaks import peak_flops_per_s
     from trainfit.spec.errors import InputError
 
@@ -101,7 +101,7 @@ def _rates(
 
 def _holders(gpu: "Gpu", layers: "Layers") -> list[tuple[str, int]]:
     """Return the devices that hold the states, of a data sheet's GB as 10**9 and as 2**30 bytes."""
-    from trainfit.prediction.calculators.communication import devices_to_hold
+    from trainfit.flops.layer_times import devices_to_hold
 
     if gpu.memory_bytes % GIB:
         return [(f"{gpu.memory_bytes / GB:g} GB", devices_to_hold(layers.state_bytes, gpu.memory_bytes))]
@@ -117,7 +117,7 @@ def _finite(tokens: float) -> float | None:
 
 
 def _show(gpu: "Gpu", layers: "Layers", mesh: "Mesh", after: float, overlapped: float) -> None:
-    from trainfit.prediction.calculators.communication import layer_time, most_tensor_ranks
+    from trainfit.flops.layer_times import layer_time, most_tensor_ranks
     from trainfit.report.console import console, heading, rows
 
     out = console()

@@ -8,25 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from trainfit.catalog.model_types import model_type
 from trainfit.models.hf_text import TextWithHead
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.errors import InputError
-
-PLAIN = frozenset(
-    """
-    bloom codegen deepseek_v2 deepseek_v3 exaone4 falcon gemma glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox
-    gpt_oss gptj helium llama mistral mixtral nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe
-    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2
-    """.split()
-)
-"""Model types of transformers whose logits are the output layer's result."""
-SCALED = {
-    **dict.fromkeys(("cohere", "cohere2"), ("logit_scale", 1)),
-    **dict.fromkeys(("granite", "granitemoe"), ("logits_scaling", -1)),
-}
-"""Model types that multiply (1) logits by a value of the config, or divide (-1) by it."""
-SOFT_CAPPED = frozenset({"gemma2", "gemma3_text"})
-"""Model types that cap logits at ``final_logit_softcapping`` if the config has it."""
 
 
 class LanguageHead(NamedTuple):
@@ -84,15 +69,16 @@ def refuse_router_loss(model: nn.Module, field: str, value: Any) -> None:
 
 def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
     """Return scale and soft cap of a transformers family's logits."""
-    family = config.model_type
-    if family in PLAIN:
+    row = model_type(config.model_type)
+    if row.logits == "plain":
         return 1.0, None
-    if family in SCALED:
-        name, power = SCALED[family]
-        return getattr(config, name) ** power, None
-    if family in SOFT_CAPPED:
-        return 1.0, config.final_logit_softcapping
-    problem = f"it is unknown how {family} computes logits from hidden states"
+    if row.logits == "multiplied":
+        return getattr(config, row.logits_key), None
+    if row.logits == "divided":
+        return 1 / getattr(config, row.logits_key), None
+    if row.logits == "capped":
+        return 1.0, getattr(config, row.logits_key)
+    problem = f"it is unknown how {config.model_type} computes logits from hidden states"
     raise InputError(problem, "use loss: standard", field="loss", value=loss)
 
 

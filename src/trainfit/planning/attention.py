@@ -12,9 +12,9 @@ from trainfit.catalog.attention import AttentionRun, Dtype, Found, attention_run
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.catalog.names import CPU
+from trainfit.flops.shape import shape_of
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import ledger_of, replay_on
-from trainfit.prediction.shape import shape_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import AttentionKernel, Recipe
 from trainfit.techniques import registry

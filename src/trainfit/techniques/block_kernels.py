@@ -8,6 +8,7 @@ import random
 from functools import partial
 
 from trainfit.catalog.families import FAMILIES
+from trainfit.catalog.model_types import native_types
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Data, Draw, Offer, Technique
@@ -25,7 +26,7 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
     """Draw models of Llama's form; others are refused, but only once they are built."""
     drawn: Data = {"block_kernels": "triton"}
     if recipe["model"]["implementation"] == "hf":
-        family = chance.choice(("llama", "mistral", "qwen2", "qwen3"))
+        family = chance.choice([kind for kind in native_types() if kind in FAMILIES])
         drawn["model"] = {"config": chance.choice(FAMILIES[family])}
     return drawn
 

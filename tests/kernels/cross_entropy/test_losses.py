@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from loss_runs import LORA, WIDE, family_recipe, gradients, inputs
 from tiny_recipe import tiny_recipe
+from trainfit.catalog.model_types import model_types
 from trainfit.kernels.cross_entropy import fused
 from trainfit.kernels.cross_entropy.chunked import Head, chunk_rows, linear_cross_entropy
 from trainfit.kernels.cross_entropy.fused import (
@@ -24,7 +25,6 @@ from trainfit.kernels.cross_entropy.fused import (
 from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.ledger.ledger import Ledger
 from trainfit.measurement.run import measure
-from trainfit.models.language_head import PLAIN, SCALED, SOFT_CAPPED
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -191,7 +191,7 @@ def test_the_sum_over_chunks_is_rounded_once(loss_of: Any):
 # -- models
 
 FAMILIES = [
-    *(("chunked", family) for family in sorted(PLAIN | SOFT_CAPPED | SCALED.keys())),
+    *(("chunked", family) for family in (row.name for row in model_types().values() if row.logits)),
     *(("fused", family) for family in ("llama", "gemma2", "cohere", "granite", "gpt2", "qwen3_moe")),
 ]
 

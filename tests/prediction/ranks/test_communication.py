@@ -12,8 +12,8 @@ from trainfit.cli.main import main
 from trainfit.cli.text.explain import show
 from trainfit.explanation.communication import communication_bound
 from trainfit.explanation.peak import explain
+from trainfit.flops import layer_times as closed
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.calculators import communication as closed
 from trainfit.prediction.communication import on_hosts, ring
 from trainfit.prediction.estimate import estimate, ledger_of
 from trainfit.spec.errors import InputError

@@ -7,15 +7,13 @@ types, other RoPE kinds) are refused.
 
 from typing import Any, NoReturn
 
+from trainfit.catalog.model_types import NativeForm, native_types
+from trainfit.catalog.model_types import model_type as find_type
 from trainfit.models.hf import hf_config_from
 from trainfit.models.native.config import NativeConfig, Rope, activation, from_own_keys
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import parse
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ATTENTION_BIAS = ("llama", "qwen3")
-"""Families with ``attention_bias`` for all four projections; Qwen2's q, k and v always have a bias."""
-MLP_BIAS = ("llama",)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 EQUAL_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -30,13 +28,14 @@ def native_config(config: dict[str, Any]) -> NativeConfig:
     model_type = config.get("model_type")
     if model_type == "trainfit":
         return from_own_keys(config)
-    if model_type in FAMILIES:
-        return from_transformers(config)
-    _refuse("model_type", model_type, f"native builds {', '.join(('trainfit', *FAMILIES))}")
+    form = find_type(model_type).native
+    if form is not None:
+        return from_transformers(config, form)
+    _refuse("model_type", model_type, f"native builds {', '.join(('trainfit', *native_types()))}")
 
 
-def from_transformers(config: dict[str, Any]) -> NativeConfig:
-    """Return the native config of a mapping of one of FAMILIES."""
+def from_transformers(config: dict[str, Any], form: NativeForm) -> NativeConfig:
+    """Return the native config of a mapping of a model type of this form."""
     family = config["model_type"]
     for key in OWN_KEYS:
         if key in config:
@@ -46,7 +45,7 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
         _refuse("attention_dropout", hf.attention_dropout, "native has no dropout")
     if getattr(hf, "is_causal", None) is False:
         _refuse("is_causal", False, "native's tokens attend only to those before them")
-    biased = family in ATTENTION_BIAS and bool(getattr(hf, "attention_bias", False))
+    biased = "attention_bias" in form.bias_keys and bool(getattr(hf, "attention_bias", False))
     heads = hf.num_attention_heads
     keys = {name: getattr(hf, name) for name in EQUAL_KEYS} | {
         "num_key_value_heads": hf.num_key_value_heads or heads,
@@ -54,22 +53,22 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
         "hidden_act": activation(hf.hidden_act),
         "norm_eps": hf.rms_norm_eps,
         "rope": _rope(hf, family).model_dump(),
-        "qk_norm": family == "qwen3",
-        "attention_bias": family == "qwen2" or biased,
+        "qk_norm": form.qk_norm,
+        "attention_bias": form.qkv_bias or biased,
         "attention_output_bias": biased,
-        "mlp_bias": family in MLP_BIAS and bool(getattr(hf, "mlp_bias", False)),
-        "sliding_window": _sliding_window(hf, family),
+        "mlp_bias": "mlp_bias" in form.bias_keys and bool(getattr(hf, "mlp_bias", False)),
+        "sliding_window": _sliding_window(hf, form),
         "pad_token_id": _pad_token(hf.pad_token_id, hf.vocab_size),
     }
     return parse(NativeConfig, keys)
 
 
-def _sliding_window(hf: Any, family: str) -> int | None:
+def _sliding_window(hf: Any, form: NativeForm) -> int | None:
     """Return the window of every layer; Qwen's differ by layer if ``use_sliding_window`` is set."""
     kinds = set(getattr(hf, "layer_types", None) or ())
-    if len(kinds) > 1 or (family != "mistral" and "sliding_attention" in kinds):
+    if len(kinds) > 1 or (not form.window and "sliding_attention" in kinds):
         _refuse("layer_types", sorted(kinds), "native's layers are identical")
-    return getattr(hf, "sliding_window", None) if family == "mistral" else None
+    return getattr(hf, "sliding_window", None) if form.window else None
 
 
 def _pad_token(token: int | None, vocabulary: int) -> int | None:

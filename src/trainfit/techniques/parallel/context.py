@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from trainfit.catalog.load import model_config
+from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
-from trainfit.techniques.parallel.tensor import FAMILIES
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
@@ -35,12 +35,13 @@ def check(recipe: Recipe) -> None:
         raise refusal(recipe, "attention", problem, "use attention: triton with parallel.context")
     check_values(recipe, ALLOWED, "context parallel")
     config, ranks = model_config(recipe.model.config), recipe.mesh.context
+    tried = tried_with("context")
     kind = config.get("model_type")
-    plain = kind in (*FAMILIES, "trainfit") and config.get("position_embedding") != "alibi"
+    plain = kind in (*tried, "trainfit") and config.get("position_embedding") != "alibi"
     has_window = config.get("sliding_window") and (kind != "qwen2" or config.get("use_sliding_window"))
     if not plain or has_window:
         problem = f"this {kind} model's attention is not plain causal, or was not tried"
-        remedy = f"use a model of {', '.join(FAMILIES)} without a sliding window, or parallel.context: 1"
+        remedy = f"use a model of {', '.join(tried)} without a sliding window, or parallel.context: 1"
         raise refusal(recipe, "parallel.context", problem, remedy)
     if recipe.batch.seq % (2 * ranks):
         problem = f"a sequence of {recipe.batch.seq} tokens cannot be cut into {2 * ranks} equal chunks"

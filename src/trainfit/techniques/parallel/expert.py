@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainfit.catalog.load import model_config
+from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
@@ -25,8 +26,6 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "offload.weights": (False,),
 }
 """Field -> values whose losses and gradients equal one process's."""
-FAMILIES = ("deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-"""Model types of transformers that were tried; their experts are stacked in one parameter a matrix."""
 
 
 def check(recipe: Recipe) -> None:
@@ -42,10 +41,11 @@ def check(recipe: Recipe) -> None:
         raise refusal(recipe, "parallel.strategy", problem, "use parallel.strategy: fsdp")
     check_values(recipe, ALLOWED, "expert parallel")
     config = model_config(recipe.model.config)
+    tried = tried_with("expert")
     kind = config.get("model_type")
-    if kind not in FAMILIES or recipe.model.implementation != "hf":
+    if kind not in tried or recipe.model.implementation != "hf":
         problem = f"no experts to share in this {recipe.model.implementation} model of {kind}, or not tried"
-        raise refusal(recipe, field, problem, f"use a model of {', '.join(FAMILIES)}, or parallel.expert: 1")
+        raise refusal(recipe, field, problem, f"use a model of {', '.join(tried)}, or parallel.expert: 1")
     if mesh.shard % mesh.expert:
         problem = f"groups of {mesh.expert} ranks cannot be taken from {mesh.shard} shards"
         raise refusal(recipe, field, problem, "use a divisor of parallel.shard")
@@ -87,7 +87,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
-    if model_config(recipe.model.config).get("model_type") not in FAMILIES:
+    if model_config(recipe.model.config).get("model_type") not in tried_with("expert"):
         return ()
     return tuple(Offer({"parallel": {"expert": n}}) for n in (2, 4, 8) if recipe.hardware.count % n == 0)
 

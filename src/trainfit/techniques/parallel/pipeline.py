@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainfit.catalog.load import model_config
+from trainfit.catalog.model_types import tried_with
 from trainfit.spec.errors import InputError
 from trainfit.spec.pipeline import Stage, stages
 from trainfit.spec.recipe import Recipe
@@ -15,8 +16,6 @@ from trainfit.techniques.base import Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_values
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of transformers whose stages compute what the whole model does; the native decoder's all do."""
 ALLOWED: dict[str, tuple[object, ...]] = {
     "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
     "recompute": ("none", "full", "selective", "every"),
@@ -63,9 +62,10 @@ def check(recipe: Recipe) -> None:
     """
     check_gpus(recipe)
     check_values(recipe, ALLOWED, "pipeline parallel")
+    tried = tried_with("pipeline")
     kind = model_config(recipe.model.config).get("model_type")
-    if recipe.model.implementation == "hf" and kind not in FAMILIES:
-        remedy = f"use a model of {', '.join(FAMILIES)}, or parallel.pipeline: 1"
+    if recipe.model.implementation == "hf" and kind not in tried:
+        remedy = f"use a model of {', '.join(tried)}, or parallel.pipeline: 1"
         raise refusal(recipe, "parallel.pipeline", f"stages of {kind} models were not tried", remedy)
     mesh = recipe.mesh
     if mesh.schedule == "interleaved" and recipe.batch.accumulate % mesh.pipeline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainfit.catalog.load import gpu, model_config
+from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
@@ -36,8 +37,6 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "offload.weights": (False,),
 }
 """Field -> values whose losses equal one process's, or that act on each shard alone."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Model types of transformers that were tried; the native decoder's are all of one form."""
 SHARED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 """Keys of a config.json that the ranks must share equally."""
 PLAN = {
@@ -72,10 +71,11 @@ def check(recipe: Recipe) -> None:
         raise refusal(recipe, "parallel.strategy", problem, "use parallel.strategy: fsdp")
     check_values(recipe, ALLOWED, "tensor parallel")
     config, ranks = model_config(recipe.model.config), recipe.mesh.tensor
+    tried = tried_with("tensor")
     kind = config.get("model_type")
-    if recipe.model.implementation == "hf" and kind not in FAMILIES:
+    if recipe.model.implementation == "hf" and kind not in tried:
         problem = f"no plan for {kind} models"
-        remedy = f"use a model of {', '.join(FAMILIES)}, or parallel.tensor: 1"
+        remedy = f"use a model of {', '.join(tried)}, or parallel.tensor: 1"
         raise refusal(recipe, "parallel.tensor", problem, remedy)
     if config.get("position_embedding") == "alibi":
         raise refusal(recipe, "parallel.tensor", "no plan for ALiBi", "use parallel.tensor: 1")

@@ -14,21 +14,13 @@ only.
 
 from typing import Any, Literal
 
-from trainfit.prediction.shape import Shape, shape_of
+from trainfit.catalog.model_types import ModelType, model_type
+from trainfit.flops.shape import Shape, shape_of
 from trainfit.spec.value import Flops, Value
 
 AttentionCount = Literal["causal", "full", "none"]
 Trained = Literal["all", "adapter"]
 Recomputed = Literal["none", "full"]
-
-DEFAULT_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
-"""Tokens of a window where the config does not say, as in transformers' configuration classes."""
-ALTERNATING = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}
-"""Every so many layers one sees everything, unless the config names its layers."""
-SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
-"""Model types whose window counts only with ``use_sliding_window``."""
-PARALLEL = ("gpt_neox", "gptj", "phi", "falcon")
-"""Model types whose feed-forward network reads the same input as attention."""
 
 WHOLE_FORWARD = {"none": "", "full": "; recomputation as one whole forward, an upper bound"}
 """A block's last product and the output head are not run again."""
@@ -139,28 +131,28 @@ def layer_windows(config: dict[str, Any]) -> list[tuple[str, int] | None]:
 
     A window counts the token itself.
     """
-    model_type, layers = str(config.get("model_type")), shape_of(config).layers
-    window = config.get("sliding_window", DEFAULT_WINDOWS.get(model_type))
-    if model_type in SWITCHED and not config.get("use_sliding_window"):
+    row, layers = model_type(config.get("model_type")), shape_of(config).layers
+    window = config.get("sliding_window", row.window)
+    if row.window_is_switched and not config.get("use_sliding_window"):
         window = None
     chunk = config.get("attention_chunk_size")
     limits = {
         "sliding_attention": ("window", window) if window else None,
         "chunked_attention": ("chunk", chunk) if chunk else None,
     }
-    return [limits.get(kind) for kind in _layer_kinds(config, model_type, layers)]
+    return [limits.get(kind) for kind in _layer_kinds(config, row, layers)]
 
 
-def _layer_kinds(config: dict[str, Any], model_type: str, layers: int) -> list[str]:
-    """As transformers' configuration classes name them."""
+def _layer_kinds(config: dict[str, Any], row: ModelType, layers: int) -> list[str]:
+    """Return each layer's kind as transformers' configuration classes name them."""
     if config.get("layer_types"):
         return list(config["layer_types"])
-    if model_type in ALTERNATING:
-        named = config.get("sliding_window_pattern") if model_type == "gemma3_text" else None
-        period = named or ALTERNATING[model_type]
+    if row.full_attention_every:
+        named = config.get(row.full_attention_every_key) if row.full_attention_every_key else None
+        period = named or row.full_attention_every
         return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
-    if model_type in ("qwen2", "qwen3"):
-        first = config.get("max_window_layers", 28)
+    if row.full_attention_first:
+        first = config.get("max_window_layers", row.full_attention_first)
         return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     return ["sliding_attention"] * layers
 
@@ -228,6 +220,6 @@ def _head(config: dict[str, Any], shape: Shape) -> int:
 def _first_inputs(config: dict[str, Any], shape: Shape) -> int:
     """Weights of the first block that read its input."""
     first, _ = _attention_inputs(config, shape)
-    if config.get("model_type") not in PARALLEL or config.get("parallel_attn") is False:
+    if not model_type(config.get("model_type")).parallel_blocks or config.get("parallel_attn") is False:
         return first
     return first + (_matrices(shape) - 1) * shape.hidden * shape.feed_forward

@@ -6,20 +6,11 @@ L layers, s tokens of a sequence, v vocabulary, N parameters.
 
 from typing import Any, Literal
 
+from trainfit.catalog.model_types import ModelType, model_type, model_types
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import PositiveInt, Value
 
 FeedForward = Literal["relu", "gelu", "swiglu"]
-
-PLAIN_FEED_FORWARD = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi")
-"""Model types with two feed-forward matrices."""
-
-GATED_FEED_FORWARD = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
-    "smollm3",
-    "olmo2", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss",
-)  # fmt: skip
-"""Model types with three feed-forward matrices (gate, up, down), whatever the activation function."""
 
 
 class Shape(Value):
@@ -54,7 +45,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
     Raises:
         InputError: a model type whose layers are not known here, or a size that is missing.
     """
-    model_type = str(config.get("model_type"))
+    row = model_type(config.get("model_type"))
     hidden = _size(config, "hidden_size", "n_embd", "d_model")
     heads = _size(config, "num_attention_heads", "n_head")
     head_dim = _latent_head(config) or config.get("head_dim") or hidden // heads
@@ -68,15 +59,11 @@ def shape_of(config: dict[str, Any]) -> Shape:
         feed_forward=_first(config, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
         or 4 * hidden,
         vocab=_size(config, "vocab_size"),
-        kind=_kind(config, model_type),
-        tied=bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)),
-        learned_positions=_learned_positions(config, model_type),
-        **_experts(config, model_type),
+        kind=_kind(config, row),
+        tied=bool(config.get("tie_word_embeddings", row.ties_embeddings)),
+        learned_positions=_learned_positions(config, row),
+        **_experts(config),
     )
-
-
-TIED_BY_DEFAULT = ("gpt2", "opt", "bloom", "falcon", "gemma", "gemma2", "gemma3_text")
-"""Model types whose transformers configuration ties the output matrix unless it says otherwise."""
 
 
 def _latent_head(config: dict[str, Any]) -> int | None:
@@ -91,29 +78,29 @@ def _kv_heads(config: dict[str, Any], heads: int) -> int:
     return _first(config, "num_key_value_heads", "num_kv_heads") or heads
 
 
-def _kind(config: dict[str, Any], model_type: str) -> FeedForward:
-    gated = config.get("gated_mlp", True) if model_type == "trainfit" else model_type in GATED_FEED_FORWARD
-    if gated:
+def _kind(config: dict[str, Any], row: ModelType) -> FeedForward:
+    is_own = row.name == "trainfit"
+    if config.get("gated_mlp", True) if is_own else row.feed_forward == "gated":
         return "swiglu"
-    if model_type not in PLAIN_FEED_FORWARD and model_type != "trainfit":
-        known = ", ".join((*GATED_FEED_FORWARD, *PLAIN_FEED_FORWARD, "trainfit"))
+    if row.feed_forward is None and not is_own:
+        known = ", ".join((*(one.name for one in model_types().values() if one.feed_forward), "trainfit"))
         raise InputError(
             "no closed form for its layers",
             f"known: {known}",
             field="model.config.model_type",
-            value=model_type,
+            value=row.name,
         )
     activation = _first(config, "hidden_act", "activation_function") or "gelu"
     return "relu" if activation == "relu" else "gelu"
 
 
-def _learned_positions(config: dict[str, Any], model_type: str) -> int:
-    if model_type in {"gpt2", "opt"} or config.get("position_embedding") == "learned":
+def _learned_positions(config: dict[str, Any], row: ModelType) -> int:
+    if row.learned_positions or config.get("position_embedding") == "learned":
         return int(_first(config, "n_positions", "max_position_embeddings") or 0)
     return 0
 
 
-def _experts(config: dict[str, Any], model_type: str) -> dict[str, int]:
+def _experts(config: dict[str, Any]) -> dict[str, int]:
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts")
     if not experts:
         return {}

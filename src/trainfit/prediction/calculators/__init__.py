@@ -1,1 +1,0 @@
-"""Published calculators: ``ultrascale`` is the Ultrascale Playbook's widget, ``rules`` the rules of thumb."""
