@@ -1,11 +1,13 @@
 """The program that fills marked tables and figures, and that the committed pages are filled."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from benchmarks import fill_tables
 
+CONSTRAINTS = Path(__file__).parents[2] / "requirements" / "constraints.txt"
 TABLE = "<!-- table: fakes.rows name=x -->\n<!-- end -->\n"
 FIGURE = '<!-- figure: fakes.drawing plots/a.svg "A drawing" -->\n<!-- end -->\n'
 
@@ -37,7 +39,11 @@ def test_the_committed_pages_are_filled(capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("matplotlib")
     pytest.importorskip("peft")
     pytest.importorskip("torchao")
-    assert fill_tables.main(["--check"]) == 0, capsys.readouterr().out
+    fill_tables.main(["--check"])
+    stale = capsys.readouterr().out.splitlines()
+    if f"matplotlib=={version('matplotlib')}" not in CONSTRAINTS.read_text().split():
+        stale = [line for line in stale if not line.endswith(".svg")]  # Another version draws other lines.
+    assert stale == []
 
 
 def test_tables_and_figures_are_written_between_the_markers(page: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 import trainfit
 from trainfit.catalog import load
+from trainfit.flops import closed_form
 from trainfit.flops.closed_form import product_step_flops, step_flops
 from trainfit.flops.shape import shape_of
 from trainfit.ledger.ledger import Ledger
-from trainfit.flops import closed_form
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
