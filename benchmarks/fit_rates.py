@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.accuracy.held_out import is_held_out
 from benchmarks.step_time import ledger_of, measured
 from benchmarks.tables.joined import RESULTS, join, records
 from trainfit.catalog.load import FOLDER, gpu
@@ -45,7 +46,7 @@ from trainfit.prediction.time.roofline import HOST_BOUND, roofline
 from trainfit.records import load
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
-from trainfit.spec.recipe import Recipe, is_held_out
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import StepTime
 
 CARD = gpu("h200")

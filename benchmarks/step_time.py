@@ -23,13 +23,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy.held_out import is_held_out
 from benchmarks.tables.joined import SUITE, join, records
 from trainfit.catalog.load import gpu
 from trainfit.ledger.file import load
 from trainfit.ledger.ledger import Ledger
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import DIGEST, commit, digest_of
-from trainfit.spec.recipe import Recipe, is_held_out
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import parse
 
 Data = dict[str, Any]

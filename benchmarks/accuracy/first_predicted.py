@@ -3,7 +3,7 @@
 ``python -m benchmarks.accuracy.first_predicted OUT.jsonl FILE ...`` reads every committed version of the
 files of records and writes, for each recipe, the prediction of the oldest version that holds one. Later
 commits replaced many of them by predictions of corrected code. Each line is as it was committed, with the
-digest that lines carry since.
+digest that lines carry since and the id that its recipe has today.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainfit.spec.provenance import DIGEST, digest_of, from_line
+from trainfit.spec.provenance import DIGEST, digest_of, from_line, with_id_of_today
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def first_predictions(files: list[str]) -> dict[str, str]:
     for commit in _git("log", "--reverse", "--topo-order", "--format=%H", "--", *files).split():
         for file in _git("ls-tree", "-r", "--name-only", commit, "--", *files).splitlines():
             for line in _git("show", f"{commit}:{file}").splitlines():
-                data = json.loads(line)
+                data = with_id_of_today(json.loads(line))
                 if data["kind"] == "predict" and data["recipe_id"] not in found:
                     found[data["recipe_id"]] = _with_digest(data, f"{commit}:{file}")
     return found

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import truth_values
+from benchmarks.accuracy.held_out import is_held_out
 from benchmarks.accuracy.truth_techniques import LONGEST_STEP_S, draw_for, drawn_techniques
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
-from trainfit.spec.recipe import Recipe, is_held_out
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
 from trainfit.techniques.registry import check
 from trainfit.verification.draws import allowed, draw

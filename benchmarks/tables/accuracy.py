@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 
+from benchmarks.accuracy.held_out import is_held_out
 from benchmarks.tables.errors import exact, in_head, share, worst
 from benchmarks.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, errors, join, records
 from trainfit.catalog.load import model as find_model
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_grid
-from trainfit.spec.recipe import Recipe, is_held_out
+from trainfit.spec.recipe import Recipe
 from trainfit.techniques.registry import techniques as all_techniques
 
 FIRST, ANEW = "as first committed", "predicted anew"

@@ -44,7 +44,7 @@ def ordered(some: list[Comparison]) -> tuple[int, int]:
         first, second = _measured(a), _measured(b)
         if abs(first - second) >= APART * max(first, second):
             pairs += 1
-            right += (first > second) == (_predicted(a) > _predicted(b))
+            right += (first - second) * (_predicted(a) - _predicted(b)) > 0
     return pairs, right
 
 

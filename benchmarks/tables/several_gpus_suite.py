@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import cache
 from statistics import median
 
+from benchmarks.accuracy.held_out import is_held_out
 from benchmarks.tables import joined as records_of
 from benchmarks.tables.errors import exact, share, worst
 from benchmarks.tables.joined import RESULTS
@@ -15,7 +16,6 @@ from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
 from trainfit.report.words import describe
-from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import Record
 
 FOLDER = RESULTS / "several-gpus"

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.accuracy.held_out import is_held_out
 from benchmarks.step_time import measured
 from benchmarks.tables.errors import percentile_95, worst
 from benchmarks.tables.joined import RESULTS, join
@@ -20,7 +21,7 @@ from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import DIGEST, REPAIR, digest_of
-from trainfit.spec.recipe import Recipe, is_held_out
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import StepTime
 from trainfit.spec.value import parse
 

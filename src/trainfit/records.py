@@ -210,7 +210,8 @@ def _record(row: Sequence[Any], where: str) -> Record:
     if not isinstance(payload, str):
         raise InputError("the payload is no text", REPAIR, file=where)
     record = from_line(payload, where)
-    if list(_row(record)[:-1]) != copies:
+    written = record.model_copy(update={"recipe_id": record.previous_id or record.recipe_id})
+    if copies not in [list(_row(each)[:-1]) for each in (record, written)]:
         raise InputError("the columns do not agree with the payload", REPAIR, file=where)
     return record
 

@@ -9,12 +9,12 @@ from statistics import median
 import pytest
 
 from benchmarks import several_gpus as drawing
+from benchmarks.accuracy.held_out import is_held_out
 from benchmarks.tables import accuracy, blind, commits, joined, several_gpus, several_gpus_suite, step_time
 from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, suite, verdicts
 from benchmarks.tables.errors import exact, percentile_95, share, worst
 from benchmarks.tables.joined import errors
 from page_claims import ROOT, check, figures, sentences
-from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import Record
 
 PAGE = "docs/results/accuracy.md"

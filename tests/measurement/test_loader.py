@@ -182,5 +182,5 @@ def test_prefetch_without_workers_is_refused():
 
 def test_id_of_a_recipe_without_a_loader_is_what_it_was():
     plain: Any = tiny_recipe()
-    assert "loader" not in plain.content()
+    assert plain.id == tiny_recipe(loader=Loader()).id
     assert plain.id != tiny_recipe(loader=Loader(workers=2)).id

@@ -10,6 +10,7 @@ import pytest
 
 from tiny_training import GPT2, LLAMA, Listener, losses_in_log, options_for, stop_at, tiny
 from trainfit.spec.errors import InputError
+from trainfit.training import folder
 from trainfit.training.folder import locked
 from trainfit.training.log import LOG, JsonlLog, Kept, TensorBoard, cut_after
 from trainfit.training.loop import train
@@ -206,3 +207,12 @@ def test_ten_and_ten_are_twenty_on_a_gpu(tmp_path):
     second = train(recipe, options_for(tmp_path / "broken", 20, resume=True, **more))
     assert first.losses + second.losses == straight.losses
     assert straight.peak_memory_is == "cuda-allocated"
+
+
+def test_a_run_of_a_version_with_fewer_fields_of_recipes_is_resumed(tmp_path: Path) -> None:
+    options = options_for(tmp_path / "run", 3)
+    older = folder.describe(tiny(), options)
+    del older["recipe"]["loss_terms"], older["recipe"]["optimizer"]["clip_norm"]
+    folder._refuse_difference(older, folder.describe(tiny(), options))
+    with pytest.raises(InputError, match=r"optimizer\.clip_norm = 1\.0: the run was started with None"):
+        folder._refuse_difference(older, folder.describe(tiny("optimizer.clip_norm=1.0"), options))

@@ -4,6 +4,7 @@ The digest is the SHA-256 of the canonical JSON (sorted keys, no spaces) of all 
 keeps it when a tool writes the same content in another order. Lines of older versions have none.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,7 +20,7 @@ from trainfit.spec.bench import BenchResult
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import HELD_BUCKETS, Record
-from trainfit.spec.value import canonical_json, parse
+from trainfit.spec.value import canonical_json, parse, short_hash
 
 DIGEST = "digest"
 REPAIR = "restore the file from a copy, or keep its whole rows: trainfit records recover FILE NEW.jsonl"
@@ -120,7 +121,48 @@ def from_line(line: str, where: str) -> Record:
         if data.pop(DIGEST) != found:
             problem = "the content is not what was written (its SHA-256 differs)"
             raise InputError(problem, REPAIR, file=where)
-    return parse(Record, _with_two_peaks(data), file=where)
+    return parse(Record, with_id_of_today(_with_two_peaks(data)), file=where)
+
+
+def with_id_of_today(data: Any) -> Any:
+    """Return a record's content with the id that its recipe has today; the written one is ``previous_id``.
+
+    Until 2026-11-26 an id was the hash of the recipe as the record holds it, with its defaults, and so it is
+    known. A record whose recipe cannot be read (of another version, or of a technique that is not installed)
+    stays as it is.
+    """
+    if not isinstance(data, dict) or not (written := _previous_id(data.get("recipe"))):
+        return data
+    if data.get("recipe_id") != written:
+        return data
+    ids = ids_of_today(data["recipe"], data.get("planned"))
+    if written not in ids:
+        return data
+    now = data | {"recipe_id": ids[written], "previous_id": written}
+    for part in ("estimate", "measurement"):
+        if isinstance(found := data.get(part), dict) and found.get("recipe_id") in ids:
+            now[part] = found | {"recipe_id": ids[found["recipe_id"]]}
+    return now
+
+
+def ids_of_today(*recipes: Any) -> dict[str, str]:
+    """Return previous id -> id of today of recipes as older records hold them; of those that can be read."""
+    found: dict[str, str] = {}
+    for recipe in recipes:
+        if previous := _previous_id(recipe):
+            with contextlib.suppress(InputError):
+                found[previous] = parse(Recipe, recipe).id
+    return found
+
+
+def _previous_id(recipe: Any) -> str | None:
+    """Return the hash of a written recipe with its defaults; None: there is no recipe, or no JSON one."""
+    if not isinstance(recipe, dict) or not recipe:
+        return None
+    try:
+        return short_hash(recipe)
+    except ValueError:  # NaN or infinity, which is refused where the record is parsed.
+        return None
 
 
 def _with_two_peaks(data: Any) -> Any:

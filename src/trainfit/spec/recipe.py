@@ -1,9 +1,8 @@
 """Recipe: model x techniques x batch x hardware, the one input of every command.
 
-Frozen and strict. Its id is a hash of its content, so equal recipes have equal ids wherever they stand.
+Frozen and strict. Its id is a hash of what differs from the defaults: equal recipes have equal ids.
 """
 
-import hashlib
 import importlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.outside import Extensible
 from trainfit.spec.quantize import Quantize, Quantized
 from trainfit.spec.recompute import BudgetGib, Recompute
-from trainfit.spec.value import FromPercent, PositiveInt, Value, canonical_json, disagreement
+from trainfit.spec.value import FromPercent, PositiveInt, Value, disagreement, short_hash
 
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8", "mixed-bf16"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
@@ -332,48 +331,13 @@ class Recipe(Value):
 
     @cached_property
     def id(self) -> str:
-        """Sixteen hex digits of the SHA-256 of the content."""
-        return hashlib.sha256(canonical_json(self.content()).encode()).hexdigest()[:16]
+        """Sixteen hex digits of a hash of the fields that differ from their defaults.
+
+        A field that is added with a default changes no id. A default must therefore never change: an id in
+        which the field does not occur would stand for another recipe.
+        """
+        return short_hash(self.model_dump(mode="json", exclude_defaults=True))
 
     def content(self) -> dict[str, Any]:
-        """The recipe as plain data (what JSON holds), without derived values.
-
-        Fields of LATER are left out where they have their default, so a recipe's id is older than they are.
-        """
-        content = self.model_dump(mode="json")
-        for path, default in LATER.items():
-            outer, _, name = path.rpartition(".")
-            holder = content[outer] if outer else content
-            if holder is not None and holder[name] == default:
-                del holder[name]
-        return content
-
-
-LATER: dict[str, Any] = {
-    "optimizer.stochastic_rounding": False,
-    "optimizer.clip_norm": None,
-    "adapter.tokens": 20,
-    "offload": Offload().model_dump(mode="json"),
-    "loader": Loader().model_dump(mode="json"),
-    "empty_cache_every": None,
-    "block_kernels": "standard",
-    "loss_terms": LossTerms().model_dump(mode="json"),
-    "parallel.context": 1,
-    "parallel.expert": 1,
-    "parallel.pipeline": 1,
-    "parallel.strategy": "auto",
-    "parallel.reshard_after_forward": True,
-    "parallel.bucket_mb": 25.0,
-    "parallel.sync_each_batch": None,
-    "parallel.prefetch": None,
-    "parallel.copy_engines": False,
-    "parallel.schedule": "1f1b",
-    "parallel.virtual_stages": None,
-    "hardware.nodes": None,
-}
-"""Fields that recipes got after the first records were made -> their defaults."""
-
-
-def is_held_out(recipe_id: str) -> bool:
-    """Return whether a recipe is in the held-out half of all recipes, chosen by a hash of its id."""
-    return hashlib.sha256(f"held-out {recipe_id}".encode()).digest()[0] % 2 == 1
+        """Return all fields as plain data (what JSON holds), without derived values."""
+        return self.model_dump(mode="json")

@@ -395,6 +395,8 @@ class Record(Value):
     commit: str | None
     recipe: dict[str, Any]  # Empty for a benchmark, which is of no recipe
     recipe_id: str
+    previous_id: str | None = None
+    """The id under which it was written, if recipes' ids were made otherwise then (spec/provenance.py)."""
     estimate: Estimate | None = None
     measurement: Measurement | None = None
     train: dict[str, Any] | None = None

@@ -3,6 +3,7 @@
 A value is frozen, strict (no silent conversion of text to numbers), refuses unknown keys, NaN and infinity.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self, TypeVar
@@ -84,3 +85,8 @@ def disagreement(problem: str, remedy: str, *, field: str) -> PydanticCustomErro
 def canonical_json(data: Any) -> str:
     """Return the text that content hashes are taken of: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def short_hash(data: Any) -> str:
+    """Return sixteen hex digits of the SHA-256 of the canonical JSON of plain ``data``."""
+    return hashlib.sha256(canonical_json(data).encode()).hexdigest()[:16]

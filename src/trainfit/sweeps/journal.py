@@ -12,7 +12,7 @@ from typing import Any
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import Appender, write_text
-from trainfit.spec.provenance import from_line, lines_of, new_record, to_line
+from trainfit.spec.provenance import from_line, ids_of_today, lines_of, new_record, to_line
 from trainfit.spec.result import Outcome, Record
 from trainfit.spec.sweep import RESULTS
 from trainfit.sweeps.parts import PartRequest, PartResult
@@ -39,6 +39,8 @@ class Journal:
         self._file: Appender | None = None
         self.notes: tuple[str, ...] = ()  # Lines for the user about existing records
         self._newest: dict[str, Record] = {}
+        """By the request's id, which is made of the recipes' ids as they were written."""
+        self._previous_ids: dict[str, str] = {}  # A recipe's id of today -> its id in older records
         self._measured: dict[str, Record] = {}
         """By recipe: results of measurements that ``trainfit measure`` or older programs recorded."""
 
@@ -67,7 +69,7 @@ class Journal:
 
     def found(self, request: PartRequest) -> Record | None:
         """Return the newest record of the request, if there is one."""
-        found = self._newest.get(request.id)
+        found = self._newest.get(request.id) or self._newest.get(request.id_with(self._previous_ids))
         if found is None and request.part == "measure" and (found := self._measured.get(request.recipe.id)):
             assert found.measurement is not None, "only measurements are noted"
             outcome = Outcome(status=found.measurement.status, request_id=request.id)
@@ -96,6 +98,9 @@ class Journal:
         if torn:
             self._move_torn(file, torn)
         for record in records:
+            if record.previous_id is not None:
+                today = ids_of_today(record.recipe, record.planned)
+                self._previous_ids |= {now: before for before, now in today.items()}
             if record.outcome is not None:
                 self._newest[record.outcome.request_id] = record
             elif record.measurement and record.measurement.status in RESULTS:

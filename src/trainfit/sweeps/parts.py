@@ -4,11 +4,10 @@ A part always has a PartResult: out of memory, a crash, a time limit and a signa
 imports torch; the process that it starts does.
 """
 
-import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
 from trainfit.spec.sweep import MeasurePart, Part, TrainPart
-from trainfit.spec.value import Value, canonical_json, parse
+from trainfit.spec.value import Value, parse, short_hash
 
 PART_TRIAL = "trainfit.sweeps.trial"  # The module that predicts or trains in a process of its own
 MAX_OUTPUT_CHARS = 20_000
@@ -67,14 +66,18 @@ class PartRequest(Value):
     @property
     def id(self) -> str:
         """Hash of what decides the result, without names, the time limit and the FLOPs for utilisation."""
-        how: dict[str, Any] = {"part": self.part, "recipe": self.recipe.id}
+        return self.id_with({})
+
+    def id_with(self, ids: Mapping[str, str]) -> str:
+        """Return the request's id in older records; ``ids``: a recipe's id of today -> its id there."""
+        how: dict[str, Any] = {"part": self.part, "recipe": ids.get(self.recipe.id, self.recipe.id)}
         settings = {"measure": self.measure, "train": self.train}.get(self.part)
         if settings is not None:
-            how |= {"planned": self.planned.id} if self.planned else {}
+            how |= {"planned": ids.get(self.planned.id, self.planned.id)} if self.planned else {}
             how |= {"shared": True} if self.shared else {}
             how |= {"settings": settings.model_dump(mode="json"), "device": self.device}
             how |= {"limit": self.memory_limit_bytes}
-        return hashlib.sha256(canonical_json(how).encode()).hexdigest()[:16]
+        return short_hash(how)
 
 
 class PartResult(Value):

@@ -103,6 +103,8 @@ def _read_run(folder: Path) -> dict[str, Any]:
 
 def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None:
     """Refuse a resumed run whose losses could differ from those of an uninterrupted run."""
+    # With the defaults of fields that are newer than the run.
+    saved = saved | {"recipe": parse(Recipe, saved["recipe"], file=RUN).content()}
     recipe = RECIPE_MAY_CHANGE + (RANKS_MAY_CHANGE if _other_ranks(saved, requested) else ())
     for part, may_change in (("recipe", recipe), ("options", (*MAY_CHANGE, *CHECKED_ELSEWHERE))):
         before, now = _flat(saved[part]), _flat(requested[part])

@@ -256,7 +256,3 @@ def test_pipelines_are_not_run_and_disagreements_are_refused() -> None:
         Parallel(schedule="interleaved")
     with pytest.raises(ValueError, match="1f1b with 2 stages on a GPU"):
         Parallel(pipeline=2, virtual_stages=2)
-
-
-def test_equal_recipes_keep_their_ids() -> None:
-    assert "schedule" not in recipe(pipeline=1).content()["parallel"]
