@@ -20,6 +20,7 @@ from trainfit.models.layers import max_positions
 from trainfit.models.quantized import WithinBlock
 from trainfit.offload.blocks import HostBlocks
 from trainfit.optim.all_or_nothing import one_update
+from trainfit.parallel.cluster import REAL, Cluster
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
@@ -42,6 +43,7 @@ def assemble(
     within_block: WithinBlock = lambda block: nullcontext(),
     compiler: Compiler | None = None,
     mesh: DeviceMesh | None = None,
+    cluster: Cluster | None = None,
     stage: Stage | None = None,
 ) -> Step:
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
@@ -54,6 +56,7 @@ def assemble(
         within_block: returns the context in which a decoder block on the device is quantised.
         compiler: compiles a module in place; None: ``module.compile()``.
         mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
+        cluster: what those ranks do beside collectives; None: they are real.
         stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
 
     Raises:
@@ -70,7 +73,7 @@ def assemble(
         model, hosted = _build(recipe, build_on, on_model, within_block)
         _check_positions(recipe, model)
         compiler = compiler or (lambda module: module.compile())
-        draft = Draft(model, device, compiler, hosted, mesh=mesh, stage=stage)
+        draft = Draft(model, device, compiler, hosted, mesh=mesh, cluster=cluster or REAL, stage=stage)
         for technique in registry.in_order():
             if technique.applies(recipe):
                 technique.apply(recipe, draft)

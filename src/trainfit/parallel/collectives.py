@@ -53,8 +53,12 @@ class Average:
 
 
 def can_average(tensor: Tensor, group: Group) -> bool:
-    """Return whether a reduction can average: NCCL's can, gloo's only add. A group may have both."""
-    return tensor.is_cuda and "nccl" in dist.get_backend(group)
+    """Return whether a reduction can average: NCCL's can, gloo's only add. A group may have both.
+
+    PyTorch's ``fake`` backend, of one rank without the others, stands for NCCL.
+    """
+    backend = dist.get_backend(group)
+    return backend == "fake" or (tensor.is_cuda and "nccl" in backend)
 
 
 def all_reduce(tensors: list[Tensor], op: Any, group: Group) -> dist.Work | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -81,6 +81,8 @@ class DataParallel(nn.Module):
             gradient; one that only some ranks used counts as zero on the others. Costs a small
             all-reduce a step.
         group: The process group; None: the default group.
+        on_average: Called with a bucket's parameters when the average of their gradients has begun, which
+            ``flat`` has made views of a buffer.
     """
 
     def __init__(
@@ -90,10 +92,12 @@ class DataParallel(nn.Module):
         bucket_mb: float | None = 25.0,
         find_unused_parameters: bool = False,
         group: Group = None,
+        on_average: Callable[[list[nn.Parameter]], None] | None = None,
     ):
         super().__init__()
         self.module = module
         self.group = group
+        self._on_average = on_average
         self.find_unused_parameters = find_unused_parameters
         self.overlaps = strategy in ("overlapped", "bucketed")
         self._flattens = strategy == "flat"
@@ -139,7 +143,10 @@ class DataParallel(nn.Module):
             parameter.grad = None
 
     def _begin_next(self) -> None:
-        self.buckets[self._num_begun].begin(self.group, self._flattens)
+        bucket = self.buckets[self._num_begun]
+        bucket.begin(self.group, self._flattens)
+        if self._on_average is not None:
+            self._on_average(bucket.parameters)
         self._num_begun += 1
 
     def _gradient_ready(self, bucket: Bucket, parameter: Tensor) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainfit.parallel.cluster import REAL, Cluster
 from trainfit.parallel.tensor_parallel import adopt, replace_parameter
 
 
@@ -34,13 +35,14 @@ class ExpertRanks(NamedTuple):
     mesh: DeviceMesh
     data_mesh: DeviceMesh | None
     """Replicas and shards of the same experts; None: this rank's experts are on no other rank."""
+    cluster: Cluster = REAL
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, num_ranks: int) -> ExpertRanks:
+    def of(cls, mesh: DeviceMesh, num_ranks: int, cluster: Cluster = REAL) -> ExpertRanks:
         """Return groups of ``num_ranks`` neighbours among the ranks of ``mesh["replicate", "shard"]``."""
         replicas, shards = mesh["replicate"].size(), mesh["shard"].size()
         if shards * replicas == num_ranks:
-            return cls(mesh["shard"], None)
+            return cls(mesh["shard"], None, cluster)
         names = ("replicate", "expert_shard", "expert")
         shape = replicas, shards // num_ranks, num_ranks
         with _disable_current_modes():  # A mesh reads its ranks, which fake tensors do not have.
@@ -49,7 +51,7 @@ class ExpertRanks(NamedTuple):
             expert = mesh["shard"] if shards == num_ranks else split["expert"]
             groups = [one.get_group() for one in (mesh["replicate"], split["expert_shard"], expert)]
             ranks = DeviceMesh.from_group(groups, mesh.device_type, split.mesh, mesh_dim_names=names)
-        return cls(ranks["expert"], ranks[names[:2] if replicas > 1 else names[1:2]])
+        return cls(ranks["expert"], ranks[names[:2] if replicas > 1 else names[1:2]], cluster)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -76,13 +78,6 @@ class Routes(NamedTuple):
         out = x_rh.new_empty((sum(self.sent), x_rh.shape[1]))
         dist.all_to_all_single(out, x_rh.contiguous(), self.sent, self.received, group=self.group)
         return out
-
-
-def read_sizes(sizes_2n: Tensor, num_pairs: int) -> list[list[int]]:
-    """Return the pairs to and from each rank, ``num_pairs`` of them sent; the host waits for the device."""
-    sent, received = sizes_2n.tolist()
-    assert sum(sent) == num_pairs, "each pair has an expert"
-    return [sent, received]
 
 
 def shard_experts(module: nn.Module, ranks: ExpertRanks) -> None:
@@ -159,7 +154,7 @@ def _dispatched(kind: type[nn.Module]) -> Callable[..., Tensor]:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=ranks.group)
         sizes_2n = torch.stack((counts, arriving)).view(2, num_ranks, num_own).sum(2)
-        sent, received = read_sizes(sizes_2n, order_p.numel())
+        sent, received = ranks.cluster.read_sizes(sizes_2n, order_p.numel())
         routes = Routes(sent, received, ranks.group)
         x_rh = _Dispatch.apply(x_th, order_p, places_p, routes)
         own = torch.arange(num_own, device=x_th.device).repeat(num_ranks)

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
+from trainfit.parallel.cluster import REAL, Cluster
+
 ALIGN = 256
 """Bytes between the beginnings of tensors in shared memory."""
 
@@ -112,8 +114,9 @@ def _shared_files(num_bytes: int) -> list[Tensor]:
 class PeerGather(_fsdp_collectives.DefaultAllGather):
     """All-gathers of an FSDP2 model whose shards it moves to peer memory at the first one."""
 
-    def __init__(self, model: FSDPModule):
-        self._model, self._memory = model, None
+    def __init__(self, model: FSDPModule, cluster: Cluster):
+        self._model, self._cluster = model, cluster
+        self._memory: PeerMemory | None = None
         self._regions: dict[Any, slice] = {}
         self.is_updated = True
         """The shards have changed since the last gather."""
@@ -143,7 +146,7 @@ class PeerGather(_fsdp_collectives.DefaultAllGather):
         for group in param_groups(self._model):
             for one in group.fsdp_params:
                 self._regions[one] = regions.take(one._sharded_param_data.nbytes)
-        memory = PeerMemory(regions.end, device)
+        memory = self._cluster.peer_memory(regions.end, device)
         with torch.no_grad():
             for one, region in self._regions.items():
                 local = one.sharded_param._local_tensor
@@ -159,8 +162,9 @@ class Gathered(_fsdp_collectives.AllGatherResult):
 class PeerReduceScatter(_fsdp_collectives.DefaultReduceScatter):
     """Reduce-scatters of an FSDP2 model; every other one uses the same slot of peer memory."""
 
-    def __init__(self, model: FSDPModule):
-        self._model, self._memory = model, None
+    def __init__(self, model: FSDPModule, cluster: Cluster):
+        self._model, self._cluster = model, cluster
+        self._memory: PeerMemory | None = None
         self._slot_bytes = self._num_called = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -199,17 +203,20 @@ class PeerReduceScatter(_fsdp_collectives.DefaultReduceScatter):
                 regions.take((size - 1) * one._sharded_param_data.nbytes)
             most = max(most, regions.end)
         self._slot_bytes = most
-        return PeerMemory(2 * most, device)
+        return self._cluster.peer_memory(2 * most, device)
 
 
-def send_by_copies(model: FSDPModule) -> PeerGather:
+def send_by_copies(model: FSDPModule, cluster: Cluster = REAL) -> PeerGather:
     """Let the collectives of an FSDP2 model, over all ranks, be copies; blocks must be gathered ahead.
+
+    Args:
+        cluster: gives the memory that ranks share.
 
     Returns:
         the gathers, which updates of the shards are reported to.
     """
     _choose_by_comm()
-    gather, reduce_scatter = PeerGather(model), PeerReduceScatter(model)
+    gather, reduce_scatter = PeerGather(model, cluster), PeerReduceScatter(model, cluster)
     for group in param_groups(model):
         group._all_gather_comm, group._reduce_scatter_comm = gather, reduce_scatter
     return gather

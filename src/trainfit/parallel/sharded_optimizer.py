@@ -24,11 +24,18 @@ class ShardedOptimizer(Optimizer):
         params: Parameters or parameter groups, as for any optimizer.
         optimizer_class: For example ``torch.optim.AdamW``.
         group: The process group; None: the default group.
+        choose_rank: Returns the rank of the group whose share this process updates, from the group and the
+            bytes of parameters that each rank updates; None: this process's own.
         kwargs: Arguments of ``optimizer_class``.
     """
 
     def __init__(
-        self, params: Iterable[Any], optimizer_class: type[Optimizer], group: Group = None, **kwargs: Any
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        group: Group = None,
+        choose_rank: Callable[[Group, list[int]], int] | None = None,
+        **kwargs: Any,
     ):
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -37,6 +44,8 @@ class ShardedOptimizer(Optimizer):
         self._bytes_of_rank = [0] * self.world_size
         self._sharded: Optimizer | None = None
         super().__init__(params, dict(kwargs))
+        if choose_rank is not None:
+            self.rank = choose_rank(group, self._bytes_of_rank)
         owned = [self._owned(group) for group in self.param_groups]
         self._sharded = optimizer_class(owned, **kwargs)
         self.state = self._sharded.state

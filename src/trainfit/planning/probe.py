@@ -111,14 +111,15 @@ class _Traced:
         self.gpu = find_gpu(recipe.hardware.gpu)
         self.requested = recipe
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
-        with gpu_of(self.recipe) as virtual:
+        with gpu_of(self.recipe) as (virtual, ranks):
             self.virtual = virtual
             step = assemble(
                 self.recipe,
                 torch.device("cpu"),
                 on_model=self._choose,
                 compiler=virtual.compiler,
-                mesh=virtual.mesh,
+                mesh=ranks and ranks.mesh,
+                cluster=ranks and ranks.cluster,
             )
             virtual.model_is_complete(step.model, [])
             run_steps(step, virtual)

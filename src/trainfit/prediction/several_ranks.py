@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger
-from trainfit.parallel import collectives, expert_parallel
-from trainfit.parallel.data_parallel import Bucket
-from trainfit.parallel.sharded_optimizer import ShardedOptimizer
+from trainfit.parallel.cluster import Cluster
+from trainfit.parallel.collectives import Group
+from trainfit.parallel.peer_copies import PeerMemory
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
 from trainfit.techniques.parallel.fsdp import not_compared
@@ -22,127 +24,143 @@ from trainfit.virtual.cluster.rank import fake_group, one_rank, rank_observers
 from trainfit.virtual.cluster.streams import Order, ordered_collectives
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
-from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.storages import LiveStorages
 
 LARGEST_SHARDS = "memory is that of rank 0, whose shards are the largest"
 EQUAL_RANKS = "memory is the same on every rank"
-About = Callable[[Ledger], tuple[str, ...]]
-"""Returns assumptions about the ranks that a ledger is not of."""
+
+
+class VirtualRanks(NamedTuple):
+    """The ranks of a recipe, of which one runs, and what stands for the others."""
+
+    mesh: DeviceMesh
+    cluster: VirtualCluster
 
 
 @contextmanager
-def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
+def rank_of(
+    recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool
+) -> Iterator[tuple[VirtualGpu, VirtualRanks]]:
     """Enter the virtual GPU of the rank with the highest peak; collectives act as NCCL's."""
     order = Order()
+    observers = (*rank_observers(), order)
     with ExitStack() as stack:
-        mesh = stack.enter_context(fake_group(recipe.mesh.dimensions))
-        observers = (*rank_observers(), order)
-        virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn, observers=observers))
-        virtual.mesh = mesh
-        stack.enter_context(one_rank(virtual.tracer))
-        stack.enter_context(ordered_collectives(order))
-        stack.enter_context(replaced(collectives, "can_average", lambda tensor, group: True))
-        stack.enter_context(replaced(collectives, "all_reduce", _all_reduce))
-        strategy = recipe.mesh.strategy
+        enter = stack.enter_context
+        mesh = enter(fake_group(recipe.mesh.dimensions))
+        virtual = enter(virtual_gpu(traits, prefers_cudnn=prefers_cudnn, observers=observers))
+        enter(one_rank(virtual.tracer))
+        enter(ordered_collectives(order))
         if recipe.mesh.shards_weights:
             from trainfit.virtual.cluster.shards import own_chunks  # Imports FSDP2.
 
-            stack.enter_context(own_chunks())
-            if recipe.mesh.copy_engines:
-                stack.enter_context(_peers(virtual))
-            virtual.about_ranks = lambda _: (LARGEST_SHARDS,)
-        elif strategy in ("ddp", "zero1"):
-            stack.enter_context(ddp_on_fakes(virtual.tracer))
-            about = stack.enter_context(fullest_rank()) if strategy == "zero1" else lambda _: (EQUAL_RANKS,)
-            virtual.about_ranks = about
+            enter(own_chunks())
+        elif recipe.mesh.strategy in ("ddp", "zero1"):
+            enter(ddp_on_fakes(virtual.tracer))
+        yield virtual, VirtualRanks(mesh, VirtualCluster(recipe, virtual, order))
+
+
+class VirtualCluster(Cluster):
+    """The ranks beside the virtual one, which do as it does."""
+
+    def __init__(self, recipe: Recipe, virtual: VirtualGpu, order: Order):
+        self._recipe, self._virtual = recipe, virtual
+        self._experts, self._fullest = BalancedExperts(order.host_waits), FullestRank()
+
+    def peer_memory(self, num_bytes: int, device: torch.device) -> PeerMemory:
+        return VirtualPeers(num_bytes, self._virtual.tracer.live)
+
+    def read_sizes(self, sizes_2n: Tensor, num_pairs: int) -> list[list[int]]:
+        return self._experts.read_sizes(sizes_2n.shape[1], num_pairs)
+
+    def optimizer_rank(self, group: Group, bytes_of_rank: list[int]) -> int:
+        return self._fullest.choose(group, bytes_of_rank)
+
+    def averages(self, parameters: list[nn.Parameter]) -> None:
+        """Assign the buffer of which gradients became views to gradients."""
+        for parameter in parameters:
+            assert parameter.grad is not None
+            self._virtual.tracer.live.own(parameter.grad, "gradients", self._virtual.scope_of(parameter))
+
+    def about(self, ledger: Ledger) -> tuple[str, ...]:
+        """Return how other ranks differ from that of the ledger."""
+        mesh = self._recipe.mesh
+        if mesh.shards_weights:
+            lines = [LARGEST_SHARDS]
         else:
-            stack.enter_context(_gradients_in_buckets(virtual))
-            virtual.about_ranks = lambda _: (EQUAL_RANKS,)
-        lines: list[About] = [virtual.about_ranks, lambda _: not_compared(recipe)]
-        if recipe.mesh.expert > 1:
-            lines.insert(1, stack.enter_context(balanced_experts(order)))
-        virtual.about_ranks = lambda ledger: tuple(line for each in lines for line in each(ledger))
-        yield virtual
+            lines = [self._fullest.about() if mesh.strategy == "zero1" else EQUAL_RANKS]
+        if mesh.expert > 1:
+            lines.append(self._experts.about(ledger))
+        return (*lines, *not_compared(self._recipe))
 
 
-def _all_reduce(tensors: list[Tensor], op: Any, group: collectives.Group) -> dist.Work | None:
-    """Reduce a list by the operator that, unlike ``allreduce_coalesced_``, takes fake tensors."""
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, True
-    assert group is not None
-    return group.allreduce(tensors, options)
+class VirtualPeers(PeerMemory):
+    """Peer memory, which is outside the allocator, whose copies are recorded as collectives."""
+
+    def __init__(self, num_bytes: int, live: LiveStorages):
+        self._live = live
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.others = list(range(1, self.size))
+        live.ledger.peer_bytes += num_bytes
+
+    def moved(self, tensor: Tensor, region: slice) -> Tensor:
+        storage = tensor.untyped_storage()
+        index = self._live.index_of_storage(storage)
+        assert index is not None
+        self._live.resize(storage, index, 0, "moved")
+        return tensor
+
+    def received(self, gradient: Tensor, region: slice) -> Tensor:
+        length = (region.stop - region.start) // len(self.others) // gradient.element_size()
+        return gradient.flatten()[:length].expand(len(self.others), -1)
+
+    def barrier(self) -> None:
+        pass
+
+    def read(self, outputs: list[Tensor], regions: list[slice]) -> None:
+        numel = sum(one.numel() for one in outputs) // self.size
+        of_one = outputs[0][:1]
+        _get_default_group()._allgather_base(of_one.expand(numel * self.size), of_one.expand(numel))
+        self._rename("copied_gather", len(outputs))
+
+    def write(self, gradients: list[Tensor], regions: list[slice]) -> None:
+        numel = -(-sum(one.numel() for one in gradients) // self.size)
+        of_one = gradients[0].flatten()[:1]
+        whole, options = of_one.expand(numel * self.size), dist.ReduceScatterOptions()
+        _get_default_group()._reduce_scatter_base(of_one.expand(numel), whole, options)
+        self._rename("copied_scatter", len(gradients))
+
+    def _rename(self, name: str, num_parameters: int) -> None:
+        collectives = self._live.ledger.collectives
+        collectives[-1] = collectives[-1]._replace(name=name, num_parameters=num_parameters)
 
 
-@contextmanager
-def _peers(virtual: VirtualGpu) -> Iterator[None]:
-    """Let peer memory be outside the allocator, and its copies be the collectives that they stand for."""
-    from trainfit.parallel import peer_copies  # Imports FSDP2.
+class BalancedExperts:
+    """Routes of tokens where every rank sends as many to each expert: fake tensors have no routes.
 
-    live, ledger, world = virtual.tracer.live, virtual.tracer.ledger, _get_default_group
+    Args:
+        host_waits: called where the host waits for the sizes of an exchange.
+    """
 
-    def renamed(name: str, num_parameters: int) -> None:
-        one = ledger.collectives[-1]
-        ledger.collectives[-1] = one._replace(name=name, num_parameters=num_parameters)
+    def __init__(self, host_waits: Callable[[], None]):
+        self._host_waits = host_waits
+        self._pairs: set[int] = set()
 
-    class VirtualPeers(peer_copies.PeerMemory):
-        def __init__(self, num_bytes: int, device: Any):
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.others = list(range(1, self.size))
-            ledger.peer_bytes += num_bytes
-
-        def moved(self, tensor: Tensor, region: slice) -> Tensor:
-            storage = tensor.untyped_storage()
-            index = live.index_of_storage(storage)
-            assert index is not None
-            live.resize(storage, index, 0, "moved")
-            return tensor
-
-        def received(self, gradient: Tensor, region: slice) -> Tensor:
-            length = (region.stop - region.start) // len(self.others) // gradient.element_size()
-            return gradient.flatten()[:length].expand(len(self.others), -1)
-
-        def barrier(self) -> None:
-            pass
-
-        def read(self, outputs: list[Tensor], regions: list[slice]) -> None:
-            numel = sum(one.numel() for one in outputs) // self.size
-            of_one = outputs[0][:1]
-            world()._allgather_base(of_one.expand(numel * self.size), of_one.expand(numel))
-            renamed("copied_gather", len(outputs))
-
-        def write(self, gradients: list[Tensor], regions: list[slice]) -> None:
-            numel = -(-sum(one.numel() for one in gradients) // self.size)
-            of_one = gradients[0].flatten()[:1]
-            whole, options = of_one.expand(numel * self.size), dist.ReduceScatterOptions()
-            world()._reduce_scatter_base(of_one.expand(numel), whole, options)
-            renamed("copied_scatter", len(gradients))
-
-    with replaced(peer_copies, "PeerMemory", VirtualPeers):
-        yield
-
-
-@contextmanager
-def balanced_experts(order: Order) -> Iterator[About]:
-    """Let every rank route its tokens to all experts alike: fake tensors have no routes."""
-    pairs: set[int] = set()
-
-    def balanced(sizes_2n: Tensor, num_pairs: int) -> list[list[int]]:
-        order.host_waits()
-        ranks = sizes_2n.shape[1]
-        sent = [(num_pairs + ranks - 1 - rank) // ranks for rank in range(ranks)]
-        received = ranks * sent[:1]  # All ranks send as many to this one.
-        pairs.add(sum(received))
+    def read_sizes(self, num_ranks: int, num_pairs: int) -> list[list[int]]:
+        """Return the pairs to and from each rank, ``num_pairs`` of them sent."""
+        self._host_waits()
+        sent = [(num_pairs + num_ranks - 1 - rank) // num_ranks for rank in range(num_ranks)]
+        received = num_ranks * sent[:1]  # All ranks send as many to this one.
+        self._pairs.add(sum(received))
         return [sent, received]
 
-    def about(ledger: Ledger) -> tuple[str, ...]:
-        each = kept_by_a_pair(ledger, max(pairs))
+    def about(self, ledger: Ledger) -> str:
+        """Return the assumption, and the bytes that one pair more takes."""
+        most = max(self._pairs)
+        each = kept_by_a_pair(ledger, most)
         return (
-            f"tokens are routed evenly: a rank computes {max(pairs):,} pairs of a token and an expert in "
-            f"each layer; one that receives more needs {each:,} bytes for each more in all layers",
+            f"tokens are routed evenly: a rank computes {most:,} pairs of a token and an expert in "
+            f"each layer; one that receives more needs {each:,} bytes for each more in all layers"
         )
-
-    with replaced(expert_parallel, "read_sizes", balanced):
-        yield about
 
 
 def kept_by_a_pair(ledger: Ledger, num_pairs: int) -> int:
@@ -166,42 +184,26 @@ def kept_by_a_pair(ledger: Ledger, num_pairs: int) -> int:
     return round(most / num_pairs)
 
 
-@contextmanager
-def fullest_rank() -> Iterator[About]:
-    """Let each sharded optimizer be that of the rank that owns most bytes of parameters."""
-    owned = ShardedOptimizer._owned
-    most: list[int] = []
-    loads: list[list[int]] = []
+class FullestRank:
+    """The rank that owns most bytes of a sharded optimizer's parameters; all optimizers are of one rank."""
 
-    def of_fullest(self: Any, group: dict[str, Any]) -> dict[str, Any]:
-        if all(self._bytes_of_rank is not each for each in loads):
-            loads.append(self._bytes_of_rank)
-            most.append(max(range(self.world_size), key=self._bytes_of_rank.__getitem__))
-            self.rank = most[0]  # All optimizers of a step are of one rank.
-        return owned(self, group)
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._loads: list[list[int]] = []
+        """Of each optimizer: the bytes that each rank owns."""
 
-    def about(ledger: Ledger) -> tuple[str, ...]:
-        held = [sum(each) for each in zip(*loads, strict=True)]
-        rank = most[0]
+    def choose(self, group: Group, bytes_of_rank: list[int]) -> int:
+        """Return the rank, which the first optimizer decides."""
+        self._loads.append(bytes_of_rank)
+        if self._rank is None:
+            self._rank = max(range(len(bytes_of_rank)), key=bytes_of_rank.__getitem__)
+        return self._rank
+
+    def about(self) -> str:
+        """Return which rank it is, and the most and fewest bytes of a rank."""
+        assert self._rank is not None
+        held = [sum(each) for each in zip(*self._loads, strict=True)]
         return (
-            f"memory is that of rank {rank}, which updates the most parameters, {format_bytes(held[rank])}; "
-            f"the fewest of a rank are {format_bytes(min(held))}",
+            f"memory is that of rank {self._rank}, which updates the most parameters, "
+            f"{format_bytes(held[self._rank])}; the fewest of a rank are {format_bytes(min(held))}"
         )
-
-    with replaced(ShardedOptimizer, "_owned", of_fullest):
-        yield about
-
-
-@contextmanager
-def _gradients_in_buckets(virtual: VirtualGpu) -> Iterator[None]:
-    """Assign ``DataParallel``'s buffer, of which gradients become views, to gradients."""
-    begin = Bucket.begin
-
-    def begun(self: Bucket, *args: Any) -> None:
-        begin(self, *args)
-        for parameter in self.parameters:
-            assert parameter.grad is not None
-            virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
-
-    with replaced(Bucket, "begin", begun):
-        yield

@@ -5,6 +5,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -39,6 +40,9 @@ from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
 from trainfit.virtual.trace.repeated_layers import trim_layers, why_whole
 from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, Scope, ScopeTracker, part_of_module
+
+if TYPE_CHECKING:
+    from trainfit.prediction.several_ranks import VirtualRanks
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
@@ -151,8 +155,12 @@ def _applied(recipe: Recipe) -> list[Technique]:
 
 
 @contextmanager
-def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
-    """Enter the virtual GPU of the recipe's hardware; of several, that of the rank with the highest peak."""
+def gpu_of(recipe: Recipe) -> Iterator[tuple[VirtualGpu, "VirtualRanks | None"]]:
+    """Enter the virtual GPU of the recipe's hardware; of several, that of the rank with the highest peak.
+
+    Yields:
+        the virtual GPU, and its place among the ranks; None: one GPU.
+    """
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
@@ -160,7 +168,7 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
     with ExitStack() as stack:
         stack.enter_context(exclusive())  # Another thread's process group would be taken for a real one.
         if recipe.hardware.count == 1:
-            yield stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
+            yield stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu))), None
             return
         from trainfit.prediction.several_ranks import rank_of  # Imports torch.distributed.
 
@@ -209,7 +217,7 @@ def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: t
 def _trace_once(
     recipe: Recipe, stage: Stage | None, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
 ) -> Ledger:
-    with gpu_of(recipe) as virtual:
+    with gpu_of(recipe) as (virtual, ranks):
         virtual.compiler.lowers_ahead = lowers_ahead
         groups: list[LayerGroups] = []
         scope_of_block: dict[nn.Module, Scope] = {}
@@ -252,7 +260,8 @@ def _trace_once(
 
         step = assemble(
             recipe, torch.device("cpu"), on_model=on_model, within_block=within_block,
-            compiler=virtual.compiler, mesh=virtual.mesh, stage=stage,
+            compiler=virtual.compiler, mesh=ranks and ranks.mesh, cluster=ranks and ranks.cluster,
+            stage=stage,
         )  # fmt: skip
         virtual.model_is_complete(step.model, groups)
         if step.hosted is not None:
@@ -268,7 +277,7 @@ def _trace_once(
         ledger = virtual.finish()
         if virtual.compiler.layers is not None:
             check_slices(ledger)
-        ledger.assumptions = (*virtual.assumptions(), *virtual.about_ranks(ledger))
+        ledger.assumptions = (*virtual.assumptions(), *(ranks.cluster.about(ledger) if ranks else ()))
         if recipe.compile == "model" and recipe.loss == "standard":
             from trainfit.models.hf import sets_loss
 
@@ -305,7 +314,7 @@ def run_steps(step: Step, virtual: VirtualGpu) -> None:
 
         def on_phase(phase: str, name: str = name) -> None:
             gc.collect()
-            if phase == "optimizer" and virtual.mesh is not None:
+            if phase == "optimizer" and step.mesh is not None:
                 _own_sharded_gradients(step, virtual)
             virtual.begin(name, phase)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainfit.offload.blocks import HostBlocks
+    from trainfit.parallel.cluster import Cluster
     from trainfit.parallel.context_parallel import SequenceShards
     from trainfit.spec.pipeline import Stage
     from trainfit.spec.recipe import Recipe
@@ -32,6 +33,12 @@ def weight_dtype(recipe: Recipe) -> torch.dtype:
     import torch
 
     return torch.bfloat16 if recipe.precision in ("bf16", "fp8") else torch.float32
+
+
+def _real_cluster() -> Cluster:
+    from trainfit.parallel.cluster import REAL
+
+    return REAL
 
 
 @dataclass
@@ -67,6 +74,8 @@ class Draft:
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
     mesh: DeviceMesh | None = None  # The ranks, with the dimensions of recipe.mesh; None: one rank
+    cluster: Cluster = field(default_factory=_real_cluster)
+    """What the ranks do beside collectives."""
     sequences: SequenceShards | None = None  # The ranks that share sequences; None: each has whole ones
     stage: Stage | None = None  # The part of the model that it is; None: all of it
     before_batch: list[Callable[[bool], None]] = field(default_factory=list)

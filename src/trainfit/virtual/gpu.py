@@ -3,9 +3,8 @@
 Inside, tensors are fake, composite operations decompose as on CUDA, and the tracer records every operation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,9 +23,6 @@ from trainfit.virtual.trace.process_state import frozen_gc, restored_settings
 from trainfit.virtual.trace.scope import LayerGroups, Scope, ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 class VirtualGpu:
     """A running trace; the step reports the complete model and the beginning of each phase."""
@@ -35,9 +31,6 @@ class VirtualGpu:
         self.tracer, self._scopes = tracer, scopes
         self.compiler = compiler
         self._notes = notes
-        self.mesh: DeviceMesh | None = None  # Of a virtual cluster: its ranks by replica and shard
-        self.about_ranks: Callable[[Ledger], tuple[str, ...]] = lambda ledger: ()
-        """Returns how the ranks of a virtual cluster differ from that of the ledger."""
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind the ledger."""

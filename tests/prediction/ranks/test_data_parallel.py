@@ -12,7 +12,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.segments import rounded
 from trainfit.parallel import ShardedOptimizer
 from trainfit.prediction.estimate import estimate
-from trainfit.prediction.several_ranks import fullest_rank
+from trainfit.prediction.several_ranks import FullestRank
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Hardware, Parallel, Recipe
@@ -109,10 +109,11 @@ def test_a_sharded_optimizer_broadcasts_every_parameter_and_holds_its_share() ->
 
 def test_a_sharded_optimizer_is_predicted_of_the_rank_that_owns_most() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 2, 2)]
-    with fake_group({"replicate": 2}), fullest_rank() as about:
-        optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    rank = FullestRank()
+    with fake_group({"replicate": 2}):
+        optimizer = ShardedOptimizer(parameters, torch.optim.SGD, choose_rank=rank.choose, lr=0.1)
         assert [one.numel() for one in optimizer.sharded.param_groups[0]["params"]] == [2, 2]
-        assert "rank 1, which updates the most" in about(Ledger())[0]
+        assert "rank 1, which updates the most" in rank.about()
 
 
 def test_compiled_blocks_run_under_ddp() -> None:

@@ -175,7 +175,7 @@ def in_this_order(actions: list[Action]) -> Any:
                 else:
                     step._backward(losses[action.micro_batch])
                     del losses[action.micro_batch]
-            if virtual.mesh is not None:
+            if step.mesh is not None:
                 tracing._own_sharded_gradients(step, virtual)
             virtual.begin(name, "optimizer")
             step._update()

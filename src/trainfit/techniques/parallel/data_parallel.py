@@ -76,7 +76,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
             # Dynamo would cut a block's graph at DDP's buckets, which its backward fills at once.
             draft.around_forward.append(lambda: dynamo.patch(optimize_ddp=False))
     else:
-        wrapped = DataParallel(module, cast("Strategy", mesh.strategy), mesh.bucket_mb, group=group)
+        strategy, averages = cast("Strategy", mesh.strategy), draft.cluster.averages
+        wrapped = DataParallel(module, strategy, mesh.bucket_mb, group=group, on_average=averages)
         draft.after_backward.append(wrapped.wait_for_gradients)
     draft.wrapped = wrapped
     if not mesh.syncs_each_batch:
@@ -97,7 +98,8 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
         owned = [parameter for one in groups for parameter in one["params"]]
         return make(owned) if owned else SGD(groups)  # A rank that owns nothing updates nothing.
 
-    draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group)  # pyright: ignore
+    choose = draft.cluster.optimizer_rank
+    draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group, choose)  # pyright: ignore
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:

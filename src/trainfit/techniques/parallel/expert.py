@@ -77,7 +77,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.parallel.expert_parallel import ExpertRanks, shard_experts
 
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
-    ranks = ExpertRanks.of(draft.mesh, recipe.mesh.expert)
+    ranks = ExpertRanks.of(draft.mesh, recipe.mesh.expert, draft.cluster)
     stacks = [one for name, one in draft.model.named_modules() if name.endswith(".experts")]
     if not stacks or any(isinstance(one, nn.ModuleList) for one in stacks):
         problem = "this version of transformers keeps the model's experts in modules of their own"

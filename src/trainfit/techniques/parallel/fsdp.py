@@ -150,7 +150,7 @@ def _prefetch(model: Any, blocks: list[Any], num_ahead: int) -> None:
 def _send_by_copies(model: FSDPModule, draft: Draft) -> None:
     from trainfit.parallel.peer_copies import send_by_copies
 
-    gather = send_by_copies(model)
+    gather = send_by_copies(model, draft.cluster)
 
     def updated(*_: Any) -> None:
         gather.is_updated = True

@@ -61,6 +61,7 @@ STATES = "_trainfit_states"
 LARGEST_FALLBACK_BYTES = 64 << 20  # Inputs of an operation that may run for real
 MAKE_SUBCLASS = Tensor._make_subclass
 """The function itself: in user code it is replaced (virtual/user/gpu.py)."""
+COALESCED = "c10d::allreduce_coalesced_"
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 
@@ -81,6 +82,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         _check_rows(args[0], args[1])
     if func is aten._grouped_mm.default:
         return _grouped_mm(args, kwargs)
+    if func.namespace == "c10d" and func._schema.name == COALESCED:
+        tensors, group, op, *rest = args
+        return torch.ops.c10d.allreduce_(tensors, group, op, None, *rest)[1]  # It has a fake kernel.
     if func in SYNC_BATCH_NORM:
         return SYNC_BATCH_NORM[func](*args)
     if func in recurrent.FAKES:

@@ -1,0 +1,48 @@
+"""What a step asks of the ranks around it beside collectives: a virtual rank gives other answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainfit.parallel.collectives import Group
+
+if TYPE_CHECKING:
+    from trainfit.parallel.peer_copies import PeerMemory
+
+
+class Cluster:
+    """The real ranks. ``assemble`` takes another one for ranks that do not exist."""
+
+    def peer_memory(self, num_bytes: int, device: torch.device) -> PeerMemory:
+        """Return memory of this rank that the other ranks of its host can read and write."""
+        from trainfit.parallel.peer_copies import PeerMemory  # Imports FSDP2.
+
+        return PeerMemory(num_bytes, device)
+
+    def read_sizes(self, sizes_2n: Tensor, num_pairs: int) -> list[list[int]]:
+        """Return the pairs to and from each rank, ``num_pairs`` of them sent; the host waits for the device.
+
+        Args:
+            sizes_2n: int64 [2, ranks]; the pairs of a token and an expert to, and from, each rank.
+        """
+        sent, received = sizes_2n.tolist()
+        assert sum(sent) == num_pairs, "each pair has an expert"
+        return [sent, received]
+
+    def optimizer_rank(self, group: Group, bytes_of_rank: list[int]) -> int:
+        """Return the rank of the group whose share of the parameters this process updates.
+
+        Args:
+            bytes_of_rank: the bytes of the parameters that each rank updates.
+        """
+        return dist.get_rank(group)
+
+    def averages(self, parameters: list[nn.Parameter]) -> None:
+        """Called when the average of gradients has begun, which may be views of a buffer since."""
+
+
+REAL = Cluster()
