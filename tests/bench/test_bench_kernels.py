@@ -23,7 +23,7 @@ from trainfit.bench.harness.profiling import (
     launches,
     operation_parts,
     profiler,
-    ranges,
+    put_in_ranges,
     run_in_phases,
 )
 from trainfit.bench.harness.runner import run
@@ -55,10 +55,9 @@ def test_attention_in_ranges_is_the_decoders_own(with_bias: bool) -> None:
 def test_every_product_is_in_the_part_that_makes_it_forward_and_backward(step: Step) -> None:
     batches = step.random_batches()
     step(batches)
-    before = attention.eager_attention, decoder.next_token_loss
-    with ranges(step.model), profiler(step.device) as profile:
+    put_in_ranges(step.model)
+    with profiler(step.device) as profile:
         run_in_phases(step, batches)
-    assert (attention.eager_attention, decoder.next_token_loss) == before
     found = launches(profile.events() or (), on_gpu=False)
     products = Counter((one.phase, one.part) for one in found if one.op in PRODUCTS)
     a_layer = {"projections": 2, "MLP": 2, "scores": 1, "values": 1}

@@ -4,6 +4,7 @@ An outline is the same block on ``meta``, made outside the modes of the virtual 
 has the structure by which equal blocks are found, at a tenth of the cost.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.process_state import no_function_modes
 
+META = torch.device("meta")
 NUMBER = "_trainfit_outline"
 """Attribute of an outline: its number, in a tuple, which ``repeated_layers.signature`` does not compare."""
 INITIALISED = "_is_hf_initialized"
@@ -46,34 +48,50 @@ def few_blocks(is_built: Callable[[int, int], bool]) -> Iterator[None]:
         _is_built.reset(token)
 
 
+def block_or_outline(
+    build: Callable[[], nn.Module], outline: Callable[[], nn.Module], number: int, num_blocks: int
+) -> nn.Module:
+    """Return a block of a model, or an outline of it where ``few_blocks`` says so.
+
+    Args:
+        build: builds the block where it belongs.
+        outline: builds it on ``meta``; ``build`` is called if that fails.
+    """
+    is_built = _is_built.get()
+    if is_built is None:
+        return build()
+    is_whole = is_built(number, num_blocks)
+    if is_whole:
+        block = build()
+    else:
+        try:
+            with _disable_current_modes(), no_function_modes(), META:
+                block = outline()
+        except Exception:  # It reads values, which a meta tensor lacks.
+            block, is_whole = build(), True
+        else:
+            for module in block.modules():
+                setattr(module, INITIALISED, True)
+    object.__setattr__(block, NUMBER, (number, is_whole))
+    return block
+
+
 @contextmanager
 def outlined(kind: type[nn.Module] | None, num_blocks: int) -> Iterator[None]:
-    """Number the blocks of a class that are made inside, and make outlines where ``few_blocks`` says so."""
-    is_built = _is_built.get()
-    if is_built is None or kind is None:
+    """Make outlines of the blocks of another library's class that are made inside, as ``few_blocks`` says."""
+    if _is_built.get() is None or kind is None:
         yield
         return
     original: Any = kind.__init__
-    count = 0
+    numbers = itertools.count()
 
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        nonlocal count
-        number, count = count, count + 1
-        if is_built(number, num_blocks):
-            original(self, *args, **kwargs)
-            object.__setattr__(self, NUMBER, (number, True))
-            return
-        given = {**kwargs, **({"device": torch.device("meta")} if "device" in kwargs else {})}
-        try:
-            with _disable_current_modes(), no_function_modes(), torch.device("meta"):
-                original(self, *args, **given)
-        except Exception:  # It reads values, which a meta tensor lacks.
-            original(self, *args, **kwargs)
-            object.__setattr__(self, NUMBER, (number, True))
-            return
-        for module in self.modules():
-            setattr(module, INITIALISED, True)
-        object.__setattr__(self, NUMBER, (number, False))
+        def build(**given: Any) -> nn.Module:
+            original(self, *args, **{**kwargs, **given})
+            return self
+
+        on_meta = {"device": META} if "device" in kwargs else {}
+        block_or_outline(build, lambda: build(**on_meta), next(numbers), num_blocks)
 
     with replaced(kind, "__init__", init):
         yield

@@ -31,7 +31,7 @@ from trainfit.bench.harness.profiling import (
     num_launched,
     operation_parts,
     profiler,
-    ranges,
+    put_in_ranges,
     run_in_phases,
 )
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing
@@ -147,19 +147,19 @@ def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list
 def _profiled(bench: Bench, step: Step, batches: list[Batch], point: Point) -> "list[Launch] | Failure":
     """Return what one step launched at full clocks, or a failure."""
     try:
-        with ranges(step.model):
-            for _ in range(TRIES):
-                with profiler(bench.device) as profile:
-                    run_in_phases(step, batches)
-                    held = bench.stopwatch.throttled()
-                    bench.stopwatch.wait()
-                if not held:
-                    bench.stopwatch.kept()
-                    break
-                bench.stopwatch.rest(REST_S)
-            else:
-                reasons = ", ".join(held)
-                return ("throttled", f"the clocks were held down ({reasons}) in {TRIES} profiled steps")
+        put_in_ranges(step.model)
+        for _ in range(TRIES):
+            with profiler(bench.device) as profile:
+                run_in_phases(step, batches)
+                held = bench.stopwatch.throttled()
+                bench.stopwatch.wait()
+            if not held:
+                bench.stopwatch.kept()
+                break
+            bench.stopwatch.rest(REST_S)
+        else:
+            reasons = ", ".join(held)
+            return ("throttled", f"the clocks were held down ({reasons}) in {TRIES} profiled steps")
         events, on_gpu = list(profile.events() or ()), bench.device.type == "cuda"
         if (point["model"], point["context"]) in DETAILED:
             name = "kernels-{model}-{precision}-{context}.json.gz".format(**point)

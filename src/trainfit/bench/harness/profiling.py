@@ -11,9 +11,8 @@ created the node).
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +56,8 @@ def part(name: str) -> Any:
     return record_function(PART + name)
 
 
-@contextmanager
-def ranges(model: nn.Module) -> Iterator[None]:
-    """Put the model's modules, attention's operations and the loss into ranges. Modules keep theirs."""
+def put_in_ranges(model: nn.Module) -> None:
+    """Put the model's modules, attention's operations and the loss into ranges."""
     assert isinstance(model, decoder.NativeDecoder)
     _wrap(model, "residuals")
     _wrap(model.embed, "embedding")
@@ -70,19 +68,26 @@ def ranges(model: nn.Module) -> Iterator[None]:
         _wrap(inside.attention_norm, "norms")
         _wrap(inside.mlp_norm, "norms")
         _wrap(inside.attention, "RoPE and copies")
+        inside.attention.eager = attention_in_ranges
         _wrap(inside.attention.qkv, "projections")
         _wrap(inside.attention.out, "projections")
         _wrap(inside.mlp, "MLP")
-    loss = decoder.next_token_loss
-    with (
-        patch.object(attention, "eager_attention", attention_in_ranges),
-        patch.object(decoder, "next_token_loss", _in_part("loss", loss)),
-    ):
-        yield
+    model.loss = _in_part("loss", model.loss)
 
 
 def _wrap(module: nn.Module, name: str) -> None:
-    module.forward = _in_part(name, module.forward)
+    """Let a module's forward run in a range, by hooks."""
+    entered: list[record_function] = []
+
+    def begin(*_: Any) -> None:
+        entered.append(part(name))
+        entered[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
 
 
 def _in_part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from trainfit.kernels.flash_attention.op import register
-from trainfit.models.few_blocks import outlined
-from trainfit.models.native.decoder import Block, NativeDecoder
+from trainfit.models.native.decoder import NativeDecoder
 from trainfit.models.native.families import native_config
 
 
@@ -17,5 +16,4 @@ def build_native(
     if attention == "triton":
         register()  # torch.compile cannot trace this.
     native = native_config(config)
-    with outlined(Block, native.num_hidden_layers):
-        return NativeDecoder(native, kind=attention, dtype=dtype, device=torch.device(device))
+    return NativeDecoder(native, kind=attention, dtype=dtype, device=torch.device(device))

@@ -5,6 +5,7 @@ vocabulary. Memory: docs/internals/native-decoder.md.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfit.models.deferred_init import is_deferred
-from trainfit.models.few_blocks import without_outlines
+from trainfit.models.few_blocks import META, block_or_outline, without_outlines
 from trainfit.models.native import attention, positions
 from trainfit.models.native.config import NativeConfig
 from trainfit.spec.errors import InputError
@@ -70,7 +71,9 @@ class Attention(nn.Module):
     """
 
     attend: Callable[..., Tensor] = staticmethod(attention.attend)
-    """The kernels of ``triton``; one of several ranks of a sequence replaces them, to gather keys."""
+    """The kernels of ``triton``; one of several ranks of a sequence sets others, which gather keys."""
+    eager: Callable[..., Tensor] = staticmethod(attention.eager_attention)
+    """The operations of ``eager``; a profile sets others, which are in ranges."""
 
     def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -101,7 +104,7 @@ class Attention(nn.Module):
             bias = positions.additive_bias(self.config, s, shared.slopes, q.dtype, q.device)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.kind == "eager":
-            attended = attention.eager_attention(q, k, v, bias, attention.SOFTMAX[self.config.softmax])
+            attended = self.eager(q, k, v, bias, attention.SOFTMAX[self.config.softmax])
         elif self.kind == "triton":
             attended = attention.own_attention(q, k, v, bias, self.attend)
         else:
@@ -165,9 +168,13 @@ class Block(nn.Module):
 class NativeDecoder(nn.Module):
     """A causal language model of identical decoder blocks."""
 
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """Returns the mean loss of logits [b, s, v] and labels [b, s]."""
+
     def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.config = config
+        self.loss = next_token_loss
         self.num_prefix = 0  # Tokens of the prefixes; positions of the sequence start after them
         e, v = config.hidden_size, config.vocab_size
         self.embed = Embedding(v, e, padding_idx=config.pad_token_id, dtype=dtype, device=device)
@@ -175,8 +182,10 @@ class NativeDecoder(nn.Module):
         self.embed_positions = (
             Embedding(config.max_position_embeddings, e, dtype=dtype, device=device) if learned else None
         )
+        num_layers, build = config.num_hidden_layers, partial(Block, config, kind=kind, dtype=dtype)
         self.layers = nn.ModuleList(
-            Block(config, kind=kind, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
+            block_or_outline(partial(build, device=device), partial(build, device=META), number, num_layers)
+            for number in range(num_layers)
         )
         # A post-norm block already ends in a norm.
         self.norm = norm(config, e, dtype, device) if config.norm_placement == "pre" else nn.Identity()
@@ -204,7 +213,7 @@ class NativeDecoder(nn.Module):
             position_ids: int64 [1, s]; None: 0 to s - 1.
         """
         logits = self.lm_head(self.hidden(input_ids, inputs_embeds, position_ids))
-        return Output(None if labels is None else next_token_loss(logits, labels), logits)
+        return Output(None if labels is None else self.loss(logits, labels), logits)
 
     def hidden(
         self,
