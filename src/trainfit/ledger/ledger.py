@@ -375,6 +375,23 @@ class _Expansion:
             found.append(LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0]))
 
     def _freed(self, event: Event, s: Storage, copy: int) -> list[tuple[int, int]]:
+        """Return the storages, with the number of their copy, that a free stands for in a copy of its group.
+
+        An example: five layers are traced as three, so ``repeats`` is 3. FIRST is copy 0, MIDDLE stands for
+        copies 1 to 3, LAST is copy 4. Each layer allocates an activation, and the layer after it frees that.
+        The activations are storages 0, 1 and 2, with one path in all three groups. The traced events are::
+
+            FIRST   allocate 0
+            MIDDLE  allocate 1, free 0
+            LAST    allocate 2, free 1
+
+        A free in MIDDLE of a storage of FIRST reaches one group back. In copy 1 its target is copy 0, the
+        first group itself: (0, 0). In copy 2 its target is copy 1, a copy of the middle group, where the
+        storage of the same path is 1: (1, 1). In copy 3 it is (1, 2). The free in LAST, copy 4, reaches
+        copy 3: (1, 3). So the five layers run as::
+
+            +(0, 0)  +(1, 1) -(0, 0)  +(1, 2) -(1, 1)  +(1, 3) -(1, 2)  +(2, 4) -(1, 3)
+        """
         number = self.slice_of[event.storage]
         if number is not None:
             return self._freed_of_slice(event, s, number, copy)
@@ -397,7 +414,20 @@ class _Expansion:
         return [(index, target)] if target in (0, last) else []
 
     def _freed_of_slice(self, event: Event, s: Storage, number: int, copy: int) -> list[tuple[int, int]]:
-        """Return what an event frees in a copy: the storage of the slice at the traced distance."""
+        """Return what an event frees in a copy: the storage of the slice at the traced distance.
+
+        The slices of a compiled program are equal kernel by kernel, so the twin of a storage in any slice has
+        its position there. An example: three slices stand for five layers, ``last`` is 4. In the backward
+        each layer makes a gradient, storages 0, 1 and 2, and the layer before it frees that::
+
+            LAST    allocate 2
+            MIDDLE  allocate 1, free 2
+            FIRST   allocate 0, free 1
+
+        The free in MIDDLE is of slice 2, one further than its own: the target of copy c is c + 1. Copies
+        run in reverse. In copy 3 the target is 4, the last slice: (2, 4). In copies 2 and 1 it is a copy of
+        the middle slice: (1, 3), (1, 2). The free in FIRST, copy 0, is of slice 1: (1, 1).
+        """
         last = self.repeats[0] + 1
         if self.ledger.segments[event.segment].phase not in ("forward", "backward"):
             # Gradients are freed with no allocation between them: which first is no matter.

@@ -141,6 +141,17 @@ class _Unrolled:
     Copies are numbered in the order of execution: 0 is the first slice, 1 to ``times`` the second, and
     ``times`` + 1 the third.
 
+    An example: an embedding e, three layers of two kernels each, a head h. Each kernel reads the result of
+    the one before it, and ``times`` is 3::
+
+        e   a0 b0   a1 b1   a2 b2   h
+
+    The nodes become e, then a0#0 b0#0, a1#1 b1#1, a1#2 b1#2, a1#3 b1#3, a2#4 b2#4, then h. Kernel a1 reads
+    b0, one slice before its own. In copy c it reads what is at b's position in copy c - 1: a1#1 reads b0#0,
+    a1#2 reads b1#1, and a2#4 reads b1#3. Lifetimes shift likewise: a2 uses b1's result, so a1#3 uses that of
+    b1#2. Inputs go by their users. A weight that only a1 reads becomes three, of copies 1 to 3. A table that
+    b0, b1 and b2 read stays one, with five users.
+
     Raises:
         RepeatError: a tensor that differs from copy to copy is used beyond the next one.
     """
