@@ -19,6 +19,10 @@ CLOSED_HELP = (
     "parameters, embedding included, no windows, as in published figures."
 )
 HOURS_HELP = "What this many GPU-hours cost, such as 1.46M; with --tokens, the MFU of such a run."
+TOGETHER = (
+    "give --model, --batch, --seq and one of --step-s and --mfu together, or --model, --seq, --tokens and "
+    "--gpu-hours, or --gpu-hours alone"
+)
 PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16"]
 
@@ -78,13 +82,8 @@ def run(
         batch = 1 if of_run and batch is None else batch
         speeds = sum((step_s is not None, mfu is not None, of_run))
         if model is None or batch is None or seq is None or speeds != 1:
-            step = "--model, --batch, --seq and one of --step-s and --mfu"
-            run = "--model, --seq, --tokens and --gpu-hours"
-            raise typer.BadParameter(f"give {step} together, or {run}, or --gpu-hours alone")
-        given = {"--step-s": step_s, "--mfu": mfu, "--tokens": tokens, "--gpu-hours": gpu_hours}
-        for option, value in given.items():
-            if value is not None and value <= 0:
-                raise typer.BadParameter(f"{option} must be above 0")
+            raise typer.BadParameter(TOGETHER)
+        _check_positive({"--step-s": step_s, "--mfu": mfu, "--tokens": tokens, "--gpu-hours": gpu_hours})
         if gpu_hours is not None and tokens is not None:
             step_s = step_of_run(gpu_hours, tokens, batch * seq, num_gpus)
         recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
@@ -97,11 +96,22 @@ def run(
         if price is None:
             raise InputError("no price known", "give --price", field="--gpu", value=gpu)
         found |= money(gpu_hours, price)
-    for name, value in found.items():
-        if isinstance(value, float) and not math.isfinite(value):  # Finite options can overflow together.
-            largest = f"{sys.float_info.max:.0e}"
-            raise typer.BadParameter(f"{name} would be past {largest}: give more usual numbers")
+    _check_finite(found)
     if json:
         options.print_json(found)
     else:
         show_usage(found)
+
+
+def _check_positive(given: dict[str, float | None]) -> None:
+    for option, value in given.items():
+        if value is not None and value <= 0:
+            raise typer.BadParameter(f"{option} must be above 0")
+
+
+def _check_finite(found: dict[str, Any]) -> None:
+    """Check results: finite options can overflow together."""
+    for name, value in found.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            largest = f"{sys.float_info.max:.0e}"
+            raise typer.BadParameter(f"{name} would be past {largest}: give more usual numbers")

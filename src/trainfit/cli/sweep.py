@@ -122,15 +122,19 @@ def run(
     if json:
         print_json(_content(state, journal.path, page))
     elif markdown:
-        from trainfit.report.sweep import markdown_table, marked
-
-        best = marked(state.rows())
-        say(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
+        _print_markdown(state)
     else:
         _print(state, journal.path, page)
     if failure is not None:
         raise failure
     return EXIT_STOPPED if state.stopped else 0
+
+
+def _print_markdown(state: "Run") -> None:
+    from trainfit.report.sweep import markdown_table, marked
+
+    best = marked(state.rows())
+    say(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
 
 
 def executing(

@@ -1,7 +1,7 @@
 """``trainfit train``: train a recipe on data, with progress, evaluation, logs, checkpoints and resume."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Context, Option
 
@@ -12,6 +12,10 @@ from trainfit.spec.files import REMEDIES, StorageError
 from trainfit.spec.optional import is_installed
 from trainfit.spec.printable import printable, say
 from trainfit.spec.stop import resumable
+
+if TYPE_CHECKING:
+    from trainfit.api.results import TrainingRun
+    from trainfit.spec.recipe import Recipe
 
 OUT_HELP = "The run's folder: checkpoints, logs, tokenizer."
 DATA_HELP = "stories, stories:N (synthetic text), hub:NAME, a text file or a folder of them."
@@ -120,18 +124,23 @@ def run(
         )
         if not first:
             return summary.exit_code
-    failure = options.attempt(lambda: options.keep(record, "train", built, train=summary.content()))
+    _print(built, summary, record, json=json)
+    return summary.exit_code
+
+
+def _print(recipe: "Recipe", summary: "TrainingRun", record: Path | None, *, json: bool) -> None:
+    """Append the record and print the summary, also where the record cannot be written."""
+    failure = options.attempt(lambda: options.keep(record, "train", recipe, train=summary.content()))
     if json:
         options.print_json(summary)
     else:
         from trainfit.report.results import show_training
 
-        show_training(built, summary)
+        show_training(recipe, summary)
     if failure is not None:
         saved = "the run itself is saved, --resume --record adds its record"
         remedy = REMEDIES.get(failure.errno or 0, "name another file with --record")
         raise StorageError(failure, f"{remedy}; {saved}") from failure
-    return summary.exit_code
 
 
 def _with_count(recipe: str, settings: list[str] | None, gpus: int) -> list[str]:

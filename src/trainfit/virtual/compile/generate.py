@@ -128,10 +128,6 @@ def _stopping_at_the_source(
     def write(graph: Any) -> Written:
         return graph.codegen()[0].value, tuple(kernels)
 
-    def begin_writing(graph: Any, function: Callable[[], Any]) -> Callable[[], Any]:
-        graph.scheduler = SimpleNamespace(nodes=[])  # Torch logs its collectives.
-        return begin(function)
-
     def lower(graph: Any, *inputs: Any) -> Any:
         nonlocal written
         outputs = graph.module.graph.output_node().args[0]
@@ -139,20 +135,7 @@ def _stopping_at_the_source(
         if not (ahead and is_forward and can_fork() and _keep_strides(outputs)):
             return run(graph, *inputs)
 
-        def lower_and_write() -> Written | None:
-            run(graph, *inputs)
-            strides = [_strides_of_lowered(each) for each in graph.graph_outputs]
-            as_traced = strides == [_strides_of(each) for each in outputs]
-            return write(graph) if as_traced and not graph.constants else None
-
-        found = begin_writing(graph, lower_and_write)
-
-        def read() -> Written:
-            if (program := found()) is None:
-                raise OtherStridesError
-            return program
-
-        written = read
+        written = _lowered_ahead(graph, lambda: run(graph, *inputs), write)
         graph.graph_outputs = []  # No strides for the backward: those of the traced tensors.
         return None
 
@@ -162,7 +145,7 @@ def _stopping_at_the_source(
                 found = write(graph)
                 read = lambda: found  # noqa: E731
             else:
-                read = begin_writing(graph, partial(write, graph))
+                read = _begin_writing(graph, partial(write, graph))
         source = Source(read, dict(graph.constants), graph.module.graph)
         return SimpleNamespace(call=runnable(source), runner=None)
 
@@ -180,6 +163,38 @@ def _stopping_at_the_source(
             part_of = partial(_part_of, layers=layers)
             positions = stack.enter_context(planned_as_whole(part_of, layers.times))
         yield
+
+
+def _begin_writing(graph: Any, function: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin to write a graph's source, and return the function that waits for it."""
+    graph.scheduler = SimpleNamespace(nodes=[])  # Torch logs its collectives.
+    return begin(function)
+
+
+def _lowered_ahead(
+    graph: Any, lower: Callable[[], None], write: Callable[[Any], Written]
+) -> Callable[[], Written]:
+    """Begin to lower a forward in a fork and to write its source; return the function that waits for it.
+
+    The returned function raises OtherStridesError if the forward's outputs have other strides than the
+    traced ones.
+    """
+    outputs = graph.module.graph.output_node().args[0]
+
+    def lower_and_write() -> Written | None:
+        lower()
+        strides = [_strides_of_lowered(each) for each in graph.graph_outputs]
+        as_traced = strides == [_strides_of(each) for each in outputs]
+        return write(graph) if as_traced and not graph.constants else None
+
+    found = _begin_writing(graph, lower_and_write)
+
+    def read() -> Written:
+        if (program := found()) is None:
+            raise OtherStridesError
+        return program
+
+    return read
 
 
 def _keep_strides(outputs: Sequence[Any]) -> bool:
