@@ -219,51 +219,22 @@ def _trace_once(
 ) -> Ledger:
     with gpu_of(recipe) as (virtual, ranks):
         virtual.compiler.lowers_ahead = lowers_ahead
-        groups: list[LayerGroups] = []
-        scope_of_block: dict[nn.Module, Scope] = {}
-        repeats: tuple[int, ...] = ()
+        layers = _TracedLayers(recipe, virtual)
 
         def on_model(model: nn.Module) -> None:
-            nonlocal repeats
             if stage is not None:
                 from trainfit.parallel.pipeline import cut
 
                 virtual.tracer.live.forget(cut(model, stage, recipe))
-            if whole:
-                return
-            for technique in _applied(recipe):
-                technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
-            found, repeats, removed = trim_layers(
-                layer_lists(model),
-                first_differs=_first_differs(recipe),
-                least_period=_least_period(recipe),
-                margin=margin,
-            )
-            check_no_outlines([block for _, blocks in layer_lists(model) for block in blocks])
-            groups.extend(found)
-            for name, blocks in layer_lists(model):
-                for number, block in enumerate(blocks):
-                    scope_of_block[block] = ScopeTracker.locate(f"{name}.{number}", groups)
-            virtual.tracer.ledger.repeats = repeats
-            if not found:
-                virtual.tracer.ledger.traced_whole = why_whole(layer_lists(model), _least_period(recipe))
-            if recipe.compile == "model" and found:
-                virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
-            trimmed = [one for layer in removed for one in (*layer.parameters(), *layer.buffers())]
-            virtual.tracer.live.forget(trimmed)
-            if (recorded := deferred()) is not None:
-                recorded.forget(trimmed)
-
-        def within_block(block: nn.Module) -> AbstractContextManager[None]:
-            # What is allocated meanwhile is allocated for each of the blocks that the middle one stands for.
-            return virtual.within(scope_of_block.get(block, NO_SCOPE))
+            if not whole:
+                layers.shorten(model, margin)
 
         step = assemble(
-            recipe, torch.device("cpu"), on_model=on_model, within_block=within_block,
+            recipe, torch.device("cpu"), on_model=on_model, within_block=layers.within_block,
             compiler=virtual.compiler, mesh=ranks and ranks.mesh, cluster=ranks and ranks.cluster,
             stage=stage,
         )  # fmt: skip
-        virtual.model_is_complete(step.model, groups)
+        virtual.model_is_complete(step.model, layers.groups)
         if step.hosted is not None:
             for index in range(len(step.hosted.blocks)):
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
@@ -283,9 +254,52 @@ def _trace_once(
 
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
-        _count_parameters(step.model, ledger, virtual, groups)
+        _count_parameters(step.model, ledger, virtual, layers.groups)
         ledger.warnings = slow_layers(step.model)
     return ledger
+
+
+class _TracedLayers:
+    """The layers of a model that a trace keeps; all of them unless ``shorten`` is called."""
+
+    def __init__(self, recipe: Recipe, virtual: VirtualGpu):
+        self._recipe, self._virtual = recipe, virtual
+        self.groups: list[LayerGroups] = []
+        self._scope_of_block: dict[nn.Module, Scope] = {}
+
+    def shorten(self, model: nn.Module, margin: tuple[int, int]) -> None:
+        """Remove layers that others stand for from the bare model.
+
+        Args:
+            margin: layers before the first and after the last of the three that are compared.
+        """
+        recipe, virtual = self._recipe, self._virtual
+        for technique in _applied(recipe):
+            technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
+        found, repeats, removed = trim_layers(
+            layer_lists(model),
+            first_differs=_first_differs(recipe),
+            least_period=_least_period(recipe),
+            margin=margin,
+        )
+        check_no_outlines([block for _, blocks in layer_lists(model) for block in blocks])
+        self.groups.extend(found)
+        for name, blocks in layer_lists(model):
+            for number, block in enumerate(blocks):
+                self._scope_of_block[block] = ScopeTracker.locate(f"{name}.{number}", self.groups)
+        virtual.tracer.ledger.repeats = repeats
+        if not found:
+            virtual.tracer.ledger.traced_whole = why_whole(layer_lists(model), _least_period(recipe))
+        if recipe.compile == "model" and found:
+            virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
+        trimmed = [one for layer in removed for one in (*layer.parameters(), *layer.buffers())]
+        virtual.tracer.live.forget(trimmed)
+        if (recorded := deferred()) is not None:
+            recorded.forget(trimmed)
+
+    def within_block(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which allocations are made for each block that this one stands for."""
+        return self._virtual.within(self._scope_of_block.get(block, NO_SCOPE))
 
 
 def _first_differs(recipe: Recipe) -> bool:
