@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 
@@ -53,11 +53,12 @@ is_tracing_thread._dynamo_marked_constant = True  # pyright: ignore[reportFuncti
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute, or set a missing one, while entered, within ``exclusive``.
+    """Replace an attribute of another library, or set a missing one, while entered, within ``exclusive``.
 
     Functions, methods and properties change for the tracing thread alone, classes and tables for every
     thread.
     """
+    assert not _is_ours(owner), f"{owner}.{name}: trainfit's own objects take observers or arguments"
     with exclusive():
         inherited = name not in vars(owner)
         before = None if inherited else vars(owner)[name]
@@ -69,6 +70,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+def _is_ours(owner: Any) -> bool:
+    module = owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", None)
+    return str(module).partition(".")[0] == "trainfit"
 
 
 def _for_tracing_thread(value: Any, original: Any) -> Any:
