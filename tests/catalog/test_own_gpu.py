@@ -9,6 +9,7 @@ import pytest
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.catalog import load, names
+from trainfit.catalog.load import device_memory
 from trainfit.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs/reference/gpus.md"
@@ -73,3 +74,50 @@ def test_a_bad_file_is_refused_in_one_line(trainfit: Run, change: tuple[str, str
     assert code == 65
     assert message in out
     assert "Traceback" not in out
+
+
+MEASURED = (
+    "[h300.device_memory]\ncontext_bytes = 1_000_000_000\ncudnn_bytes = 16_777_216\ncopy_bytes = 0\n"
+    "page_table_ratio = 512\nnccl_bytes = 0\ncommunicator_bytes = 0\nexchange_bytes = 0\n"
+    'source = { url = "https://example.org/h300", accessed = "2026-11-20" }\n'
+)
+
+
+def test_its_own_device_memory_is_counted_else_that_of_its_reference(trainfit: Run, tmp_path: Path) -> None:
+    recipe = {"model": {"config": TINY_LLAMA}, "batch": {"seq": 16}, "hardware": {"gpu": "h300"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    outside = []
+    for row in (ROW, ROW + MEASURED):
+        code, out = trainfit(row, "predict", str(tmp_path / "recipe.yaml"), "--json")
+        assert code == 0, out
+        found = json.loads(out[out.index("{") :])
+        outside.append(found["peak_device_bytes"] - found["peak_reserved_bytes"])
+    assert outside[1] - outside[0] == 1_000_000_000 - device_memory(load.gpu("h200")).context_bytes
+
+
+@pytest.mark.parametrize("reference", ["a10", "h100-sxm", "h301"])
+def test_a_reference_that_was_not_measured_is_refused(trainfit: Run, tmp_path: Path, reference: str) -> None:
+    recipe = {"model": {"config": TINY_LLAMA}, "batch": {"seq": 16}, "hardware": {"gpu": "h300"}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    code, out = trainfit(f'{ROW}reference = "{reference}"\n', "predict", str(tmp_path / "recipe.yaml"))
+    assert code == 65
+    assert f"{tmp_path / 'gpus.toml'} [h300]: reference = '{reference}'" in " ".join(out.split())
+    assert "h200" in out
+
+
+@pytest.mark.parametrize("column", ["highest_step_ratio", "least_headroom"])
+def test_an_amd_gpu_of_ones_own_states_its_margins(trainfit: Run, tmp_path: Path, column: str) -> None:
+    """The defaults are of GPUs whose kernels were measured."""
+    row = names.rows(names.GPUS)["mi300x"] | {"title": "own"}
+    text = "[mi999]\n" + "".join(
+        f"{name} = {_toml(value)}\n" for name, value in row.items() if name not in (column, "aliases")
+    )
+    code, out = trainfit(text, "gpus")
+    assert code == 65
+    assert f"[mi999]: {column}: missing" in out
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
+    return json.dumps(value)

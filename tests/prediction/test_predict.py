@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tiny_recipe import tiny_recipe
+from trainfit.catalog.constants import constants
 from trainfit.catalog.load import FOLDER, gpu, gpus
 from trainfit.catalog.rates import rates
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, Event, Ledger, Op, Segment, Storage
 from trainfit.ledger.replay import replay
-from trainfit.prediction.device_overhead import MARGIN, overhead_bytes
+from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import estimate, ledger_of, predict
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.peaks import peak_flops_per_s
@@ -130,22 +131,22 @@ def test_the_verdict_near_the_cards_size() -> None:
     recipe = recipe_of(with_layers("llama-3.2-1b", 6), batch=Batch(micro=4, seq=256), recompute="full")
     ledger = ledger_of(recipe)
     free = replay(ledger, CachingAllocator(), empty_cache_after_init=True)
-    own = overhead_bytes(gpu("h200"), ledger)
+    own, margin = overhead_bytes(gpu("h200"), ledger), constants().memory.margin
     allocated, reserved = free.peak_allocated_bytes, free.peak_reserved_bytes
     assert reserved - allocated > 2 * MIB, "the test needs a recipe with unused reserved memory"
     verdicts = {}
     for capacity in (reserved, reserved - MIB, allocated + MIB, allocated - 1):
-        card = math.ceil((capacity + own) / (1 - MARGIN))
+        card = math.ceil((capacity + own) / (1 - margin))
         found = estimate(recipe, with_usable("h200", card), ledger)
         verdicts[capacity] = found.fits
         assert found.headroom_bytes == card - found.peak_device_bytes
         if found.fits:
             assert found.peak_reserved_bytes <= capacity
-            assert found.headroom_bytes >= int(card * MARGIN)
+            assert found.headroom_bytes >= int(card * margin)
             assert sum(getattr(found.breakdown, name) for name in CATEGORIES) == found.peak_allocated_bytes
         else:
             assert found.peak_reserved_bytes == reserved
-            assert found.headroom_bytes < card * MARGIN
+            assert found.headroom_bytes < card * margin
     assert verdicts[reserved]
     assert verdicts[reserved - MIB]  # by giving cached segments back
     assert not verdicts[allocated - 1]

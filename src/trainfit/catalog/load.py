@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from trainfit.catalog import names
 from trainfit.catalog.config_checks import check_config
 from trainfit.spec.errors import InputError
-from trainfit.spec.hardware import Cluster, Gpu, Link, Source
+from trainfit.spec.hardware import Cluster, DeviceMemory, Gpu, Link, Source, Sustained, Transfers
 from trainfit.spec.parsing.plain_data import read_config
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.units import read_count
@@ -97,6 +97,46 @@ def gpu_of_device(device_name: str) -> Gpu:
     remedy = f"if it is one of these, name it with --gpu: {known}"
     problem = "no GPU of the catalog is called that by its driver"
     raise InputError(problem, remedy, field="gpu", value=device_name)
+
+
+def reference(row: Gpu) -> Gpu:
+    """Return the measured GPU whose columns and operations stand for those that a row lacks.
+
+    Raises:
+        InputError: ``reference`` names no row that has them itself.
+    """
+    return _reference(row.name, row.reference)
+
+
+@functools.cache
+def _reference(name: str, of: str) -> Gpu:
+    measured = [row.name for row in gpus().values() if row.sustained and row.device_memory and row.transfers]
+    if of not in measured:
+        problem = "no row that has sustained, device_memory and transfers"
+        remedy = f"name one of {', '.join(measured)}, or leave it out"
+        raise InputError(problem, remedy, file=names.place(names.GPUS, name), field="reference", value=of)
+    return gpus()[of]
+
+
+def sustained(row: Gpu) -> Sustained:
+    """Return the shares of the data sheet that a GPU sustains: its own, else its reference's."""
+    found = row.sustained or reference(row).sustained
+    assert found is not None
+    return found
+
+
+def device_memory(row: Gpu) -> DeviceMemory:
+    """Return a GPU's memory outside the caching allocator: its own, else its reference's."""
+    found = row.device_memory or reference(row).device_memory
+    assert found is not None
+    return found
+
+
+def transfers(row: Gpu) -> Transfers:
+    """Return the shares of the links' rates that a GPU reaches: its own, else its reference's."""
+    found = row.transfers or reference(row).transfers
+    assert found is not None
+    return found
 
 
 def link(name: str) -> Link:

@@ -1,8 +1,8 @@
 """Rates of a step, from rates.toml: the host's seconds, and operations in a step over those timed alone."""
 
 import functools
-import tomllib
 
+from trainfit.catalog.fitted import fitted_table
 from trainfit.catalog.load import FOLDER
 from trainfit.spec.hardware import PositiveFloat
 from trainfit.spec.value import Seconds, Value, parse
@@ -71,11 +71,15 @@ class Band(Value):
 
     low: PositiveFloat
     high: PositiveFloat
+    basis: str
+    """Steps that it holds, as a prediction states it."""
 
 
 class Rates(Value):
     """Times of products, attention and other operations in a step over those alone; the host's seconds."""
 
+    host_of: str
+    """GPU of the calibration on whose machine the host's seconds rest."""
     products: PositiveFloat
     products_fp16: PositiveFloat
     products_fp32: PositiveFloat
@@ -109,4 +113,4 @@ class Rates(Value):
 @functools.cache
 def rates() -> Rates:
     """Return factors of operations in an H200's step, and rates of the hosts on which steps were measured."""
-    return parse(Rates, tomllib.loads(FILE.read_text(encoding="utf-8")), file=FILE.name)
+    return parse(Rates, fitted_table(FILE).values, file=FILE.name)

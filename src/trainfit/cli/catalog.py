@@ -78,7 +78,7 @@ def _details(gpu: "Gpu") -> None:
     price = "none that could be dated; give your own: --set hardware.price_per_hour=USD"
     if (source := gpu.price_source) is not None:
         price = f"{source.url} ({source.accessed}): {source.note}"
-    sustained = ABSENT if gpu.basis == "accounted" else "the shares of an H200"
+    sustained = ABSENT if gpu.basis == "accounted" else f"the shares of {gpu.reference}"
     if (shares := gpu.sustained) is not None:
         sustained = f"{shares.products:.0%} of the 16-bit peak, {shares.mma:.0%} in flash attention; "
         sustained += f"{shares.memory:.0%} of the bandwidth"
@@ -90,10 +90,27 @@ def _details(gpu: "Gpu") -> None:
         ["a process may allocate", format_bytes(gpu.usable_bytes)],
         ["link", speed],
         ["between hosts", network],
+        ["outside the allocator", _outside(gpu)],
         ["source", f"{gpu.source.url or 'read off this machine'} ({gpu.source.accessed})"],
         ["price", price],
     ]
     rows(out, lines, "left", "wrap")
+
+
+def _outside(gpu: "Gpu") -> str:
+    """Return what the device holds that PyTorch's allocator does not, and where that was measured."""
+    from trainfit.catalog.load import device_memory
+    from trainfit.spec.units import MIB
+
+    if gpu.basis == "accounted":
+        return ABSENT
+    known = device_memory(gpu)
+    context, nccl, group = (
+        f"{num_bytes / MIB:,.0f} MiB"
+        for num_bytes in (known.context_bytes, known.nccl_bytes, known.communicator_bytes)
+    )
+    of = "measured on it" if gpu.device_memory else f"as measured on {gpu.reference}"
+    return f"{context}; with several GPUs {nccl} for NCCL and {group} for each group; {of}"
 
 
 def _active_params(row: "ModelRow") -> int | None:

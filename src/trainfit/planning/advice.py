@@ -16,7 +16,7 @@ from trainfit.planning.combinations import MARGIN, Combinations, Goal, Key, Trac
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.expected import TOLERANCE, Expected, expected
 from trainfit.planning.space import OWN_FAMILY, Option, agree, changed
-from trainfit.prediction.device_overhead import COMMUNICATOR_BYTES, NCCL_BYTES
+from trainfit.prediction.device_overhead import group_bytes
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.plan import Advice, Found, written
@@ -123,7 +123,7 @@ def more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
         return []
     own, held, count = find_gpu(recipe.hardware.gpu), found.breakdown, recipe.hardware.count
     sharded = (held.weights + held.gradients + held.optimizer) * count
-    nccl = 0 if count > 1 else NCCL_BYTES + COMMUNICATOR_BYTES
+    nccl = 0 if count > 1 else group_bytes(own)
     peaks: list[tuple[dict[str, object], float]] = [({}, found.highest.device)]
     if recipe.recompute == "none":
         with suppress(InputError):

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trainfit.catalog.constants import constants
 from trainfit.checkpointing.per_block import fits_share
 from trainfit.ledger.segments import rounded
 from trainfit.planning.probe import Cost, Probe
-from trainfit.prediction.time.roofline import HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP
 
 Array = NDArray[np.float64]
 
@@ -174,4 +174,5 @@ def _host_s(probe: Probe, pick: Callable[[str], Array]) -> Array:
     again = rest.num_again + pick("num_again").sum(0)
     recomputed = pick("num_forward_ops").sum(0) * again / np.maximum(products, 1)
     plain = rest.num_ops + pick("num_ops").sum(0) - recomputed
-    return plain * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
+    known = constants().host
+    return plain * known.operation_s + recomputed * known.recomputed_operation_s

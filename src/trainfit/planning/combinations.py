@@ -96,7 +96,7 @@ class Combinations:
         if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
             remedy = "name a GPU of the catalog with --gpu"
             raise InputError("its speed is not known", remedy, field="hardware.gpu", value=gpu.name)
-        self.recipe, self.goal, self.estimates = recipe, goal, estimates
+        self.recipe, self.goal, self.estimates, self.gpu = recipe, goal, estimates, gpu
         self.limit_bytes = min(goal.memory_bytes or gpu.usable_bytes, gpu.usable_bytes)
         self.usable_bytes = self.limit_bytes * (1 - goal.margin)
         self.host_bytes = gpu.memory_bytes if goal.host_bytes is None else goal.host_bytes

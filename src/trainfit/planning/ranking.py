@@ -62,7 +62,7 @@ class Ranking:
         other = self.sizes(options, self.level).other_bytes if self.levels else 0.0
         usable_bytes = self.combinations.usable_bytes
         # These blocks may offload, at most about as much as the card holds.
-        other = 1.05 * other + offload_bytes(usable_bytes)
+        other = 1.05 * other + offload_bytes(self.combinations.gpu, usable_bytes)
         return max(0.01, round((usable_bytes - other) / GIB - 0.005, 2))
 
     def ordered(self, options: Collection[Option]) -> Options:

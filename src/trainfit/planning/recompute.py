@@ -21,7 +21,7 @@ from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
 from trainfit.prediction.device_overhead import offload_bytes
-from trainfit.prediction.estimate import least_headroom, predict
+from trainfit.prediction.estimate import predict
 from trainfit.prediction.time.roofline import copy_bytes_per_s
 from trainfit.prediction.trace import trace_whole
 from trainfit.spec.errors import InputError
@@ -131,7 +131,7 @@ def _fitting(recipe: Recipe, found: Candidates, until_s: float) -> Plan:
     smaller plan after one that is too large, a faster one where room is left.
     """
     gpu = find_gpu(recipe.hardware.gpu)
-    most_bytes = gpu.usable_bytes * (1 - least_headroom(gpu))
+    most_bytes = gpu.usable_bytes * (1 - gpu.least_headroom)
     evaluated = found.peak_bytes + found.offload_bytes
     best: Plan | None = None
     first_slower, others, other_bytes = len(found.peak_bytes), np.ones(len(found.peak_bytes), bool), 0.0
@@ -193,7 +193,7 @@ def candidates(recipe: Recipe) -> Candidates:
     kept = np.flatnonzero(waits_s <= MAX_WAITS * seconds)
     seconds = np.round(seconds / seconds.min(), 9)  # Sums of the same numbers in another order are equal.
     order = kept[np.lexsort((peak_bytes[kept], gone_bytes[kept], seconds[kept]))]
-    return Candidates(choices, rows[order], peak_bytes[order], offload_bytes(gone_bytes[order]))
+    return Candidates(choices, rows[order], peak_bytes[order], offload_bytes(gpu, gone_bytes[order]))
 
 
 def _offload_levels(recipe: Recipe) -> tuple[str, ...]:

@@ -7,23 +7,14 @@ g ranks in each host, (g - 1) / n through the link inside it and (n - g) / n thr
 
 from typing import NamedTuple
 
+from trainfit.catalog.load import device_memory, link, reference, transfers
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.load import link
 from trainfit.ledger.ledger import COPIED, Collective, Ledger
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
+from trainfit.spec.units import MIB
 
-SUSTAINED = {
-    "all_gather": 0.61, "reduce_scatter": 0.61, "all_reduce": 0.74, "broadcast": 0.82,
-    "all_to_all": 0.75, "send": 0.75, "copied_gather": 0.84, "copied_scatter": 0.84,
-}  # fmt: skip
-"""Share of the rate inside a host that NCCL reaches with tensors of a GB: 2 H200s, torch 2.11
-(docs/results/bench.md); those of all-to-alls and sends were not measured. Copy engines: of a step of
-Llama-3.1-8B (docs/log.md, 2026-11-23)."""
-SUSTAINED_BETWEEN_HOSTS = 0.75
-START_S = 20e-6
-"""Of a collective, in addition to its bytes and the link's latency: as measured there for small ones."""
 BUS_SHARE = {
     "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2,
     "copied_gather": 1, "copied_scatter": 1,
@@ -112,18 +103,19 @@ def _in_host(num_ranks: int, span: int, gpu: Gpu) -> int:
 def collective_s(one: Collective, gpu: Gpu) -> float:
     """Return the seconds of a collective alone."""
     # A ring's bytes pass from rank to rank, an all-to-all's all at once.
-    turns = 1 if one.name == "all_to_all" else one.num_ranks - 1
+    turns, start_s = 1 if one.name == "all_to_all" else one.num_ranks - 1, transfers(gpu).start_s
     return max(
-        (one.num_bytes if one.name == "broadcast" else num_bytes) / sustained_bytes_per_s(one.name, used)
+        (one.num_bytes if one.name == "broadcast" else num_bytes) / sustained_bytes_per_s(one.name, used, gpu)
         + turns * used.latency_s
-        + START_S
+        + start_s
         for used, num_bytes in sent(one, gpu)
     )
 
 
-def sustained_bytes_per_s(name: str, used: Ring) -> float:
-    """Return the rate that a kind of collective reaches on a link."""
-    return used.bytes_per_s * (SUSTAINED_BETWEEN_HOSTS if used.between_hosts else SUSTAINED[name])
+def sustained_bytes_per_s(name: str, used: Ring, gpu: Gpu) -> float:
+    """Return the rate that a kind of collective reaches on a link of a GPU."""
+    known = transfers(gpu)
+    return used.bytes_per_s * (known.between_hosts if used.between_hosts else known.collectives[name])
 
 
 def load(one: Collective, gpu: Gpu) -> float:
@@ -131,8 +123,8 @@ def load(one: Collective, gpu: Gpu) -> float:
 
     What it takes from the computation, SMs and bandwidth, is in proportion to the bytes that it moves.
     """
-    inside = link(gpu.link).bytes_per_s * SUSTAINED[one.name]
-    return min(1.0, max(sustained_bytes_per_s(one.name, used) for used, _ in sent(one, gpu)) / inside)
+    inside = link(gpu.link).bytes_per_s * transfers(gpu).collectives[one.name]
+    return min(1.0, max(sustained_bytes_per_s(one.name, used, gpu) for used, _ in sent(one, gpu)) / inside)
 
 
 def all_s(ledger: Ledger, gpu: Gpu) -> float:
@@ -169,9 +161,14 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         else ()
     )
     copied = all(one.name in COPIED for one in ledger.collectives)
-    nccl = "NCCL takes what it does for two H200s: 358 MiB, and 486 MiB for each group"
-    by_nccl = () if copied else (nccl + ", 446 MiB more where it exchanges tokens" * exchanges,)
-    shares = {one.name: f"{SUSTAINED[one.name]:.0%}" for one in ledger.collectives}
+    known, measured_on = device_memory(gpu), gpu if gpu.device_memory else reference(gpu)
+    nccl = (
+        f"NCCL takes what it does for two {measured_on.name.upper()}s: {known.nccl_bytes // MIB} MiB, "
+        f"and {known.communicator_bytes // MIB} MiB for each group"
+    )
+    exchanged = f", {known.exchange_bytes // MIB} MiB more where it exchanges tokens" * exchanges
+    by_nccl = () if copied else (nccl + exchanged,)
+    shares = {one.name: f"{transfers(gpu).collectives[one.name]:.0%}" for one in ledger.collectives}
     rate = ", ".join(f"{name.replace('_', '-')} {share}" for name, share in sorted(shares.items()))
     return (
         *repeated,

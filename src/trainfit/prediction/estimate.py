@@ -6,6 +6,7 @@ Imports torch only where no ledger is kept.
 import os
 from collections.abc import Callable, Sequence
 
+from trainfit.catalog.constants import constants
 from trainfit.catalog.load import cluster
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.rates import rates
@@ -20,7 +21,7 @@ from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import is_measured
 from trainfit.prediction.time.host_time import counts_python
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
-from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline, without_rows
+from trainfit.prediction.time.roofline import Roofline, roofline, without_rows
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
@@ -32,24 +33,6 @@ CONVENTION = (
     "hardware FLOPs those that a kernel skips; model FLOPs leave out what is recomputed; MFU and HFU are of "
     "the dense peak of the matrix products' dtype"
 )
-
-LEAST_HEADROOM = 0.01
-"""Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by
-0.08 % (docs/results/accuracy.md), what else is on a card (a display, another process's context) takes some
-hundred MiB."""
-
-HIGHEST, HIGHEST_ON_AMD = 3, 5
-"""Multiples of the expected step time that bound it where no step was measured. An AMD GPU's kernels are not
-those whose rates were measured."""
-SCRIPTS_INSIDE = (
-    "which held for 28 of 32 steps of the 16 scripts that the rates were fitted to (H100s, torch 2.11); "
-    "eight of them, predicted first by earlier fits, were off by up to 48 %"
-)
-"""What the range of ``script_bounds`` rests on (results/script-steps)."""
-
-LEAST_HEADROOM_ON_AMD = 0.05
-"""The same on AMD GPUs, where nothing is measured: a second workspace of 128 MiB a thread, newer attention
-kernels' fp32 gradients of the queries and the driver's share are not in the prediction."""
 
 MORE_STEPS = 8
 """Steady steps replayed at most beyond the traced one. Of 10 recipes within 3 % of an H200's memory that ran
@@ -309,17 +292,11 @@ def timed_by(gpu: Gpu) -> str:
     return f"step time: {known.origin}, by the ratio of {ratio}; not calibrated on {gpu.name}"
 
 
-def least_headroom(gpu: Gpu) -> float:
-    """Return the share of the device below which a prediction that fits is warned of."""
-    return LEAST_HEADROOM_ON_AMD if gpu.gfx else LEAST_HEADROOM
-
-
 def _little_headroom(gpu: Gpu, found: Estimate) -> tuple[str, ...]:
-    least = least_headroom(gpu)
-    if not found.fits or found.headroom_bytes >= least * gpu.usable_bytes:
+    if not found.fits or found.headroom_bytes >= gpu.least_headroom * gpu.usable_bytes:
         return ()
     return (
-        f"less than {least:.0%} of the device is free, {format_bytes(found.headroom_bytes)}: "
+        f"less than {gpu.least_headroom:.0%} of the device is free, {format_bytes(found.headroom_bytes)}: "
         "another process on it, or a longer batch, is enough to run out of memory",
     )
 
@@ -345,8 +322,8 @@ def script_bounds(time: Roofline | None, gpu: Gpu, ledger: Ledger) -> dict[str, 
     decides = "the host" if time.waits else "the GPU"
     basis = (
         f"{decides} decides. {device.low:g} to {device.high:g} times the GPU's expected time, and "
-        f"{host.low:g} to {host.high:g} times the host's, {SCRIPTS_INSIDE}; a host of your own: trainfit "
-        "calibrate --host"
+        f"{host.low:g} to {host.high:g} times the host's, which held for {host.basis}; a host of your "
+        "own: trainfit calibrate --host"
     )
     return {"step_s": Interval(low=low, high=high, basis=basis)}
 
@@ -358,11 +335,11 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
     published = None if gpu.sustained is None else gpu.sustained.steps
     expected, measured = time.expected.total, published or gpu.step_time_range
     if measured is None:
-        most = HIGHEST_ON_AMD if gpu.gfx else HIGHEST
-        low, high = time.lowest_s, most * expected
+        low, high = time.lowest_s, gpu.highest_step_ratio * expected
         basis = (
             "low: every operation at the data sheet's rate; "
-            f"high: {most} times the expectation, whose rates are an H200's and its host's"
+            f"high: {gpu.highest_step_ratio:g} times the expectation, whose rates are those of "
+            f"{calibrated(gpu).gpu} and its host"
         )
     elif gpu.step_time_range is not None and (
         recipe.hardware.count == 1
@@ -372,13 +349,12 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
         several, own_host = recipe.hardware.count > 1, calibrated(gpu).has_own_host
         band = time.band(compiled=bool(recipe.compile), several_gpus=several, own_host=own_host)
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
-        of = "most of the measured steps of two H200s" if several else "90 % of the measured H200 steps"
         basis = (
-            f"{band.low:.3g} to {band.high:.3g} times the expected time, as {of} that the rates were learned "
-            "from"
+            f"{band.low:.3g} to {band.high:.3g} times the expected time, as {band.basis} that the rates were "
+            "learned from"
         )
         if time.on_slowest_host > 1 and not own_host:
-            basis += f", on a host whose work takes up to {SLOWEST_HOST:g} times as long"
+            basis += f", on a host whose work takes up to {constants().host.slowest:g} times as long"
         basis += "; a slower host or other clocks can exceed it"
     else:
         low, high = max(measured.low * expected, time.lowest_s), measured.high * expected

@@ -233,7 +233,7 @@ class _Pipeline:
         used = communication.ring(2, self._span(one, other), self.gpu)
         if lowest:
             return self.sent_bytes / used.bytes_per_s
-        return self.sent_bytes / communication.sustained_bytes_per_s("send", used) + used.latency_s
+        return self.sent_bytes / communication.sustained_bytes_per_s("send", used, self.gpu) + used.latency_s
 
     def _span(self, one: int, other: int) -> int:
         """Return the distance of two positions' GPUs plus one; over a host's GPUs where they are of two."""

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from trainfit.catalog.attention import AttentionRate, AttentionRun, attention_runs
+from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger, Op, Segment
 from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.prediction.time import attention_time
-from trainfit.prediction.time.attention_time import MASKED, UNMEASURED, assumptions, compute_share
+from trainfit.prediction.time.attention_time import assumptions, compute_share
 from trainfit.prediction.time.device_time import least_s
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.spec.recipe import Batch, Recipe
@@ -100,7 +101,7 @@ def assumption_of(op: Op) -> str:
 def test_a_kernel_without_a_rate_in_a_dtype_is_told(made_up: list[AttentionRate]) -> None:
     made_up.append(a_rate("efficient", "fp32"))
     wanted = op_of(made_up[0], backward=False)._replace(dtype="bfloat16")
-    assert compute_share(wanted, H200) == UNMEASURED
+    assert compute_share(wanted, H200) == constants().shares.attention_unmeasured
     assert "nothing is measured" in assumption_of(wanted)
 
 
@@ -109,7 +110,7 @@ def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_
 ) -> None:
     made_up += [a_rate("cudnn", "bf16"), a_rate("efficient", "fp32", 64)]
     masked = op_of(made_up[0], backward=False, masked=True)
-    assert compute_share(masked, H200) == MASKED
+    assert compute_share(masked, H200) == constants().shares.attention_masked
     assert assumption_of(masked) == (
         "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, "
         "where ten measured steps with cuDNN need 20% to 33%"

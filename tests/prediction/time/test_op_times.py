@@ -2,12 +2,13 @@
 
 import pytest
 
+from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import op_s
-from trainfit.prediction.time.op_times import CACHE_BYTES, OpTimes
+from trainfit.prediction.time.op_times import OpTimes, work_of
 from trainfit.spec.calibration import OpTime
 
 MB = 2**20
@@ -45,7 +46,7 @@ def test_what_was_timed_in_the_cache_is_no_faster_than_the_memory_when_it_leaves
     cached = row("aten.mul.Tensor", 20 * MB, 20 * MB / (2 * bandwidth))
     times = OpTimes([cached], "h200")
     small, large = 40 * MB, 2**30
-    assert small < CACHE_BYTES < large
+    assert small < (gpu("h200").cached_bytes or 0) < large
     within, beyond = (times.seconds(op("aten.mul.Tensor", size)) for size in (small, large))
     assert within is not None
     assert within < small / bandwidth
@@ -66,3 +67,33 @@ def test_attention_computes_whole_tiles(kernel: str, tile: int) -> None:
     )
     found = times.seconds(op(name, MB, flops(seq), kernel, 64, seq))
     assert found == pytest.approx(flops(1024 + tile) / rate, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["h200", "a100-sxm4-80gb", "rtx-4090"])
+def test_a_product_in_fp32_fills_the_multiprocessors_of_its_own_gpu(name: str) -> None:
+    """As many tiles as multiprocessors take one wave, one more takes a second, of which it fills little."""
+    num_sms = gpu(name).num_sms
+    assert num_sms is not None
+
+    def product(tiles: int) -> OpTime:
+        shape = (1, 256, 128 * tiles, 8192)
+        flops = 2.0 * 256 * 128 * tiles * 8192
+        return OpTime("aten.mm.default", "float32", "", shape, "", 0, 0, False, flops, 1, 1.0, "")
+
+    def longer(tiles: int) -> float:
+        row = product(tiles)
+        return work_of(row, gpu(name), constants().operations) / row.flops
+
+    assert longer(num_sms) == 1.0
+    assert longer(num_sms + 1) > 1.0
+
+
+def test_what_stays_in_the_cache_is_that_of_the_calibrated_gpu() -> None:
+    """The A100's L2 holds 40 MiB, of which 45 MiB leave nothing."""
+    card = gpu("a100-sxm4-80gb")
+    bandwidth = card.memory_bytes_per_s
+    assert bandwidth is not None
+    assert card.l2_cache_bytes == 40 * MB
+    cached = row("aten.mul.Tensor", 20 * MB, 20 * MB / (2 * bandwidth))
+    found = OpTimes([cached], card.name).seconds(op("aten.mul.Tensor", 45 * MB))
+    assert found == pytest.approx(45 * MB / bandwidth)

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tiny_recipe import tiny_recipe
+from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import FIRST, LAST, MIDDLE, NO_LAYER, Ledger, Op, Segment
 from trainfit.prediction import estimate
-from trainfit.prediction.time.roofline import SLOWEST_HOST, Roofline, roofline
+from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.result import StepTime
 
 H200 = gpu("h200")
@@ -123,10 +124,10 @@ def test_bounds_without_a_calibrated_host_have_room_for_a_slow_one() -> None:
     fits = Roofline(StepTime(matmul_s=1.0, issue_s=0.9), 0.0)
     free = Roofline(StepTime(matmul_s=1.0, issue_s=0.5), 0.0)
     known = rates()
-    assert waits.band(compiled=False).high == pytest.approx(known.host_bound.high * SLOWEST_HOST)
+    assert waits.band(compiled=False).high == pytest.approx(known.host_bound.high * constants().host.slowest)
     assert waits.band(compiled=False, own_host=True) == known.own_host
     assert fits.band(compiled=True).high == pytest.approx(
-        known.compiled_device_bound.high * 0.9 * SLOWEST_HOST
+        known.compiled_device_bound.high * 0.9 * constants().host.slowest
     )
     assert fits.band(compiled=True, own_host=True) == known.compiled_device_bound
     assert free.band(compiled=False) == known.device_bound

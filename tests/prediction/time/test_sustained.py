@@ -6,7 +6,6 @@ from trainfit.catalog.load import gpu, gpus
 from trainfit.ledger.ledger import NO_LAYER, Collective, Op
 from trainfit.prediction import communication
 from trainfit.prediction.estimate import predict
-from trainfit.prediction.time.calibrated import CALIBRATED
 from trainfit.prediction.time.device_time import op_s
 from virtual_runs import recipe_of
 
@@ -54,10 +53,10 @@ def test_an_operation_takes_the_calibrated_time_by_what_bounds_it(op: Op, share:
     assert op_s(op, A100) / op_s(op, H200) == pytest.approx(rates[0] / rates[1], rel=0.02)
 
 
-def test_a_gpu_without_shares_has_the_calibrated_ones() -> None:
+def test_a_gpu_without_shares_has_those_of_its_reference() -> None:
     a10 = gpu("a10")
     assert a10.sustained is None
-    same = a10.model_copy(update={"name": "same", "sustained": gpu(CALIBRATED).sustained})
+    same = a10.model_copy(update={"name": "same", "sustained": gpu(a10.reference).sustained})
     assert op_s(product(4096), a10) == op_s(product(4096), same)
 
 

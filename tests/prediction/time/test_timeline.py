@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from trainfit.catalog.constants import constants
 from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Collective, Ledger, Op, Segment
-from trainfit.prediction.time.timeline import QUEUE, Host, Overlap, replay
+from trainfit.prediction.time.timeline import Host, Overlap, replay
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2
+QUEUE = constants().host.queue
 
 
 def ledger(segments: list[int], collectives: list[Collective], groups: list[int] | None = None) -> Ledger:

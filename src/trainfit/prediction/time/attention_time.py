@@ -9,22 +9,12 @@ from collections.abc import Callable
 from functools import cache
 
 from trainfit.catalog.attention import AttentionRate, Dtype, attention_runs, nearest_rate
+from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.spec.hardware import Gpu
 
-MASKED = 0.22
-"""Share of the peak in 16 bits where a mask is given as a tensor, not by is_causal, to a kernel that was not
-measured with one; every score counts. Median of the three measured eager steps of the truth suite of which
-such attention is over an eighth and that may be learned from (spec/recipe.py): phi-3-mini 2 x 2,048,
-mistral-7b 4,096 and gemma-3-1b 2 x 19,120 need 0.22, 0.32 and 0.20; the three held out need 0.25 to 0.28. The
-other four, three of them compiled, need 0.28 to 0.33 (docs/log.md). All by cuDNN, torch 2.11."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
-UNMEASURED = 0.33
-"""Share of the peak where a kernel has no rate in a dtype (``efficient`` in 16 bits).
-
-That of PyTorch's flash with long heads of 128.
-"""
 
 
 def compute_share(op: Op, gpu: Gpu) -> float:
@@ -32,7 +22,9 @@ def compute_share(op: Op, gpu: Gpu) -> float:
     head, measured_on = _computed_head(op), gpu.attention_rates_of
     rate = _rate(measured_on, op.kernel, op.dtype, head, op.seq, op.masked)
     if rate is None:
-        return MASKED if _masked_in_16_bits(op.masked, op.dtype) else UNMEASURED
+        known = constants().shares
+        is_masked = _masked_in_16_bits(op.masked, op.dtype)
+        return known.attention_masked if is_masked else known.attention_unmeasured
     peak = find_gpu(measured_on).peak_flops_per_s[rate.dtype]
     return rate.flops_per_s(backward="backward" in op.name) / peak * op.head / head
 
@@ -58,9 +50,11 @@ def _origin(gpu: Gpu, kernel: str, dtype: str, computed: int, head: int, seq: in
     of += ", with a mask:" if masked else ":"
     rate = _rate(gpu.attention_rates_of, kernel, dtype, computed, seq, masked)
     if rate is None and _masked_in_16_bits(masked, dtype):
-        return f"{of} {MASKED:.0%} of the peak, where ten measured steps with cuDNN need 20% to 33%"
+        share = constants().shares.attention_masked
+        return f"{of} {share:.0%} of the peak, where ten measured steps with cuDNN need 20% to 33%"
     if rate is None:
-        return f"{of} nothing is measured; taken as {UNMEASURED:.0%} of the peak"
+        share = constants().shares.attention_unmeasured
+        return f"{of} nothing is measured; taken as {share:.0%} of the peak"
     at = f"as measured on {gpu.attention_rates_of} with heads of {rate.head} at {rate.seq}"
     if (rate.head, rate.seq) != (head, seq):
         at += ", the nearest measured"

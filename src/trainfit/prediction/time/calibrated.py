@@ -1,6 +1,7 @@
 """What step times are computed with: operations timed on one GPU, the rates of a step. No torch here.
 
-The catalog has those of one H200 and one H100, and of the hosts of measured steps. A file that ``trainfit
+The catalog has those of one H200 and one H100, and of the hosts of measured steps; another GPU takes those of
+its reference. A file that ``trainfit
 calibrate`` wrote replaces the operations for recipes of its GPU, and rescales the host's costs by the small
 steps that it measured.
 """
@@ -23,8 +24,6 @@ from trainfit.spec.files import read_text
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.value import canonical_json
 
-CALIBRATED = "h200"
-"""GPUs without a calibration take this one's rates, as shares of their data sheets."""
 LEAST_STEPS = 4
 """Small steps that a calibration must have for the host to be rescaled by them."""
 OPTIONAL_COSTS = {"compiled", "launch"}
@@ -76,20 +75,21 @@ def calibrated(gpu: Gpu) -> Calibrated:
         InputError: ``operations_of`` of its row names no calibration of the catalog.
     """
     file = _chosen.get()
-    shipped = _shipped(gpu.name, gpu.operations_of)
+    shipped = _shipped(gpu.name, gpu.operations_of, gpu.reference)
     return shipped if file is None else _of_user(file, gpu.name, shipped)
 
 
 @functools.cache
-def _shipped(gpu: str, operations_of: str | None) -> Calibrated:
+def _shipped(gpu: str, operations_of: str | None, reference: str) -> Calibrated:
     known = sorted(path.stem for path in (FOLDER / "calibrations").glob("*.json"))
-    if operations_of is not None and operations_of not in known:
-        remedy = f"name one of {', '.join(known)}, or leave it out"
-        place = names.place(names.GPUS, gpu)
-        problem = "no calibration of that GPU is in the catalog"
-        raise InputError(problem, remedy, file=place, field="operations_of", value=operations_of)
+    for field, value in (("operations_of", operations_of), ("reference", reference)):
+        if value is not None and value not in known:
+            remedy = f"name one of {', '.join(known)}, or leave it out"
+            place = names.place(names.GPUS, gpu)
+            problem = "no calibration of that GPU is in the catalog"
+            raise InputError(problem, remedy, file=place, field=field, value=value)
     name = operations_of or gpu
-    return _of_catalog(name if name in known else CALIBRATED)
+    return _of_catalog(name if name in known else reference)
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def _of_catalog(gpu: str) -> Calibrated:
 
 
 @functools.cache
-def _catalog(gpu: str = CALIBRATED) -> Calibration:
+def _catalog(gpu: str) -> Calibration:
     # Without the checks of a user's file, which take longer than to read it.
     return Calibration.model_validate_json((FOLDER / "calibrations" / f"{gpu}.json").read_bytes())
 
@@ -136,7 +136,7 @@ def _host_ratio(own: Calibration) -> tuple[float | None, str]:
     Whole small steps decide. Where a calibration has none, as without a GPU, its single costs are compared
     with those of the machine of the catalog's calibration, and that machine's small steps with the rates.
     """
-    catalog = _catalog()
+    catalog = _catalog(rates().host_of)
     expected = {_key(step): step.expected_s for step in catalog.host_steps if step.expected_s}
     steps = _ratios({_key(step): step.step_s for step in own.host_steps}, expected)
     if len(steps) >= LEAST_STEPS:

@@ -10,29 +10,22 @@ data sheets allow.
 from functools import lru_cache
 from typing import Literal
 
+from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import reference, sustained
 from trainfit.catalog.operation_kinds import OTHER, OperationKind, kind_of, operation_kinds
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.attention_time import compute_share
-from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
+from trainfit.prediction.time.calibrated import Calibrated, calibrated
 from trainfit.prediction.time.op_times import ALIGNED, base_of
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.op_kinds import CHANNELS_LAST, POINTWISE, UNWRITTEN
 
-FP8 = 0.645
-"""Share of the fp8 peak where no fp8 product was calibrated (`bench gpu --only sustained=fp8`, one H200)."""
-UNKNOWN = 0.59
-"""Share of the bandwidth, or of the peak, where nothing alike was measured: the median of training steps."""
 DEPTHWISE_FILTERS = 2
 """Filters of a group up to which a convolution of several groups is depthwise."""
-TILE_FILTERS = 128
-"""Filters of a group that kernels of tensor cores compute at once: 64 of one group take as long, and so do 8
-of each of 32 groups (results/script-steps/h100-operations-without-rows.json)."""
 NORMALIZATIONS = ("normalization", "normalization-backward")
-NOT_FASTER_BYTES = 2**28
-"""Operations of more bytes leave nothing in the cache, so a step does not run them faster than alone."""
 Part = Literal["products", "attention", "memory"]
 
 
@@ -107,7 +100,8 @@ def _factor(op: Op, rates: Rates) -> float:
         return rates.grouped if "grouped" in op.name else rates.products
     if part == "attention":
         return rates.attention
-    memory = max(1.0, rates.memory) if op.num_bytes > NOT_FASTER_BYTES else rates.memory
+    is_large = op.num_bytes > constants().operations.not_faster_bytes
+    memory = max(1.0, rates.memory) if is_large else rates.memory
     return memory * rates.fp8_casts if _casts_to_fp8(op) else memory
 
 
@@ -120,10 +114,11 @@ def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:
     """Return the roofline of an operation without rows, at the shares of its kind."""
     (compute_s, move_s), (compute, move) = least_s(op, gpu), _share_ratios(op, gpu)
     compute_s, move_s = compute_s / compute, move_s / move
+    shares = constants().shares
     if op.kernel:
-        return max(compute_s / compute_share(op, gpu), move_s / UNKNOWN)
+        return max(compute_s / compute_share(op, gpu), move_s / shares.unknown)
     if dtype == "fp8":
-        return max(compute_s / FP8, move_s / UNKNOWN)
+        return max(compute_s / shares.fp8, move_s / shares.unknown)
     kind = operation_kinds()[roofline_kind(op)]
     if kind.units == "cuda" and dtype != "fp64":
         # Without the GPU's share of its peak, which was compared for tensor cores alone.
@@ -158,7 +153,7 @@ def _padded(op: Op, kind: OperationKind) -> float:
     """Return how much more a kernel of tensor cores computes than its FLOPs: of few filters."""
     if kind.units == "cuda" or not op.shape or kind_of(base_of(op)) != "convolution":
         return 1.0
-    return max(1.0, TILE_FILTERS / op.shape[2])
+    return max(1.0, constants().shares.tile_filters / op.shape[2])
 
 
 def least_s(op: Op, gpu: Gpu) -> tuple[float, float]:
@@ -175,12 +170,10 @@ def sustained_s(op: Op, gpu: Gpu) -> tuple[float, float]:
 
 
 def _shares(op: Op, gpu: Gpu) -> tuple[float, float]:
-    """Return the shares of the peak and of the bandwidth; a GPU without own ones has the H200's."""
-    reference = find_gpu(CALIBRATED).sustained
-    assert reference is not None
-    shares = gpu.sustained or reference
+    """Return the shares of the peak and of the bandwidth; a GPU without own ones has its reference's."""
+    shares = sustained(gpu)
     if PEAK_DTYPE.get(op.dtype, "fp32") in ("fp32", "fp64"):  # No tensor cores: nothing was compared.
-        return reference.products, shares.memory
+        return sustained(reference(gpu)).products, shares.memory
     return (shares.mma if _uses_mma(op) else shares.products), shares.memory
 
 
@@ -192,6 +185,6 @@ def _uses_mma(op: Op) -> bool:
 
 
 def _share_ratios(op: Op, gpu: Gpu) -> tuple[float, float]:
-    """Return what the GPU sustains over what the H200 does."""
-    (compute, move), (known_compute, known_move) = _shares(op, gpu), _shares(op, find_gpu(CALIBRATED))
+    """Return what the GPU sustains over what its reference does."""
+    (compute, move), (known_compute, known_move) = _shares(op, gpu), _shares(op, reference(gpu))
     return compute / known_compute, move / known_move

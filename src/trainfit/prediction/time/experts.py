@@ -6,16 +6,9 @@ products, for which the host first reads how many tokens each group has.
 
 import math
 
+from trainfit.catalog.constants import constants
 from trainfit.ledger.ledger import Op
 from trainfit.spec.calibration import OpTime
-
-FEW = 128
-"""Tokens of a group, up to which the kernel takes smaller tiles."""
-ROWS = {True: 128, False: 256}
-"""Rows of two tiles of a cluster, by whether the tiles are small."""
-EPILOGUE = 205
-"""Tokens within whose time a tile of a weight's gradient is begun and written. With it, and padded tiles, the
-three products of a calibrated layer in bf16 reach the same rate."""
 
 
 def is_looped(op: Op | OpTime) -> bool:
@@ -38,11 +31,11 @@ def padding(op: Op | OpTime) -> float:
 
     Tokens are spread over the groups geometrically, as routers spread them at random weights.
     """
-    batch, m, _, k = op.shape
+    (batch, m, _, k), known = op.shape, constants().experts
     if batch == 1:
-        return 1 + EPILOGUE * num_groups(op) / k
+        return 1 + known.epilogue * num_groups(op) / k
     tokens = m / batch
-    rows = ROWS[tokens <= FEW]
+    rows = known.rows_if_few if tokens <= known.few else known.rows
     return rows / tokens / -math.expm1(-rows / tokens)
 
 

@@ -15,56 +15,27 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainfit.catalog.load import gpu
+from trainfit.catalog.constants import OperationConstants, constants
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.operation_kinds import kind_of
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.experts import is_looped, num_groups, one_group, padding
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.spec.calibration import OpTime
+from trainfit.spec.hardware import Gpu
 
-NEAREST = 4
-CLOSE = 0.15
-"""Distance, in logarithms of sizes, within which measured points count alike."""
-FAR = math.log(4)
-"""Distance above the largest measured size from which operations less alike, but as large, count instead; not
-of operations on lists, whose rates are those of one tensor's chunks."""
 ALIGNED = 8
 """Elements of 16 bits: products with other sizes take slower kernels."""
 BITS_16: dict[str, str] = dict.fromkeys(("float16", "bfloat16"), "16 bits")
 """Dtypes whose rows stand for one another."""
-FIXED_S = {"product": 4e-6, "attention": 6e-6, "other": 2.5e-6}
-"""Time of an operation whatever its size, by kind; values with the least error in leave-one-out tests."""
 ADDED = "baddbmm"
 """Product that copies what it adds before, unlike ``addmm``, whose kernel adds a bias."""
-LATENCY = 0.03
-"""Share of the bandwidth below which an operation takes its time to launch kernels, whatever its size."""
-REACHED = 0.59
-"""Share of the bandwidth of bytes beyond those of such an operation."""
 FAMILIES = dict.fromkeys(("sum", "mean", "amax", "linalg_vector_norm"), "reduction") | dict.fromkeys(
     ("copy", "_to_copy", "clone"), "copy"
 )
 """Operations that stand for one another."""
 OWN_PRODUCTS = ("convolution", "recurrent", "recurrent-backward")
 """Kinds that have a product's shape, and rows of their own alone."""
-NUM_SMS = 132
-TILES = (
-    (256, 128, 1.02), (128, 256, 1.02), (128, 128, 1.0), (128, 64, 0.93), (64, 128, 0.93), (64, 64, 0.8),
-    (32, 64, 0.6),
-)  # fmt: skip
-"""Tiles of fp32 products: rows, columns and relative rate. They lower the leave-one-out error."""
-COPIED = 0.8
-"""Share of the bandwidth of a copy."""
-PARTIAL, LONG = 64, 4096
-"""Lengths that are no multiple of the one leave tiles of attention partly empty; in longer
-ones than the other they matter little."""
-ATTENTION_TILES = {"cudnn": (128, 64), "flash": (128, 128), "efficient": (64, 64)}
-"""Tokens of the tiles that an attention kernel computes whole, forward and backward. They predict the rows of
-one length from those of the others best; for our kernels none does."""
-CACHE_BYTES = 50 * 2**20
-"""What stays in the L2 cache of an H100 or H200."""
-UNLIKE, OTHER_KIND = 3.0, 1.0
-"""Distance of compiled kernels whose names share no word, and of a reduction from another kind of kernel, in
-logarithms of sizes. They predict the kernels of one recipe from those of the others best."""
 COMPILED = "triton_"
 """What the names of compiled kernels begin with."""
 COPIES_AND_ELEMENTWISE = ("aten", "fsdp")
@@ -78,10 +49,10 @@ class Traits(NamedTuple):
     kind: str
     words: frozenset[str]
 
-    def distance(self, other: "Traits") -> float:
+    def distance(self, other: "Traits", known: OperationConstants) -> float:
         """Return how unlike two kernels are."""
         alike = len(self.words & other.words) / max(1, len(self.words | other.words))
-        return UNLIKE * (1 - alike) + OTHER_KIND * (self.kind != other.kind)
+        return known.unlike * (1 - alike) + known.other_kind * (self.kind != other.kind)
 
 
 class Point(NamedTuple):
@@ -94,47 +65,32 @@ class Point(NamedTuple):
     is_cached: bool
     """Its bytes stay in the cache, which moves them faster than the memory."""
     traits: Traits | None
-    bytes_per_s: float
-    """Of the GPU's memory."""
-
-    def scaled(self, work: float, fixed_s: float) -> float:
-        """Return the seconds of other work, of which ``fixed_s`` stay."""
-        if self.is_latency:
-            return self.seconds + max(0.0, work - self.work) / (REACHED * self.bytes_per_s)
-        fixed_s = min(fixed_s, 0.9 * self.seconds)
-        taken_s = fixed_s + (self.seconds - fixed_s) * work / self.work
-        return max(taken_s, work / self.bytes_per_s) if self.is_cached and work > CACHE_BYTES else taken_s
-
-    def distance(self, size: tuple[float, ...], traits: Traits | None) -> float:
-        """Return how far the row is from a call."""
-        far = math.dist(self.size, size)
-        return far if self.traits is None or traits is None else far + self.traits.distance(traits)
 
 
-def size_of(op: Op | OpTime) -> tuple[float, ...]:
+def size_of(op: Op | OpTime, known: OperationConstants) -> tuple[float, ...]:
     """Return the logarithms of what distinguishes calls of one operation."""
     if op.shape:
         return tuple(math.log(max(1, length)) for length in op.shape)
     if op.kernel:
-        return math.log(max(1, op.seq)), 0.5 * math.log(max(1.0, _flops(op)))
+        return math.log(max(1, op.seq)), 0.5 * math.log(max(1.0, _flops(op, known)))
     return (math.log(max(1, op.num_bytes)),)
 
 
-def _flops(op: Op | OpTime) -> float:
+def _flops(op: Op | OpTime, known: OperationConstants) -> float:
     flops = op.flops if isinstance(op, OpTime) else op.causal_flops
-    tile = _tile(op)
+    tile = _tile(op, known)
     return flops * (math.ceil(op.seq / tile) * tile / op.seq) ** 2 if tile else flops
 
 
-def _tile(op: Op | OpTime) -> int:
+def _tile(op: Op | OpTime, known: OperationConstants) -> int:
     """Return the length of an attention kernel's tiles; 0 where its time shows none."""
     if not op.kernel or not op.seq:
         return 0
-    return ATTENTION_TILES.get(op.kernel, (0, 0))["backward" in base_of(op)]
+    return known.attention_tiles.get(op.kernel, (0, 0))["backward" in base_of(op)]
 
 
-def work_of(op: Op | OpTime, gpu_name: str) -> float:
-    """Return the work that a rate is of: FLOPs, or bytes where there are none.
+def work_of(op: Op | OpTime, gpu: Gpu, known: OperationConstants) -> float:
+    """Return the work that a rate of a GPU is of: FLOPs, or bytes where there are none.
 
     A product that is bound by memory counts the FLOPs of the time that its bytes take.
     """
@@ -143,42 +99,39 @@ def work_of(op: Op | OpTime, gpu_name: str) -> float:
         if "grouped_mm" in base_of(op):
             more = padding(op)
         elif op.dtype == "float32":
-            more = _waves(op.shape)
-        return max(_flops(op) * more, op.num_bytes * _flops_per_byte(op.dtype, gpu_name))
-    return _flops(op) or float(op.num_bytes)
+            more = _waves(op.shape, gpu.num_sms, known.tiles)
+        flops_per_byte = peak_flops_per_s(gpu, PEAK_DTYPE.get(op.dtype, "bf16")) / _bytes_per_s(gpu)
+        return max(_flops(op, known) * more, op.num_bytes * flops_per_byte)
+    return _flops(op, known) or float(op.num_bytes)
 
 
 @functools.lru_cache(maxsize=65536)
-def _waves(shape: tuple[int, ...]) -> float:
+def _waves(shape: tuple[int, ...], num_sms: int | None, tiles: tuple[tuple[int, int, float], ...]) -> float:
     """Return how much longer a product in fp32 takes as its last tiles leave multiprocessors idle.
 
-    Its time is between that of the whole waves of the best tile, and that of the FLOPs alone.
+    Its time is between that of the whole waves of the best tile, and that of the FLOPs alone. Of a GPU whose
+    multiprocessors are not known it is that of the FLOPs.
     """
+    if num_sms is None:
+        return 1.0
     batch, m, n, _ = shape
     done = min(
-        math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / NUM_SMS)
-        * NUM_SMS
+        math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / num_sms)
+        * num_sms
         * rows
         * columns
         / rate
-        for rows, columns, rate in TILES
+        for rows, columns, rate in tiles
     )
     return math.sqrt(max(1.0, done / max(1, batch * m * n)))
 
 
-@functools.cache
-def _flops_per_byte(dtype: str, gpu_name: str) -> float:
-    return peak_flops_per_s(gpu(gpu_name), PEAK_DTYPE.get(dtype, "bf16")) / _bytes_per_s(gpu_name)
+def _bytes_per_s(gpu: Gpu) -> float:
+    assert gpu.memory_bytes_per_s is not None
+    return gpu.memory_bytes_per_s
 
 
-@functools.cache
-def _bytes_per_s(gpu_name: str) -> float:
-    found = gpu(gpu_name).memory_bytes_per_s
-    assert found is not None
-    return found
-
-
-def keys(op: Op | OpTime) -> Iterable[Key]:
+def keys(op: Op | OpTime, known: OperationConstants) -> Iterable[Key]:
     """Yield what rows of an operation are found by, the most exact first."""
     base, dtype = base_of(op), BITS_16.get(op.dtype, op.dtype)
     if kind_of(base) in OWN_PRODUCTS:
@@ -197,7 +150,7 @@ def keys(op: Op | OpTime) -> Iterable[Key]:
         yield kind, dtype
         return
     if op.kernel:
-        is_partial = op.seq < LONG and bool(op.seq % PARTIAL)
+        is_partial = op.seq < known.long and bool(op.seq % known.partial)
         yield base, op.kernel, dtype, op.head, op.masked, is_partial
         yield base, op.kernel, dtype, op.head, op.masked
         yield base, op.kernel, dtype, op.masked
@@ -251,13 +204,16 @@ class OpTimes:
         gpu_name: the catalog's name of that GPU, whose data sheet says which operations are bound by memory.
     """
 
-    def __init__(self, rows: Iterable[OpTime], gpu_name: str):
-        self._gpu_name = gpu_name
+    def __init__(self, rows: Iterable[OpTime], gpu_name: str, known: OperationConstants | None = None):
+        self._gpu, self._known = find_gpu(gpu_name), known or constants().operations
+        self._bytes_per_s = _bytes_per_s(self._gpu)
+        self._cached_bytes = self._gpu.cached_bytes or self._gpu.l2_cache_bytes or 0
+        """Not known of a GPU: no row counts as one of the cache."""
         self._points: dict[Key, list[Point]] = {}
         self._seconds = functools.lru_cache(maxsize=65536)(self._nearest)
         for row in rows:
-            point = _point(row, gpu_name)
-            for key in dict.fromkeys(keys(row)):
+            point = self._point(row)
+            for key in dict.fromkeys(keys(row, self._known)):
                 if key[0] != "elementwise" or base_of(row) in ("add", "mul", "sub", "div", "neg"):
                     self._points.setdefault(key, []).append(point)
 
@@ -266,12 +222,14 @@ class OpTimes:
         if is_looped(op):
             taken_s = self.seconds(one_group(op))
             return None if taken_s is None else num_groups(op) * taken_s
-        size, work = size_of(op), work_of(op, self._gpu_name)
-        known = [key for key in keys(op) if key in self._points]
-        fixed_s = FIXED_S["product" if op.shape else "attention" if op.kernel else "other"]
+        size, work = size_of(op, self._known), work_of(op, self._gpu, self._known)
+        known = [key for key in keys(op, self._known) if key in self._points]
+        fixed = self._known.fixed_s
+        fixed_s = fixed.product if op.shape else fixed.attention if op.kernel else fixed.other
+        is_any_size = op.shape or op.kernel or _is_list(base_of(op))
         for key in known:
-            if op.shape or op.kernel or _is_list(base_of(op)) or size[0] <= self._largest(key) + FAR:
-                copied_s = _copied_s(op, self._gpu_name) if base_of(op) == ADDED != key[0] else 0.0
+            if is_any_size or size[0] <= self._largest(key) + self._known.far:
+                copied_s = self._copied_s(op) if base_of(op) == ADDED != key[0] else 0.0
                 return self._seconds(key, size, work, fixed_s, _traits(op.name)) + copied_s
         if not known:
             return None
@@ -279,7 +237,7 @@ class OpTimes:
 
     def has(self, op: Op) -> bool:
         """Return whether something like an operation was measured."""
-        return any(key in self._points for key in keys(one_group(op) if is_looped(op) else op))
+        return any(key in self._points for key in keys(one_group(op) if is_looped(op) else op, self._known))
 
     def _largest(self, key: Key) -> float:
         return max(point.size[0] for point in self._points[key])
@@ -288,30 +246,47 @@ class OpTimes:
         self, key: Key, size: tuple[float, ...], work: float, fixed_s: float, traits: Traits | None
     ) -> float:
         """Return the seconds of some work of a size, from the nearest points of a key."""
-        points = self._points[key]
-        near = sorted(((point.distance(size, traits), point) for point in points), key=_first)[:NEAREST]
-        weights = [1 / (CLOSE + distance) ** 2 for distance, _ in near]
-        logs = [math.log(point.scaled(work, fixed_s)) for _, point in near]
+        points, known = self._points[key], self._known
+        distances = ((self._distance(point, size, traits), point) for point in points)
+        near = sorted(distances, key=_first)[: known.nearest]
+        weights = [1 / (known.close + distance) ** 2 for distance, _ in near]
+        logs = [math.log(self._scaled_s(point, work, fixed_s)) for _, point in near]
         return math.exp(sum(w * value for w, value in zip(weights, logs, strict=True)) / sum(weights))
 
+    def _scaled_s(self, point: Point, work: float, fixed_s: float) -> float:
+        """Return the seconds of other work than a row's, of which ``fixed_s`` stay."""
+        if point.is_latency:
+            reached = self._known.reached * self._bytes_per_s
+            return point.seconds + max(0.0, work - point.work) / reached
+        fixed_s = min(fixed_s, 0.9 * point.seconds)
+        taken_s = fixed_s + (point.seconds - fixed_s) * work / point.work
+        leaves_cache = point.is_cached and work > self._cached_bytes
+        return max(taken_s, work / self._bytes_per_s) if leaves_cache else taken_s
 
-def _copied_s(op: Op, gpu_name: str) -> float:
-    batch, m, n, _ = op.shape
-    return 2 * batch * m * n * (4 if op.dtype == "float32" else 2) / (COPIED * _bytes_per_s(gpu_name))
+    def _distance(self, point: Point, size: tuple[float, ...], traits: Traits | None) -> float:
+        """Return how far a row is from a call."""
+        far = math.dist(point.size, size)
+        if point.traits is None or traits is None:
+            return far
+        return far + point.traits.distance(traits, self._known)
+
+    def _copied_s(self, op: Op) -> float:
+        batch, m, n, _ = op.shape
+        moved = 2 * batch * m * n * (4 if op.dtype == "float32" else 2)
+        return moved / (self._known.copied * self._bytes_per_s)
+
+    def _point(self, row: OpTime) -> Point:
+        is_of_bytes = not row.shape and not row.kernel
+        known = self._known
+        return Point(
+            size_of(row, known),
+            work_of(row, self._gpu, known),
+            row.seconds,
+            is_of_bytes and row.num_bytes < known.latency * row.seconds * self._bytes_per_s,
+            is_of_bytes and row.num_bytes < self._cached_bytes,
+            _traits(row.op),
+        )
 
 
 def _first(pair: tuple[float, Point]) -> float:
     return pair[0]
-
-
-def _point(row: OpTime, gpu_name: str) -> Point:
-    is_of_bytes = not row.shape and not row.kernel
-    return Point(
-        size_of(row),
-        work_of(row, gpu_name),
-        row.seconds,
-        is_of_bytes and row.num_bytes < LATENCY * row.seconds * _bytes_per_s(gpu_name),
-        is_of_bytes and row.num_bytes < CACHE_BYTES,
-        _traits(row.op),
-        _bytes_per_s(gpu_name),
-    )

@@ -6,13 +6,13 @@ operation on the GPU (device_time.py) and on the host (host_time.py).
 
 from dataclasses import dataclass
 
-from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.load import link
+from trainfit.catalog.constants import constants
+from trainfit.catalog.load import link, reference, transfers
 from trainfit.catalog.operation_kinds import operation_kinds
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
-from trainfit.prediction.time.calibrated import CALIBRATED, Calibrated, calibrated
+from trainfit.prediction.time.calibrated import Calibrated, calibrated
 from trainfit.prediction.time.device_time import least_s, op_s, part_of, roofline_kind, uses_tensor_cores
 from trainfit.prediction.time.host_time import collective_issue_s, counts_python, issue_of, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
@@ -20,18 +20,10 @@ from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
-TRANSFERS_SUSTAINED = 0.87
-"""Share of the link's rate that copies between the GPU and pinned host memory reach: 55 of 63 GB/s on one
-H200 (docs/log.md)."""
-HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP = 19e-6, 68e-6
-"""Mean seconds of the host for an operation, and for one of a recomputed block, as the planner of
-recomputation counts them."""
 HOST_BOUND = 0.1
 """Share of a step that the GPU waits for the host, from which the host decides the step."""
 LEAST_SAID = 0.01
 """Share of the GPU's time from which a kind of operations that was not timed is listed."""
-SLOWEST_HOST = 1.8
-"""Times that the slowest of six calibrated hosts takes for its work, over the catalog's."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Roofline:
         """Return the measured over the expected time of most steps of this kind.
 
         Args:
-            own_host: the host was calibrated; else its work may take ``SLOWEST_HOST`` times as long.
+            own_host: the host was calibrated; else its work may take that of the slowest known host.
         """
         known = rates()
         if self.waits and own_host:
@@ -63,7 +55,7 @@ class Roofline:
             band = known.compiled_host_bound if self.waits else known.compiled_device_bound
         else:
             band = known.host_bound if self.waits else known.device_bound
-        return band if own_host else Band(low=band.low, high=band.high * self.on_slowest_host)
+        return band if own_host else band.model_copy(update={"high": band.high * self.on_slowest_host})
 
     def script_range(self) -> tuple[float, float]:
         """Return the seconds between which a traced script's step should lie.
@@ -80,9 +72,9 @@ class Roofline:
 
     @property
     def on_slowest_host(self) -> float:
-        """How much longer the step is on a host whose work takes ``SLOWEST_HOST`` times as long, at least."""
-        total, more = self.expected.total, SLOWEST_HOST - 1
-        slow_s = max(total + more * self.expected.host_s, SLOWEST_HOST * self.expected.issue_s)
+        """How much longer the step is on the slowest host of the catalog's constants, at least."""
+        total, slowest = self.expected.total, constants().host.slowest
+        slow_s = max(total + (slowest - 1) * self.expected.host_s, slowest * self.expected.issue_s)
         return slow_s / total if total else 1.0
 
 
@@ -111,7 +103,8 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
         parts["optimizer" if is_update else part_of(op)] += times * device[id(op)]
     found = _replayed(ledger, gpu, known, device, issue)
     waited_s = sum(found.exposed_s.values())
-    lowest_s = max(least, max(copies_s.values()) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
+    copied_s = max(copies_s.values()) * transfers(gpu).host_copies
+    lowest_s = max(least, copied_s, communication.lowest_s(ledger, gpu))
     expected = StepTime(
         matmul_s=parts["products"] + parts["attention"],
         memory_s=parts["memory"] + parts["optimizer"],
@@ -202,9 +195,9 @@ def _slow_down(
 ) -> None:
     """Lengthen products by what the power limit takes from the clocks, where they are most of the step.
 
-    Of the calibrated GPU's architecture alone: published steps of A100s show nothing of the kind.
+    Of the reference's architecture alone: published steps of A100s show nothing of the kind.
     """
-    if gpu.compute_capability != find_gpu(CALIBRATED).compute_capability:
+    if gpu.compute_capability != reference(gpu).compute_capability:
         return
     products = [op for op in ledger.steady_ops if uses_tensor_cores(op)]
     busy_s, host_s = (
@@ -241,7 +234,7 @@ def _replayed(
 
 def copy_bytes_per_s(gpu: Gpu) -> float:
     """Return the rate of copies between the GPU and pinned host memory, each way."""
-    return link(gpu.host_link).bytes_per_s * TRANSFERS_SUSTAINED
+    return link(gpu.host_link).bytes_per_s * transfers(gpu).host_copies
 
 
 def _copy_s(op: Op, gpu: Gpu) -> float:

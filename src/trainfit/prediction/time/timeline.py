@@ -1,7 +1,7 @@
 """Two steady steps on three timelines: the host, the GPU's computation, its communication. No torch here.
 
-The host issues operations one after another, at most ``QUEUE`` launches ahead of the GPU; the GPU waits for
-the host, and the host for the GPU where it reads a value. Collectives of a group follow one another, each
+The host issues operations one after another, at most ``Host.queue`` launches ahead of the GPU; the GPU waits
+for the host, and the host for the GPU where it reads a value. Collectives of a group follow one another, each
 begins when the operations that it needs are done, and the computation waits where the code waits: FSDP2 at a
 block's first use, for reductions at the end of the backward, elsewhere at once. While both run, each slows
 the other down. Copies to and from the host overlap the phase that issues them.
@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from trainfit.catalog.constants import constants
 from trainfit.ledger.ledger import COPIED, Collective, Ledger, Op
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
-QUEUE = 1000
-"""Launches that CUDA queues before the host has to wait."""
 STEPS = 2
 """Steps replayed: the first one fills the queue."""
 NEVER = float("inf")
@@ -35,6 +34,8 @@ class Host:
     collective_s: Callable[[Collective], float] = lambda one: 0.0
     loop_s: Callable[[Op], float] = lambda op: 0.0
     """Seconds to issue an operation's launches after the first; before these the host reads a value."""
+    queue: int = field(default_factory=lambda: constants().host.queue)
+    """Launches that CUDA queues before the host has to wait."""
 
 
 class Overlap(NamedTuple):
@@ -170,15 +171,16 @@ class _Replay:
 
     def _issue_ahead(self, position: int, until: float) -> None:
         """Let the host issue what it can by a time, while the GPU is at a position."""
-        most = position + QUEUE if position + QUEUE < STEPS * self.num_ops else STEPS * self.num_ops
+        queue = self.host.queue
+        most = position + queue if position + queue < STEPS * self.num_ops else STEPS * self.num_ops
         while self.next < most and (self.next <= position or self.host_now <= until):
             index = self.order[self.next % self.num_ops]
             if reads := self.ops[index].host[-1] + (index in self.loop_s):
                 if self.next > position:
                     return  # It waits until the GPU has come here.
                 self.host_now = max(self.host_now, self.now) + reads * self.host.read_s
-            if self.next >= QUEUE and self.host_now < self.ended_at[self.next - QUEUE]:
-                self.host_now = self.ended_at[self.next - QUEUE]
+            if self.next >= queue and self.host_now < self.ended_at[self.next - queue]:
+                self.host_now = self.ended_at[self.next - queue]
             self.host_now += self.issue_s[index]
             self.launched_at.append(self.host_now)
             self.host_now += self.loop_s.get(index, 0.0)
