@@ -246,7 +246,7 @@ def test_steps_on_other_hosts() -> None:
     )
     shipped = json.loads((FOLDER / "calibrations" / "h200.json").read_text("utf-8"))["host_steps"]
     slower = median(one["step_s"] / one["expected_s"] for one in shipped if one.get("expected_s"))
-    check("docs/guide/calibrate.md", "over the expected, #\\.", (slower,))
+    check("docs/guide/calibrate.md", "catalog's machine, times #\\.", (slower,))
     folder = step_time.FILE.parent
     files = ("other-host", "blind-host", "host1", "host2", "blind-again")
     ends = {"host1": "-calibration-before", "host2": "-calibration-before"}
