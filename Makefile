@@ -1,12 +1,14 @@
 # On a fresh machine with Python 3.11+ and make:
 #   make demo    the main job: predict, train, measure, compare
 #   make test    the tests
+#   make test-fast   those that start no process and compile nothing: under a minute
 #   make test-libraries   tests of scripts that use TRL, Lightning and others, in an environment of their own
 #   make test-oldest      the tests with the oldest versions that pyproject.toml allows, likewise
 #   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
-# PYTHON=python3.12 picks the interpreter; PIP_ARGS='...' is handed to pip, for example an index that
-# holds another build of torch, or --no-index; EXTRAS=dev,ray picks the extras.
+# PYTHON=python3.12 picks the interpreter; EXTRAS=dev,ray picks the extras; PIP_ARGS='...' is handed to pip.
+# Without a GPU, torch's CPU build saves several GB of CUDA libraries:
+#   make setup PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +26,7 @@ OLDEST := $(OLDEST_VENV)/bin
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs test setup-libraries test-libraries test-oldest test-oldest-cli check lint types floors setup clean
+.PHONY: demo outputs test test-fast setup-libraries test-libraries test-oldest test-oldest-cli check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -44,6 +46,12 @@ outputs: setup
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	@if test -e /dev/nvidiactl; then $(BIN)/python -m pytest -m gpu -n 0 --durations=15; fi
+
+# Rooms that a test enters within its own process, without torch's compiler: under a minute on two cores.
+FAST ?= tests/spec tests/catalog tests/ledger tests/optim tests/report tests/test_step.py tests/test_records.py \
+  tests/test_record_digests.py
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal --fast $(FAST)
 
 setup-libraries: $(LIBRARIES_STAMP)
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +17,9 @@ from command_worker import Worker
 NO_NUMBER = "only 0-dimensional arrays can be converted to Python scalars"
 """What NumPy says since 2.4 to code that makes a number of an array with one element."""
 
+NOT_FAST = ("processes", "slow", "gpu")
+"""Markers of tests that ``make test-fast`` leaves out."""
+
 gc.disable()  # Until all tests are collected: garbage collections during their imports take 3 s.
 
 
@@ -25,11 +29,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Triton decides at import whether its library runs in the interpreter.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if config.getoption("--fast"):
+        sys.addaudithook(_refuse_process)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", metavar="K/N", help="run every N-th file of tests, beginning with the K-th: K from 1 to N"
+    )
+    parser.addoption(
+        "--fast", action="store_true", help="leave out tests marked processes, slow or gpu; others start none"
     )
 
 
@@ -44,6 +53,10 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _keep_part(config, items)
+    if config.getoption("--fast"):
+        left_out = [item for item in items if any(map(item.get_closest_marker, NOT_FAST))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -66,6 +79,14 @@ def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = set(files[int(number) - 1 :: int(count)])
     config.hook.pytest_deselected(items=[item for item in items if item.path not in part])
     items[:] = [item for item in items if item.path in part]
+
+
+def _refuse_process(event: str, arguments: tuple[object, ...]) -> None:
+    """Fail a test of ``--fast`` that starts a process or a compiler; git, which names the commit, may run."""
+    if event == "os.fork" or (event == "subprocess.Popen" and Path(str(arguments[0])).name != "git"):
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        if test.endswith(("(setup)", "(call)")):
+            raise RuntimeError(f"make test-fast: mark {test.partition(' ')[0]} as one that starts processes")
 
 
 @pytest.hookimpl(wrapper=True)

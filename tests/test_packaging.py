@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -31,3 +33,21 @@ def test_every_direct_dependency_is_pinned() -> None:
     wanted = names(PROJECT["project"]["dependencies"]) | names(extras["peft"]) | names(extras["dev"])
     wanted |= names(extras["plots"]) | names(extras["tensorboard"])
     assert wanted - names(pins) == {"trainfit"}
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_the_bounds_are_the_oldest_and_the_newest_tested_versions(name: str) -> None:
+    """A newer version may change what a prediction emulates, so it is refused until it was taken in."""
+    bounds = next(one for one in PROJECT["project"]["dependencies"] if one.startswith(f"{name}>"))
+    lower, upper = re.fullmatch(rf"{name}>=([\d.]+),<([\d.]+)", bounds).groups()  # pyright: ignore
+
+    def pinned(file: str) -> list[str]:
+        pins = (ROOT / "requirements" / file).read_text()
+        return re.search(rf"^{name}==([\d.]+)", pins, re.MULTILINE)[1].split(".")  # pyright: ignore
+
+    assert pinned("oldest.txt")[:2] == lower.split(".")
+    major, minor = map(int, pinned("constraints.txt")[:2])
+    assert upper == f"{major}.{minor + 1}"
+    for page in ("docs/internals/versions.md", "docs/reference/models.md"):
+        assert f"{name} {lower} to {major}.{minor}" in (ROOT / page).read_text().replace(" | ", " "), page
+    assert bounds in (ROOT / "docs/internals/versions.md").read_text()

@@ -65,6 +65,7 @@ for index in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.processes
 def test_five_writers_some_killed_lose_nothing(tmp_path: Path):
     path = tmp_path / "r.sqlite"
     script = WRITER.format(tests=str(Path(__file__).parent), path=str(path))

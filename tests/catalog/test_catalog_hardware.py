@@ -87,6 +87,7 @@ def test_a_shipped_recipe_is_valid_and_names_known_things(name: str) -> None:
     assert load.cluster(recipe.hardware).gpu.name == recipe.hardware.gpu
 
 
+@pytest.mark.processes
 def test_the_catalog_needs_no_torch() -> None:
     code = "import sys; from trainfit.catalog import load; load.gpus(); load.models(); "
     code += "assert 'torch' not in sys.modules"
