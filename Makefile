@@ -48,7 +48,7 @@ test: setup
 	@if test -e /dev/nvidiactl; then $(BIN)/python -m pytest -m gpu -n 0 --durations=15; fi
 
 # Rooms that a test enters within its own process, without torch's compiler: under a minute on two cores.
-FAST ?= tests/spec tests/catalog tests/ledger tests/optim tests/report tests/test_step.py tests/test_records.py \
+FAST ?= tests/spec tests/catalog tests/ledger tests/report tests/test_step.py tests/test_records.py \
   tests/test_record_digests.py
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --fast $(FAST)

@@ -138,7 +138,7 @@ def test_exit_codes(run: Callable[[], object], code: int, capsys: Captured) -> N
     assert guarded(run) == code
     err = capsys.readouterr().err
     assert ("Traceback" in err) == (code == 70)
-    assert ("a bug of ours" in err) == (code == 70)
+    assert ("a bug in trainfit" in err) == (code == 70)
 
 
 def test_a_process_prints_its_version_and_an_ascii_terminal_gets_question_marks(capsys: Captured) -> None:

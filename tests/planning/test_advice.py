@@ -98,11 +98,11 @@ def test_the_text_says_where_nothing_is_enough_and_what_the_next_command_is(
     gpu = Found(recipe=other, changes=("hardware.gpu: rtx-5090",), numerics=(), estimate=estimate)
     show_advice(recipe, Advice(changes=(), gpu=gpu, gpus=None, is_complete=False))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line]
-    assert lines[1] == "on rtx-4090 none of the changes tried is enough; trainfit plan tries more"
+    assert lines[1] == "on rtx-4090 none of the changes tried makes it fit; trainfit plan tries more"
     assert lines[2].startswith("16.00 GiB  1,000 tokens/s  hardware.gpu: rtx-5090")
     assert "pins 8.00 GiB of the host's memory for each GPU" in " ".join(lines)
     assert "modelled, no step was measured on it" in " ".join(lines)
-    assert lines[-2] == "stopped after a minute; trainfit plan tries more"
+    assert lines[-2] == "the search stopped after a minute; trainfit plan searches longer"
     assert lines[-1] == "take one: --set hardware.gpu=rtx-5090"
 
 
@@ -178,7 +178,8 @@ def test_the_command_prints_it_after_the_prediction(
     assert main([*words, "--check"]) == 1
     text = capsys.readouterr().out
     parts = [
-        text.index(one) for one in ("DOES NOT FIT", "What would fit", "none of the changes tried is enough")
+        text.index(one)
+        for one in ("DOES NOT FIT", "What would fit", "none of the changes tried makes it fit")
     ]
     assert parts == sorted(parts)
     for more, is_there in (([], False), (["--advice"], True)):

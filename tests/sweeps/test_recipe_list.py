@@ -51,7 +51,7 @@ def test_a_list_is_measured_and_continued(
     wanted = [recipe(), recipe(precision="bf16"), recipe(precision="fp8"), large]
     recipes, records = lines_of(tmp_path / "recipes.jsonl", wanted), tmp_path / "records.jsonl"
     options = "--measure-only --device cpu --steps 1 --warmup 0 --memory-limit-gib 0.25 --tag truth".split()
-    for shown in ("measure recipes.jsonl:4: out-of-memory", "4 results were there already"):
+    for shown in ("measure recipes.jsonl:4: out-of-memory", "4 results kept from an earlier run"):
         assert main(["sweep", str(recipes), "--out", str(records), *options]) == 0
         assert shown in capfd.readouterr().err
     written = {record.recipe_id: record for record in records_of(records)}

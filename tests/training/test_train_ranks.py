@@ -177,7 +177,7 @@ def test_a_number_of_processes_that_is_not_the_recipes_is_refused(tmp_path, monk
     two = "batch={micro: 1, seq: 8}", "hardware.count=2"
     assert _with_count("gpt2", list(two), 2)[-1] == "hardware.count=2"
     assert _with_count("gpt2", ["batch.seq=8"], 4) == ["batch.seq=8", "hardware.count=4"]
-    with pytest.raises(InputError, match="--gpus 4 is another number; use --gpus 2"):
+    with pytest.raises(InputError, match="--gpus 4 disagrees; use --gpus 2"):
         _with_count("gpt2", list(two), 4)
     for name, value in {
         "RANK": "0",

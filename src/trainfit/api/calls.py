@@ -36,7 +36,7 @@ def predict(
 
     Args:
         recipe: a model's or a recipe's name, a path, a mapping or a Recipe, as ``load_recipe`` takes them.
-        deterministic: with kernels that repeat bit by bit, which ``train`` uses by default.
+        deterministic: use kernels whose results are bitwise reproducible, as ``train`` does by default.
         calibration: file that ``trainfit calibrate`` wrote, for the step's time; None: the catalog's.
         use_cache: False traces anew, even where a ledger is cached.
         fields: fields of the recipe, such as ``gpu="h100-sxm", seq=8192``; see RecipeFields.
@@ -52,7 +52,7 @@ def predict(
 
 
 def predict_recipe(recipe: Recipe, *, deterministic: bool = False, use_cache: bool = True) -> Prediction:
-    """Return the prediction of a recipe, its open fields planned first."""
+    """Return the prediction of a recipe, after planning its open fields (``attention: best``, budgets)."""
     from trainfit.prediction.estimate import predict as estimated
 
     built, notes = planned(recipe)
@@ -84,10 +84,10 @@ def measure(
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
         timeout_s: end the trial after so many seconds.
         peak_flops: the device's dense peak, FLOP/s, for MFU and HFU; None: the catalog's.
-        force: on a CPU, also where the predicted step does not fit in this machine's memory.
+        force: on a CPU, measure even if the predicted step does not fit in this machine's memory.
 
     Raises:
-        InputError: as ``predict``, or the recipe asks for what this machine does not have.
+        InputError: as ``predict``, or the recipe requires what this machine lacks.
     """
     chosen = wanted(recipe, fields, stacklevel=3)
     with errors_name(recipe, fields):
@@ -110,7 +110,7 @@ def measure_built(
 
     Args:
         notes: how open fields were planned.
-        force: do not check a CPU's memory first; on a GPU running out of it is a result.
+        force: skip the check of a CPU's memory. On a GPU, running out of memory is a result.
         limits: ``steps``, ``warmup`` and ``timeout_s`` as ``measure`` takes them.
     """
     from trainfit.api.flops import step_flops
@@ -223,7 +223,7 @@ def train_built(
     predicting = f"predicting a step of {built.model.display_name}: its FLOPs, and whether it fits here"
     with show_progress(predicting) if progress else nullcontext():
         flops = training_flops(built, options, peak_flops)
-        if not force and flops is not None:  # Not where it is unknown: in a process that already is a rank.
+        if not force and flops is not None:  # The FLOPs are unknown in a process that already is a rank.
             from trainfit.verification.this_machine import check_memory
 
             check_memory(built, options.device, deterministic=options.deterministic)

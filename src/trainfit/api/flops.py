@@ -4,7 +4,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.recipe import Parallel, Recipe
 
 COUNTED_ON = "h200"
-"""The virtual GPU on which steps of accelerators that it does not know are counted."""
+"""The virtual GPU that counts the steps of accelerators which the virtual GPU does not model."""
 
 
 def step_flops(
@@ -31,7 +31,7 @@ def step_flops(
         check_device(recipe, "cuda" if on_cuda else "cpu")
     check_device(_one_rank(recipe), "cuda" if on_cuda else "cpu")
     gpu = find_gpu(recipe.hardware.gpu)
-    if gpu.vendor not in ("nvidia", "host"):  # What a step computes does not depend on the maker.
+    if gpu.vendor not in ("nvidia", "host"):  # The FLOPs of a step do not depend on the vendor.
         hardware = recipe.hardware.model_copy(update={"gpu": COUNTED_ON})
         recipe = recipe.model_copy(update={"hardware": hardware})
     ledger = ledger_of(recipe, deterministic=deterministic)
@@ -41,6 +41,6 @@ def step_flops(
 
 
 def _one_rank(recipe: Recipe) -> Recipe:
-    """Return the recipe on one GPU: this process is no rank, whatever the recipe's count."""
+    """Return the recipe on one GPU, as this process is no rank of several."""
     hardware = recipe.hardware.model_copy(update={"count": 1, "nodes": None})
     return recipe.model_copy(update={"hardware": hardware, "parallel": Parallel()})

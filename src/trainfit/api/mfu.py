@@ -52,10 +52,10 @@ def mfu(
         model: a catalog model, or the path of a config.json.
         batch: sequences a step, over all GPUs; ``seq``: tokens a sequence.
         step_s: seconds a step. Give it, or ``mfu`` (a share: 0.4 or "40%"), or ``gpu_hours`` and ``tokens``.
-        gpu_hours: of the whole run over ``tokens`` ("1.46M"); the batch then does not matter.
+        gpu_hours: of the whole run over ``tokens`` ("1.46M"); no batch is needed then.
         gpu: an accelerator of the catalog; ``count``: how many.
         recompute: ``full`` counts what each block recomputes, as ``predict`` does, in HFU only.
-        precision: picks the dense peak, which ``peak_flops`` (FLOP/s) overrides.
+        precision: selects the dense peak; ``peak_flops`` (FLOP/s) overrides it.
         attention: ``causal`` leaves masked attention scores out, ``full`` counts them.
         closed_form: compared with the count: products (multiplied weights, windows) or 6n (all parameters).
         tokens: also return the time, GPU-hours and dollars of a run over so many, such as "15T".
@@ -102,7 +102,7 @@ class Speed:
 def recipe_of_one(
     model: str, seq: int, precision: str, adapter: str | None, rank: int, recompute: str
 ) -> Recipe:
-    """Return the recipe of one sequence on one GPU.
+    """Return the recipe whose step is counted: one sequence on one GPU.
 
     A batch takes a multiple of it, however GPUs share it. Operations are always counted on ``COUNTED_ON``, so
     any accelerator will do, CUDA or not.

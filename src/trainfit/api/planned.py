@@ -9,8 +9,8 @@ from trainfit.report.words import recompute_written
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 
-UNNAMED_GPU = "this GPU, whose name NVML does not tell,"
-"""In the place of a name: nothing is measured on it."""
+UNNAMED_GPU = "this GPU, whose name NVML does not report,"
+"""Name of a GPU that no measurement is found for."""
 
 
 def planned(recipe: Recipe, device: str | None = None) -> tuple[Recipe, tuple[str, ...]]:
@@ -57,6 +57,8 @@ def _place(device: str) -> dict[str, Any]:
     if not runs_on_cuda(device):
         return {"device_type": "cpu"}
     name = Nvml(int(device.partition(":")[2] or 0)).name() or UNNAMED_GPU
-    with suppress(InputError):  # No GPU of the catalog: nothing is measured on it, as the note states.
+    with suppress(
+        InputError
+    ):  # The GPU is not in the catalog: the note states that nothing is measured on it.
         name = gpu_of_device(name).name
     return {"gpu": name, "device_type": "cuda"}

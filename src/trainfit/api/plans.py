@@ -21,11 +21,11 @@ from trainfit.spec.value import texts
 
 Tune = Literal["full", "lora", "qlora"]
 ALWAYS_FIXED = ("hardware", "seed", "model.config", "batch.seq")
-"""Fields that a plan is for: they need not be written to stay as they are."""
+"""Fields of the question itself: a plan never varies them, even where they are not written."""
 
 
 class Plan(values.Plan, Printed):
-    """A decision, printed as ``trainfit plan`` prints it.
+    """The result of a search, printed as ``trainfit plan`` prints it.
 
     ``best`` is its recipe, ``frontier`` the recipes of which none is both smaller and faster, ``rejected``
     the other choices with their reasons.
@@ -126,7 +126,7 @@ def plan_recipe(
     vary = tuple(part for part in parts if part)
     if processes is not None:
         check_processes(processes, "processes")
-    chosen = {"adapter": recipe.adapter} if tune else {}  # It says what is trained.
+    chosen = {"adapter": recipe.adapter} if tune else {}  # ``tune`` decides which weights are trained.
     not_given = assumed(recipe.model_copy(update=chosen), varies_batch=True)
     recipe = _tuned(recipe.without_open_fields(), tune, given)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
@@ -169,7 +169,7 @@ def _check(memory_gib: float | None, host_memory_gib: float | None, margin: floa
 
 
 def _tuned(recipe: Recipe, tune: Tune | None, given: Sequence[str]) -> Recipe:
-    """Return the recipe with an adapter and a base as ``tune`` says, which no ``given`` field contradicts."""
+    """Return the recipe with the adapter and base of ``tune``; refuse ``given`` fields that contradict it."""
     from trainfit.planning.space import changed
 
     adapter = recipe.adapter
@@ -188,7 +188,7 @@ def _tuned(recipe: Recipe, tune: Tune | None, given: Sequence[str]) -> Recipe:
         return recipe
     batch = recipe.batch
     tuned = changed(recipe, values)
-    return tuned.model_copy(update={"batch": batch})  # With the fields that were written.
+    return tuned.model_copy(update={"batch": batch})  # Keep which fields were written.
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:

@@ -109,7 +109,7 @@ def wanted(source: Source, fields: RecipeFields, *, stacklevel: int) -> Recipe:
 def read(
     source: Source, settings: Sequence[str] = (), over: dict[str, Any] | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe that ``source`` stands for, and a line for each ambiguous name in it.
+    """Return the recipe that ``source`` names or holds, and a line for each ambiguous name in it.
 
     Text names a file, else a shipped recipe, else a catalog model with every default. A model's config.json
     (its folder, or its content) is that model with every default.
@@ -141,7 +141,7 @@ def read(
 
 
 def label(source: Source) -> str:
-    """Return what an error calls the recipe: its name or path; nothing where it is a value."""
+    """Return the name or path of a recipe for error messages; empty for a value."""
     return "" if isinstance(source, Recipe | Mapping) else os.fspath(source)
 
 
@@ -260,7 +260,7 @@ def named(text: str, settings: Sequence[str] = (), over: Mapping[str, Any] | Non
 
 @contextlib.contextmanager
 def errors_name(source: Source, fields: RecipeFields) -> Iterator[None]:
-    """As ``named``, for what a Python function was called with."""
+    """Do as ``named``, for the arguments of a Python function."""
     over, settings = fields_of(fields)
     with _of_call(), named(label(source), settings, over):
         yield
@@ -281,7 +281,7 @@ def _of_call() -> Iterator[None]:
 
 
 def _gives(data: Any, field: Sequence[str]) -> bool:
-    """Return whether the mapping has the field, whole or with all that holds it."""
+    """Return whether the mapping sets the field, or a mapping that contains it."""
     for part in field:
         if not isinstance(data, Mapping):
             return True  # A short form such as hardware="h100".

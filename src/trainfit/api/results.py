@@ -80,7 +80,7 @@ class _OfRecipe(Printed):
 
     @property
     def assumed(self) -> str:
-        """Line on what was not given, such as the GPU, and is at its default; empty: everything was given."""
+        """One line with the fields that were not given and have defaults, such as the GPU; empty: none."""
         return self._assumed
 
     @classmethod
@@ -111,7 +111,7 @@ class Prediction(_OfRecipe, Estimate):
 
         Args:
             width: columns; None: the terminal's, or 80.
-            verbose: with the conventions and assumptions that it rests on.
+            verbose: add conventions, assumptions and the basis of the bounds.
         """
         return drawn(lambda out: self._print(out, verbose=verbose), width)
 
@@ -122,9 +122,9 @@ class Prediction(_OfRecipe, Estimate):
         return results.prediction_html(self._recipe, self, self.notes)
 
     def advice(self, say: Callable[[str], None] = lambda text: None) -> "Advice":
-        """Return how a recipe that does not fit would: changes, a larger GPU, more GPUs.
+        """Return what would make a recipe fit: changes, a larger GPU, more GPUs.
 
-        It takes some seconds, and after a minute begins nothing more.
+        It takes some seconds, and starts no trace after a minute.
 
         Args:
             say: called with what is tried next.
@@ -172,7 +172,7 @@ class Usage(Printed):
     attention: Literal["causal", "full"]
     step_s: Seconds
     model_flops: Flops
-    """Of one step, over all GPUs: what the mathematics needs."""
+    """FLOPs that one step needs over all GPUs, recomputation not counted."""
     hardware_flops: Flops
     """FLOPs executed, recomputation included."""
     tokens_per_s: float

@@ -58,6 +58,6 @@ def _above_0(given: float | str, read: Any, field: str) -> float:
         raise InputError(str(error), "correct it", field=field, value=given) from None
     if not value > 0 or not is_usual(value):
         raise InputError(
-            "must be above 0 and finite, of a usual size", "correct it", field=field, value=given
+            "must be above 0 and finite, and not beyond any real run", "correct it", field=field, value=given
         )
     return value

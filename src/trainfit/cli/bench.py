@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 FORM_HELP = "tiny: seconds, a trial run. Default: full on a GPU, tiny on a CPU."
-LIMIT_HELP = "Begin no further point after this time."
+LIMIT_HELP = "Start no further point after this time."
 FILES_HELP = "Also write the experiment's traces or snapshots there."
 PLOT_HELP = "Also draw the result: .svg, .png or .pdf."
 ONLY_HELP = "Only points whose KEY is one of these, such as compile=model."
@@ -85,7 +85,11 @@ def run(
                 on_file=lambda path: _print_progress("wrote", str(path)), only=wanted, keep=keep,
             )  # fmt: skip
     except Stopped as stopped:
-        rest = "--only runs what is not-run" if results else "nothing was measured"
+        rest = (
+            "rows marked not-run were not measured; select them with --only"
+            if results
+            else "nothing was measured"
+        )
         say(f"{stopped.name}: stopped; {rest}", err=True)
         code = EXIT_STOPPED if results else stopped.exit_code
     finally:  # Whatever ended the run, what was measured is shown.
@@ -134,7 +138,7 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
 
 
 def _check(record: Path | None, plot: Path | None) -> "Form | None":
-    """Refuse before the run files that could not be written after it; return the format of the plot."""
+    """Check before the run that its output files can be written; return the format of the plot."""
     from trainfit.records import check_can_append
     from trainfit.spec.files import check_can_write
 

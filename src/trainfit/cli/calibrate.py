@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 OUT_HELP = "Where to write the result; default: in the user's data folder."
 TRANSFORMERS = "transformers.models.llama.modeling_llama"
-LIMIT_HELP = "Begin nothing further after this time (280; with --host 20)."
+LIMIT_HELP = "Start no further measurement after this time (280; with --host 20)."
 
 
 def run(
-    host: Annotated[bool, Option("--host", help="Only the host: for another CPU with a known GPU.")] = False,
+    host: Annotated[
+        bool,
+        Option("--host", help="Measure the host only: for a GPU of the catalog in a machine of your own."),
+    ] = False,
     device: Device = "auto",
     out: Annotated[Path | None, Option(metavar="FILE.json", help=OUT_HELP)] = None,
     limit: Annotated[
@@ -65,7 +68,7 @@ def _import_little() -> None:
 
 
 def _check_ours(path: Path) -> None:
-    """Refuse to replace a file that is no calibration."""
+    """Refuse to replace a file that is not a calibration."""
     from trainfit.spec.calibration import MAX_FILE_BYTES, calibration_of
     from trainfit.spec.files import read_bytes
 
@@ -75,7 +78,7 @@ def _check_ours(path: Path) -> None:
     try:
         calibration_of(content, str(path))
     except InputError:
-        problem, remedy = "exists, and is no calibration", "name another file with --out, or move it away"
+        problem, remedy = "exists and is not a calibration", "name another file with --out, or move it away"
         raise InputError(problem, remedy, field="--out", value=str(path)) from None
 
 

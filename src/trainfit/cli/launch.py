@@ -26,11 +26,11 @@ NOT_TRACED = {
 }
 OPTIONS = "correct its options"
 ALL_OF_HOST = ("gpu", "auto")
-"""torchrun's words for as many processes as the host has GPUs."""
+"""Values of --nproc-per-node that mean one process for each GPU of the host."""
 
 
 class Launch(NamedTuple):
-    """What runs as ``__main__``, and under what."""
+    """A parsed command line: the script, its arguments and its launcher."""
 
     target: str  # A file, or a module's name
     is_module: bool
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
 
     @property
     def file(self) -> Path | None:
-        """The file that runs, as far as it is known before it does; None: it is not."""
+        """Path of the script's file; None: known only once it runs."""
         if not self.is_module:
             return Path(self.target)
         path = Path(*self.target.split("."))
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
 
 
 def launch_of(words: Sequence[str], gpus_per_host: int) -> Launch:
-    """Return what a command line starts.
+    """Parse a command line into the script that it starts and the launcher.
 
     Args:
         words: a script and its arguments, or a launcher's command line.
@@ -72,7 +72,7 @@ def launch_of(words: Sequence[str], gpus_per_host: int) -> Launch:
     if first == "accelerate" and rest[:1] == ["launch"]:
         return _accelerate(rest[1:])
     if first in NOT_TRACED:
-        problem = f"what {NOT_TRACED[first]} starts is not traced"
+        problem = f"scripts that {NOT_TRACED[first]} starts cannot be traced"
         raise InputError(problem, "trace the script itself, with --world-size N", field="SCRIPT", value=first)
     installed = shutil.which(first) if Path(first).name == first else None
     if installed is not None and _is_python(Path(installed)):

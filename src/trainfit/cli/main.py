@@ -208,4 +208,6 @@ def _report_bug(error: Exception) -> int:
 
     with suppress(OSError):  # Standard error may be closed too.
         say("".join(traceback.format_exception(error)), err=True, end="")
-    return _report(f"a bug of ours ({type(error).__name__}); please report it with the lines above", EXIT_BUG)
+    return _report(
+        f"a bug in trainfit ({type(error).__name__}); please report it with the lines above", EXIT_BUG
+    )

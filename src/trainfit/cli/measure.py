@@ -9,7 +9,7 @@ from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Se
 from trainfit.spec.errors import EXIT_BAD_INPUT
 
 EXIT_CODES = {"done": 0, "out-of-memory": EXIT_BAD_INPUT, "timeout": 75, "crashed": 70}
-"""By the trial's status, as for ``train``: 65 the recipe does not work here; 75 stopped early; 70 a bug."""
+"""Exit code by the trial's status: 65 the recipe does not work here; 75 stopped early; 70 a bug."""
 
 
 @options.takes_recipe

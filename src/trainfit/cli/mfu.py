@@ -15,8 +15,8 @@ MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
 RECOMPUTE_HELP = "full: each block runs again, in HFU only."
 CLOSED_HELP = (
-    "The closed form printed with the count. products: multiplied weights, windows followed; 6n: all "
-    "parameters, embedding included, no windows, as in published figures."
+    "Closed form printed beside the count. products: weights of matrix products and sliding windows; 6n: "
+    "6 FLOPs a parameter, the embedding included, no windows, as in published figures."
 )
 HOURS_HELP = "What this many GPU-hours cost, such as 1.46M; with --tokens, the MFU of such a run."
 TOGETHER = (
@@ -114,4 +114,4 @@ def _check_finite(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if isinstance(value, float) and not math.isfinite(value):
             largest = f"{sys.float_info.max:.0e}"
-            raise typer.BadParameter(f"{name} would be past {largest}: give more usual numbers")
+            raise typer.BadParameter(f"{name} would be past {largest}: correct the numbers")

@@ -30,7 +30,7 @@ MOST_COUNT = 2**24  # Of a recipe's whole numbers too (spec/value.py, which impo
 
 
 def finite(value: float | None) -> float | None:
-    """Refuse nan and inf, which Python's float() accepts, and numbers that no quantity has."""
+    """Refuse nan and inf, which Python's float() accepts, and numbers beyond any real quantity."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     if value is not None and not is_usual(value):

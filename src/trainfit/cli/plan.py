@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainfit.api.plans import Plan
     from trainfit.report.plot import Form
 
-STEP_HELP = "Tokens a step of all GPUs, such as 1M, by micro-batches and accumulation."
+STEP_HELP = "Tokens a step over all GPUs, such as 1M; reached by micro-batch and accumulation."
 TUNE_HELP = "Train all weights, or a LoRA adapter on bf16 or 4-bit weights."
 MEMORY_HELP = "Memory of each GPU that may be used."
 HOST_HELP = "Pinned memory of the host that may be used for each GPU (default: as much as the GPU has)."

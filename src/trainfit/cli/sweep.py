@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 REFRESH_PER_S = 4
 MAX_LIVE_ROWS = 60  # Longer sweeps print a line for each result
-GO_ON = "what has a result is kept: the same command goes on"
+GO_ON = "results are kept: run the same command again to continue"
 
 FILES_HELP = "A sweep's YAML file (docs/guide/sweep.md), or recipe files and .jsonl files of recipes."
 OUT_HELP = (
@@ -60,9 +60,13 @@ def run(
     jobs: Annotated[int | None, Option(min=1, max=1024, metavar="N", help=JOBS_HELP)] = None,
     device: Annotated[DeviceName | None, Option(help="Instead of the file's device.")] = None,
     retry: Annotated[bool, Option("--retry", help=RETRY_HELP)] = False,
-    again: Annotated[bool, Option("--again", help="Repeat everything, also what has a result.")] = False,
+    again: Annotated[
+        bool, Option("--again", help="Repeat everything, even variants that have a result.")
+    ] = False,
     predict_only: Annotated[bool, Option("--predict-only", help=PREDICT_HELP)] = False,
-    measure: Annotated[bool, Option("--measure", help="Measure too, also where the file does not.")] = False,
+    measure: Annotated[
+        bool, Option("--measure", help="Measure too, even if the sweep's file does not request it.")
+    ] = False,
     measure_only: Annotated[bool, Option("--measure-only", help="Neither predict nor train.")] = False,
     steps: Annotated[
         int | None, Option(min=0, callback=at_most, metavar="N", help="Timed steps a measurement (10).")
@@ -154,7 +158,7 @@ def _run(state: "Run", trials: "Executor", view: "View") -> None:
     with view.showing(state), StopSignal() as stop:
         state.go(trials, lambda: stop.name is not None)
     if state.num_kept:
-        view.say(f"{state.num_kept} results were there already")
+        view.say(f"{state.num_kept} results kept from an earlier run")
     if state.stopped:
         why = f"{stop.name}: stopped" if stop.name else "the time is over"
         view.say(f"{why}; run the same command again for the rest")
@@ -216,7 +220,7 @@ def _report(state: "Run", page: Path) -> None:
 
 
 def _content(state: "Run", records: Path, page: Path | None) -> dict[str, Any]:
-    """Return one object: the rows with both sides as nouns, and the numbers that the table shows."""
+    """Return the JSON object: each row's prediction and measurement, and the table's numbers."""
     from trainfit.spec.sweep import front, frontier
 
     rows = state.rows()

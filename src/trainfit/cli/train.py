@@ -28,7 +28,7 @@ NO_EVENT_FILES = (
 
 
 GPUS_HELP = "Train on N GPUs of this host, one process each; sets hardware.count."
-HANG_HELP = "Several GPUs: end after so long without progress."
+HANG_HELP = "Several GPUs: end the run after this time without progress."
 
 
 @options.takes_recipe
@@ -138,7 +138,7 @@ def _print(recipe: "Recipe", summary: "TrainingRun", record: Path | None, *, jso
 
         show_training(recipe, summary)
     if failure is not None:
-        saved = "the run itself is saved, --resume --record adds its record"
+        saved = "the run is saved; --resume with --record adds its record"
         remedy = REMEDIES.get(failure.errno or 0, "name another file with --record")
         raise StorageError(failure, f"{remedy}; {saved}") from failure
 
@@ -152,7 +152,7 @@ def _with_count(recipe: str, settings: list[str] | None, gpus: int) -> list[str]
         count = read(recipe, settings or [])[0].hardware.count
         if count not in (1, gpus):
             remedy = f"use --gpus {count}, or --set hardware.count={gpus}"
-            raise InputError(f"--gpus {gpus} is another number", remedy, field="hardware.count", value=count)
+            raise InputError(f"--gpus {gpus} disagrees", remedy, field="hardware.count", value=count)
     return [*(settings or []), f"hardware.count={gpus}"]
 
 

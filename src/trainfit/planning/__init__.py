@@ -1,1 +1,1 @@
-"""From a goal to a recipe: what to choose so that it fits and is fast."""
+"""Find the fastest recipe that fits: the search of `plan`, memory budgets, attention kernels and advice."""

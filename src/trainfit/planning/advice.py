@@ -25,20 +25,20 @@ from trainfit.spec.result import Estimate
 
 MOST_CHANGES = 3
 TRIES = 2
-"""Kinds of GPU, numbers of GPUs, and changes that may not be enough, that are predicted at most."""
+"""Most kinds of GPU, numbers of GPUs and doubtful changes that are predicted."""
 FULL = '"full"'
 ENOUGH = 2
-"""Changes from which none is traced that is expected not to be enough, and none together with another."""
+"""Number of changes that fit from which doubtful changes, and pairs of changes, are not traced any more."""
 LIMIT_S = 60.0
 """Time after which no further recipe is traced; one that is being traced is finished."""
 HOST_BYTES = 256 * 2**30
 """Pinned memory for each GPU that a change may take: a host of eight GPUs with 2 TiB has so much."""
 MOST_OF_FAMILY = 2
-"""Options of one technique, such as two and four tensor-parallel ranks, that are named at most."""
+"""Most options of one technique that are named, such as two and four tensor-parallel ranks."""
 
 
 class Deadline:
-    """A time after which nothing more is traced, and whether anything was left out for it.
+    """A deadline for traces, and whether it left any out.
 
     Args:
         until_s: the time (``time.monotonic``).
@@ -49,7 +49,7 @@ class Deadline:
         self.is_complete = True
 
     def skips(self) -> bool:
-        """Return whether the time is over, so that what would be traced now is left out."""
+        """Return whether the deadline has passed; if so, remember that a trace was left out."""
         is_over = time.monotonic() >= self.until_s
         self.is_complete = self.is_complete and not is_over
         return is_over
@@ -72,7 +72,7 @@ def advise(
     say: Callable[[str], None] = _silent,
     limit_s: float = LIMIT_S,
 ) -> Advice:
-    """Return how a recipe that does not fit would.
+    """Return changes and GPUs with which a recipe that does not fit would fit.
 
     Args:
         found: the recipe's own prediction.
@@ -93,7 +93,7 @@ def advise(
 
 
 def _larger_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
-    """Return the smallest GPUs whose memory the predicted peak leaves a margin of.
+    """Return the smallest GPUs that hold the predicted peak with a margin.
 
     Those that can be rented at a known price, and on which steps were measured, come first.
     """
@@ -174,7 +174,7 @@ def _found(result: Result, values: dict[str, object]) -> Found | None:
 
 
 class Change(NamedTuple):
-    """One change of a recipe; None: as the recipe has it."""
+    """One change of a recipe; a field of None leaves the recipe's value."""
 
     option: Option | None = None
     level: str | None = None
@@ -191,7 +191,7 @@ class Change(NamedTuple):
 
     @property
     def family(self) -> str:
-        """Of two changes of one family there is at most one in a recipe."""
+        """Kind of the change; a recipe takes at most one change of a family."""
         return self.option.family if self.option else "recompute" if self.level else "batch"
 
 
@@ -233,7 +233,7 @@ class _Search:
         return options, level, micro, count if in_all % ranks else in_all // ranks
 
     def expected(self, changes: Changes) -> Expected | None:
-        """Return what the recipe is expected to take with changes; None: no less, or they are refused."""
+        """Return the expected memory with changes; None: no less than without, or they are refused."""
         key = self.key(changes)
         if agree(key[0]) is None:
             return None
@@ -250,7 +250,7 @@ class _Search:
         return one if is_less and one.host_bytes <= self.combinations.host_bytes else None
 
     def trace(self, several: Iterable[Changes]) -> None:
-        """Trace those that are expected to be enough, the fastest first, and a few that may be."""
+        """Trace the changes that are expected to fit, the fastest first, and a few doubtful ones."""
         usable = self.combinations.usable_bytes
         found = [(changes, one) for changes in several if (one := self.expected(changes)) is not None]
         ranked = [each for each in found if TOLERANCE * each[1].device_bytes <= usable]
@@ -357,7 +357,7 @@ def changes_that_fit(
 
 
 def is_as_good(one: Found, other: Found) -> bool:
-    """Return whether one recipe is as fast as another with fewer of its changes."""
+    """Return whether a recipe is as fast as another one while making only some of its changes."""
     return set(one.changes) < set(other.changes) and _rate(one) >= _rate(other)
 
 

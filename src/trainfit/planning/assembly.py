@@ -76,7 +76,7 @@ def found(given: Recipe, one: Traced) -> Found:
 
 
 def _rejections(ranking: Ranking, best: Traced | None, rejected: Mapping[Option, str]) -> Iterator[Rejection]:
-    """Yield each choice that the best recipe does not have, with the reason."""
+    """Yield each choice that the best recipe lacks, with the reason."""
     chosen = best.candidate.options if best else ()
     space, start = ranking.combinations.space, ranking.levels[ranking.level]
     for option in (*space.options, *(one for one, _ in space.excluded)):
@@ -90,7 +90,7 @@ def _rejections(ranking: Ranking, best: Traced | None, rejected: Mapping[Option,
         elif option in ranking.start:
             yield Rejection(choice=option.label, reason="no faster, within 1 %, so left out")
         elif option.is_slow:
-            yield Rejection(choice=option.label, reason="the best recipe without it excludes it")
+            yield Rejection(choice=option.label, reason="cannot be combined with the best recipe")
     level = best.candidate.level if best else ""
     for other, sizes in ranking.levels.items():
         if other not in (level, ranking.level):

@@ -34,11 +34,11 @@ class Evaluation(NamedTuple):
     """Costs of C assignments, each an array [C]."""
 
     seconds: Array
-    """Of a step, as ``time.roofline`` counts them."""
+    """Seconds of a step, as ``time.roofline`` counts them."""
     waits_s: Array
-    """Additional seconds in which the GPU would wait for copies to or from the host."""
+    """Seconds, beyond the computation, in which the GPU waits for copies to or from the host."""
     gone_bytes: Array
-    """Offloaded by one micro-batch."""
+    """Bytes that one micro-batch offloads."""
     peak_bytes: Array
     """Highest allocated bytes of the forward and the backward."""
 

@@ -22,7 +22,7 @@ from trainfit.techniques import registry
 COMPARED_WITH: tuple[AttentionKernel, ...] = (
     "flash", "sdpa", "cudnn", "triton", "efficient", "eager", "math",
 )  # fmt: skip
-"""Its speed is reported against the first of these that was measured together with the chosen kernel."""
+"""Kernels to compare with: the first that was measured together with the chosen one is reported."""
 
 
 class Choice(NamedTuple):
@@ -89,8 +89,8 @@ def _smallest(right: dict[AttentionKernel, Ledger], gpu: str) -> tuple[Attention
         return next(iter(right)), []
     peaks = {name: replay_on(find_gpu(gpu), ledger)[0].peak_allocated_bytes for name, ledger in right.items()}
     first, *rest = sorted(right, key=lambda name: (peaks[name], COMPARED_WITH.index(name)))
-    tie = f"no slower than {' and '.join(rest)} by more than the measurements scatter"
-    return first, [f"{tie}, and no larger at the peak"]
+    tie = f"tied with {' and '.join(rest)} within the spread of the measurements"
+    return first, [f"{tie}, with the lowest peak"]
 
 
 def _reasons(refusals: dict[str, list[str]]) -> list[str]:
@@ -133,7 +133,7 @@ def _tried(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str |
 
 
 def _speedup_text(found: Found, kernel: AttentionKernel, seq: int) -> str:
-    """Describe how much faster it was than another, at which length, when and with what."""
+    """Describe the measurement: speed-up over another kernel, length, date, GPU and torch version."""
     run, shape = found
     at = f"at {shape.seq}" + ("" if shape.seq == seq else f", the measured length nearest to {seq}")
     others: list[AttentionKernel] = [name for name in shape.seconds if name != kernel]

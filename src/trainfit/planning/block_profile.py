@@ -12,12 +12,12 @@ from trainfit.spec.hardware import Gpu
 UNKNOWN_GPU = {"flops_per_s": 1e12, "bytes_per_s": 1e11}
 """Rates of a device whose own are not known (a CPU): they only rank plans."""
 BEFORE, AFTER = -1, -2
-"""In place of a block's number: before the first block, and after the last one."""
+"""Numbers of the stretches before the first block and after the last one."""
 
 
 @dataclass
 class Piece:
-    """A stretch of one step's memory, in bytes against its beginning."""
+    """Memory of one stretch of a step, in bytes relative to its beginning."""
 
     peak_bytes: int = 0
     net_bytes: int = 0
@@ -31,7 +31,7 @@ class Work:
     num_ops: int = 0
     num_products: int = 0
     num_again: int = 0
-    """Products that are recomputed."""
+    """FLOPs of recomputed matrix products."""
 
 
 class Labels:

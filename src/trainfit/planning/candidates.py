@@ -25,11 +25,11 @@ Assignments = NDArray[np.intp]
 
 SHARES = tuple(step / 20 for step in range(1, 21))
 EVERY = (1, 2, 3, 4)
-"""Tried in this order until the copies are fast enough."""
+"""Every how many blocks one offloads; tried in this order until copies keep up with the computation."""
 ALL_MIXES_UP_TO = 12
 """Blocks up to which every number of blocks of each level is tried."""
 FEW = 2
-"""Blocks of a level that only fills the remaining budget."""
+"""Most blocks of a third level, which only fills the rest of the budget."""
 SLACK = 1.25
 """Offloads whose copies take more than this share of the compute time are not evaluated."""
 
@@ -43,7 +43,7 @@ class Offload(NamedTuple):
 
 
 def options(probe: Probe, levels: Sequence[str], *, offload_levels: Sequence[str]) -> list[Option]:
-    """Return every level without offload, and with each share that makes a difference."""
+    """Return every level without offload, and with each share that frees other bytes."""
     found = [Option(level) for level in levels]
     for level in offload_levels:
         seen: set[tuple[int, ...]] = set()
@@ -65,7 +65,7 @@ def assignments(
     whole = [offload for offload in offloads if offload.stop in (depth // 2, depth - 1)]
     plain = np.array([choices.index(Option(level)) for level in levels])
     shared = {share: _with_share(choices, levels, share) for share in {offload.share for offload in offloads}}
-    # All that a wholly recomputed block saves is its input, so there is one share at most.
+    # A wholly recomputed block saves its input alone, so only one share is possible.
     inputs_go = _with_share(choices, levels, 1.0)[-1]
     rows: list[Assignments] = []
     for counts in _mixes(depth, len(levels)):
@@ -138,7 +138,7 @@ def _offloads(
             if fits:
                 yield from (Offload(share, every, stop) for stop in range(1, depth))
             if fits and every > 1:
-                break  # More sparsely would be less than a smaller share.
+                break  # Offloading fewer blocks would free less than a smaller share of all.
 
 
 def _costs(probe: Probe, level: str) -> list[Cost]:

@@ -1,4 +1,4 @@
-"""Which traced recipe a plan chooses, which options it can do without, and what fills the frontier's gaps."""
+"""Choose the recipe of a plan among the traced ones, drop options without a gain, fill the frontier."""
 
 import json
 
@@ -7,15 +7,15 @@ from trainfit.planning.ranking import Ranking
 from trainfit.planning.space import OWN_FAMILY, Option, Options, value_in
 
 TIE = 0.01
-"""Recipes whose speeds differ by less are equally fast: the simpler one is chosen."""
+"""Relative difference of speed below which two recipes count as tied; the simpler one is chosen."""
 NUMERICS_GAIN = 0.02
-"""A change of the numerics that gains less is not chosen."""
+"""Least gain of speed, as a share, for which the numerics are changed."""
 NUM_FILLED = 2
-"""Recipes traced to fill the frontier."""
+"""Most recipes that are traced to fill gaps of the frontier."""
 
 
 def discounted(rate: float, options: Options) -> float:
-    """Return a speed less what each change of the numerics must gain."""
+    """Return the speed, reduced by the least gain for each change of the numerics."""
     return rate * (1 - NUMERICS_GAIN) ** _num_changes(options)
 
 
@@ -49,7 +49,7 @@ def _complexity(one: Traced, combinations: Combinations) -> int:
 
 
 def simpler(ranking: Ranking, at: Key) -> Key:
-    """Return a combination without the options that gain nothing together."""
+    """Return a combination without the options that, dropped together, cost no speed."""
     start = ranking.levels[ranking.level]
     losses = {one: sizes.step_s(1) / start.step_s(1) - 1 for one, sizes in ranking.without.items()}
     needless: set[Option] = set()

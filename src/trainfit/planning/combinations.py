@@ -19,11 +19,11 @@ TOKENS_OFF = 0.05
 """Share by which the tokens of a step may differ from those requested."""
 GRID = (*range(1, 9), 10, 12, 14, *range(16, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
 GRID = (*GRID, *(2**n for n in range(8, 20)))
-"""Micro-batches that are ranked."""
+"""Numbers of sequences in a micro-batch that are ranked."""
 MOST_MICRO = 2**16
-"""Micro-batches below it are tried where nothing else varies."""
+"""Micro-batches below this number are all tried where nothing else varies."""
 MIX = "mix"
-"""In place of a level of recomputation: blocks differ, as a budget decides."""
+"""Level of recomputation of a structure whose blocks differ, as planned within a budget."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Candidate(NamedTuple):
 
 
 Key = tuple[Options, str, int, int]
-"""Options, level of recomputation, micro-batch, micro-batches a step."""
+"""Key of a combination: options, level of recomputation, micro-batch, micro-batches a step."""
 
 
 class Traced(NamedTuple):
@@ -103,7 +103,7 @@ class Combinations:
         self.space: Space = space(recipe, vary=goal.vary, fixed=goal.fixed, keep_quality=goal.keep_quality)
         self.traced: dict[Key, Traced] = {}
         self.exact: set[Key] = set()
-        """Of the traced ones, those whose estimate is the prediction."""
+        """Traced combinations whose estimate is exact, not shortened for ranking."""
         self._whole_batches: dict[Option, bool] = {}
 
     def recipe_of(
@@ -115,7 +115,7 @@ class Combinations:
             InputError: its values exclude each other.
         """
         values = agree(options)
-        assert values is not None, "combinations whose options differ are not built"
+        assert values is not None, "its options contradict each other"
         recompute = {"budget_gib": budget} if level == MIX else json.loads(level)
         values = {"recompute": recompute, **values}
         if self.space.varies_batch:
@@ -175,7 +175,7 @@ class Combinations:
         budget_gib: Callable[[Options], float] = lambda options: 0.0,
         ahead: Sequence[Key] = (),
     ) -> list[Traced | InputError]:
-        """Trace combinations; a refusal in place of what cannot be built.
+        """Trace combinations; one that cannot be built has a refusal in place of an estimate.
 
         Args:
             budget_gib: allocated bytes that blocks which differ in recomputation may reach.
@@ -220,6 +220,6 @@ class Combinations:
         return estimate is not None and self.fits_but_for_host(one) and estimate.host_bytes <= self.host_bytes
 
     def fits_but_for_host(self, one: Traced) -> bool:
-        """Return whether the device holds a traced recipe, whatever of the host's memory it pins."""
+        """Return whether the device holds a traced recipe; pinned host memory is not considered."""
         estimate = one.result.estimate
         return estimate is not None and estimate.fits and estimate.highest.device <= self.usable_bytes

@@ -16,7 +16,7 @@ MAX_EXTRAS = 4
 
 
 class Ranking:
-    """What was traced of the start and of each option, from which every combination is estimated."""
+    """Traces of the start and of each option, from which every combination is estimated."""
 
     def __init__(self, combinations: Combinations):
         self.combinations = combinations
@@ -24,14 +24,14 @@ class Ranking:
         self.start: Options = ()
         self.level = next((one for one in space.levels if one == '"none"'), space.levels[0])
         self.at: tuple[int, int] = (1, 1)
-        """Micro-batch, and their number, at which options are compared."""
+        """Micro-batch, and micro-batches a step, at which options are compared."""
         self.grown = Batches({}, {})
         self.levels: dict[str, Sizes] = {}
-        """Of the start at each level of recomputation."""
+        """Sizes of the start at each level of recomputation."""
         self.added: dict[Option, Sizes] = {}
-        """Of the start with each option, at the reference batch."""
+        """Sizes of the start with each option, at the reference batch."""
         self.without: dict[Option, Sizes] = {}
-        """Of the start without each of its options, at the reference batch."""
+        """Sizes of the start without each of its options, at the reference batch."""
         self.slow_levels: dict[Option, str] = {}
         """Level of recomputation at which each slow option was traced: others are not ranked with it."""
         self.dropped: dict[Option, frozenset[Option]] = {}
@@ -77,7 +77,7 @@ class Ranking:
         added = [option for option in options if option in self.added]
         for option in sorted(added, key=lambda one: self.more_ranks(one) != 1):
             before = self.levels.get(self.level_of(option), start)
-            # Several ranks that share a sequence share the other options' gain too.
+            # Ranks that share a sequence also divide the gain of the other options.
             combine = found.plus if self.more_ranks(option) == 1 else found.times
             found = combine(self.added[option], before)
         ratio = base.batch_bytes / max(start.batch_bytes, 1.0)
@@ -88,13 +88,13 @@ class Ranking:
         )
 
     def structures(self) -> Iterator[Options]:
-        """Yield the start and each combination of the other options that are worth it."""
+        """Yield the start, and the start with each combination of options that make it smaller or faster."""
         extras = [option for option in self.added if self._is_useful(option)]
         for count in range(min(MAX_EXTRAS, len(extras)) + 1):
             for some in itertools.combinations(extras, count):
                 fields = [field for one in some for field, _ in one.values]
                 if len({one.family for one in some}) < count or len(set(fields)) < len(fields):
-                    continue  # Two that set the same field: its effect would be counted twice.
+                    continue  # Two options that set one field would count its effect twice.
                 without = frozenset[Option]().union(*(self.dropped[one] for one in some))
                 structure = self.ordered([*(one for one in self.start if one not in without), *some])
                 if agree(structure) is not None:
@@ -158,7 +158,7 @@ class Ranking:
         return values.get("parallel.tensor", self.combinations.recipe.parallel.tensor) == 1
 
     def correct(self, candidate: Candidate, one: Traced | InputError) -> None:
-        """Correct the composed estimate of a structure by its trace; a refused one never ranks again."""
+        """Correct the composed estimate of a structure by its trace; drop a refused one from the ranking."""
         key = candidate.options, candidate.level == MIX
         size_off, time_off = self.corrections.get(key, (1.0, 1.0))
         if isinstance(one, InputError):

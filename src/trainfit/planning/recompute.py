@@ -39,7 +39,7 @@ COPY_SHARE = 0.9
 MAX_WAITS = 0.003
 """Share of a step that a plan may wait for copies."""
 BATCH = 4096
-"""Assignments evaluated at once."""
+"""Most assignments that are evaluated together."""
 MAX_TRIALS = 12
 """Plans traced whole. The excess of one that is over the budget corrects the estimate of the others."""
 
@@ -55,17 +55,17 @@ class Plan(NamedTuple):
     """With the plan in place of the budget."""
     estimate: Estimate
     is_complete: bool = True
-    """False: the time was over before the search had ended; a faster plan may fit."""
+    """False: time ran out before the search ended, so a faster plan may fit."""
 
 
 class Candidates(NamedTuple):
-    """Everything that may be chosen, fastest first."""
+    """All plans of the blocks, the fastest first."""
 
     choices: list[Option]
     rows: Assignments
     peak_bytes: Array
     offload_bytes: Array
-    """Of the device, outside the allocator."""
+    """Bytes on the device outside the allocator."""
 
     def recipe(self, recipe: Recipe, index: int) -> Recipe:
         """The recipe with this assignment."""
@@ -121,7 +121,7 @@ def plan(recipe: Recipe, until_s: float = math.inf) -> Plan:
 
 
 class OutOfTimeError(InputError):
-    """No plan was found in the time that was allowed."""
+    """Raised where time ran out before a plan was found to fit."""
 
 
 def _fitting(recipe: Recipe, found: Candidates, until_s: float) -> Plan:
@@ -191,7 +191,9 @@ def candidates(recipe: Recipe) -> Candidates:
     ]
     seconds, waits_s, gone_bytes, peak_bytes = (np.concatenate(part) for part in zip(*parts, strict=True))
     kept = np.flatnonzero(waits_s <= MAX_WAITS * seconds)
-    seconds = np.round(seconds / seconds.min(), 9)  # Sums of the same numbers in another order are equal.
+    seconds = np.round(
+        seconds / seconds.min(), 9
+    )  # The same numbers summed in another order differ in the last bits, and count as equal.
     order = kept[np.lexsort((peak_bytes[kept], gone_bytes[kept], seconds[kept]))]
     return Candidates(choices, rows[order], peak_bytes[order], offload_bytes(gpu, gone_bytes[order]))
 

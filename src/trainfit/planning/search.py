@@ -28,20 +28,20 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
 
 SLOW_ROUNDS = 3
-"""Rounds of traces after the slow options were added."""
+"""Most rounds of traces after slow options were added."""
 WORTH_TRACING = 0.003
-"""A recipe is traced if it ranks at least this much above the fastest traced one."""
+"""Least estimated gain, as a share, over the fastest traced recipe for which another one is traced."""
 SLOW_GAIN = 0.1
 """Least share of a step outside matrix products and the update for which slow options are traced."""
 ACTIVATIONS_TOKENS = 8192
 """Tokens of a micro-batch from which activations, rather than whole gradients, usually set the peak."""
 MAX_ROUNDS = 4
 NUM_TRACED = 2
-"""Recipes traced in a round."""
+"""Most recipes that are traced in a round."""
 ALMOST = 1.5
-"""Multiple of the limit by the composed estimate above which nothing is traced when nothing fits."""
+"""Where nothing fits: multiple of the limit above which, by the composed estimate, nothing is traced."""
 NEARLY = 1.25
-"""Multiple of the limit by the composed estimate below which a recipe may fit once compiled."""
+"""Multiple of the limit below which, by the composed estimate, a recipe may fit once compiled."""
 COMPARABLE = 0.9
 """Least speed, as a share of the best's, of a recipe that is compiled in its place."""
 
@@ -128,7 +128,7 @@ class Search:
     def _find_start(self) -> None:
         """Take every option that usually costs nothing, and drop those that the recipe refuses."""
         for option in self.space.options:
-            if option.is_slow:  # Traced last: processes for what they import start now.
+            if option.is_slow:  # These are traced last; start the processes now, as their imports take time.
                 with suppress(InputError):
                     self.combinations.estimates.later.append(changed(self.recipe, dict(option.values)))
         chosen: list[Option] = []
@@ -152,7 +152,7 @@ class Search:
             chosen.remove(option)
 
     def _trace_larger_starts(self, batches: Sequence[tuple[int, int]]) -> None:
-        """Trace larger batches until two say how memory grows."""
+        """Trace larger batches until two traces show how memory grows."""
         for _ in range(MAX_ROUNDS):
             known = self.ranking.start_sizes(self.ranking.level)
             largest = max(known)
@@ -163,7 +163,7 @@ class Search:
 
     def _no_batch(self) -> InputError:
         ranks, seq = self.combinations.data_ranks(self.ranking.start), self.recipe.batch.seq
-        problem = f"no whole number of sequences for {ranks} data-parallel ranks of {seq} tokens has so many"
+        problem = f"is no multiple of {ranks} data-parallel ranks x {seq} tokens a sequence"
         remedy, value = f"request a multiple of {ranks * seq}", self.combinations.goal.tokens_per_step
         return InputError(problem, remedy, field="tokens_per_step", value=value)
 
@@ -238,7 +238,7 @@ class Search:
             reason = self._not_worth(option, reference)
             structure = self._with(option, self.ranking.start) if reason is None else None
             if structure is None:
-                self.rejected.setdefault(option, reason or "excludes what the start needs")
+                self.rejected.setdefault(option, reason or "cannot be combined with the starting recipe")
             elif option.is_slow:
                 slow.append(structure)
             else:
@@ -389,7 +389,7 @@ class Search:
         if option.is_long and not option.is_slow and self.combinations.fits(reference):
             more = (set(one.values) for one in self.space.options if one.family == option.family)
             if any(set(option.values) < values for values in more):
-                return "saves memory, which is not short"
+                return "saves memory, but everything fits already"
         needs_bytes = least_bytes(option, self.recipe, estimate.params, estimate.trainable_params)
         if needs_bytes > self.usable_bytes:
             return f"keeps {format_bytes(needs_bytes)} of weights and gradients on every GPU"
@@ -437,7 +437,7 @@ class Search:
     def _highest(
         self, worth: float, tried: Collection[Key], *, mixed: bool
     ) -> tuple[list[Candidate], list[tuple[Candidate, InputError]]]:
-        """Return what ranks highest and is not traced, as many as a round traces, and what is refused."""
+        """Return the highest-ranked combinations that are not traced, for one round, and the refused ones."""
         fitting = [one for one in self.traced if self.combinations.fits(one)]
         best = max((discounted(one.rate, one.candidate.options) for one in fitting), default=0.0)
         chosen: list[Candidate] = []
@@ -474,7 +474,7 @@ class Search:
 
 
 def _spread(batches: Sequence[tuple[int, int]], least: float) -> list[tuple[int, int]]:
-    """Return the first batch, the first of at least so many samples, and the first of twice as many."""
+    """Return the first batch, the first with at least ``least`` samples, and the first with twice as many."""
     found = [batches[0]]
     for wanted in (least, 2 * max(least, batches[0][0])):
         found.append(next((each for each in batches if each[0] >= wanted), batches[-1]))

@@ -16,9 +16,9 @@ BATCH = ("batch.micro", "batch.accumulate")
 RECOMPUTE = "recompute"
 OWN_FAMILY = "model"
 OWN = (Offer({"model": {"implementation": "native"}}, is_start=True),)
-"""Choices that no technique implements."""
+"""Choices of recipe fields that no technique offers."""
 KERNELS = 2
-"""Measured attention kernels that are tried, the fastest first."""
+"""Most attention kernels that are tried, the fastest measured first."""
 
 
 class Option(NamedTuple):
@@ -45,11 +45,11 @@ class Option(NamedTuple):
 
 
 Options = tuple[Option, ...]
-"""Chosen together, in the space's order."""
+"""Options chosen together, in the order of the space."""
 
 
 class Space(NamedTuple):
-    """What may be chosen, and what may not."""
+    """Options of a search, and those left out with the reason."""
 
     options: Options
     levels: tuple[str, ...]
@@ -175,7 +175,7 @@ def _check_names(vary: Sequence[str], offered: set[str]) -> None:
         if not any(f"{field}.".startswith(f"{name}.") for field in (*offered, *BATCH)):
             known = sorted({field.partition(".")[0] for field in (*offered, *BATCH)})
             remedy = f"name one of {', '.join(known)}"
-            raise InputError("the planner has no choice for it here", remedy, field="vary", value=name)
+            raise InputError("the planner offers no other value for it", remedy, field="vary", value=name)
 
 
 def agree(options: Sequence[Option]) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ CAN_FORK = sys.platform == "linux"
 """Elsewhere a process that has loaded the system's mathematics libraries cannot be forked safely."""
 PROGRAM = "import sys; from trainfit.planning.workers import serve; serve(*sys.argv[1:])"
 NICENESS = 5
-"""Of processes that answer requests ahead: they take what the others leave of the cores."""
+"""Priority (nice) of processes that answer requests ahead, so that they only use idle cores."""
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -41,7 +41,7 @@ class Worker:
             self._requests.flush()
         line = self._answers.readline()
         if not line:
-            raise RuntimeError("a process that traces recipes ended")
+            raise RuntimeError("a process that traces recipes ended unexpectedly")
         return json.loads(line)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Workers:
         self.num_ahead = self._ahead.count
 
     def ask(self, request: dict[str, Any], *, ahead: bool = False) -> Future[dict[str, Any]]:
-        """Give a request to the first process that is idle; one ahead to those for such, if there are any."""
+        """Give a request to the first idle process; a request ahead to the processes of lower priority."""
         return (self._ahead if ahead and self.num_ahead else self._pool).ask(request)
 
     def _start(self, count: int, answer: str, imports: Sequence[str], num_ahead: int) -> None:

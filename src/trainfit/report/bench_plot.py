@@ -22,7 +22,7 @@ PART_COLORS = (
 
 
 def plot_of(result: BenchResult, plots: Sequence[Plot], form: Form = "svg") -> bytes | None:
-    """Return the file of the declared plots; None where no row has what would be drawn."""
+    """Return the content of the plot's file; None: no row has a number to draw."""
     panels = [panel for plot in plots for panel in panels_of(result.rows, plot)]
     if not panels:
         return None
@@ -34,7 +34,7 @@ def plot_of(result: BenchResult, plots: Sequence[Plot], form: Form = "svg") -> b
 
 
 def panels_of(rows: Sequence[BenchRow], plot: Plot) -> list[Panel]:
-    """Return a panel for each combination of values of ``plot.panels`` that has something to draw."""
+    """Return a panel for each combination of values of ``plot.panels`` that has data."""
     keys = {*plot.panels, *plot.x, *([plot.series] if plot.series else [])}
     mine = [row for row in rows if keys <= set(row.point)]
     mine = [row for row in mine if all(row.point.get(key) in known for key, known in plot.where.items())]

@@ -17,7 +17,9 @@ from trainfit.spec.units import format_seconds
 STATUS = "status"
 TIMES = ("median", "spread", "samples")
 SPREAD_NOTE = "spread: from the samples' 10th to their 90th percentile, over the median"
-UNSTEADY_NOTE = "unsteady: the time cap came before the median was known as well as the experiment requires"
+UNSTEADY_NOTE = (
+    "unsteady: the time cap was reached before the median was as precise as the experiment requires"
+)
 DEVIATION_NOTE = "a ± b: mean and standard deviation of the samples"
 ADVICE = " Including non-PyTorch memory"  # An out-of-memory message is cut here: what follows is advice
 

@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def lacking(self) -> str:
-        """The message of a finished measurement without a peak or a time; empty where it has them."""
+        """Why a finished measurement has no peak or no time; empty where it has both."""
         if self.status == "done" and self.measured is not None and self.measured.environment.held_back:
             return self.measured.message or f"no time: {', '.join(self.measured.environment.held_back)}"
         unknown = self.status == "done" and self.value("measured", "peak_allocated_bytes") is None
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def other_versions(self) -> str:
-        """Where the prediction is for other versions than the measurement's, which; else empty."""
+        """Versions of both sides where they differ; else empty."""
         if self.predicted is None or self.measured is None:
             return ""
         where, named = self.measured.environment, self.predicted.versions
@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def peak_met(self) -> WhichPeak | None:
-        """Which of two predicted peaks was measured; None: one was predicted, or none measured."""
+        """The one of two predicted peaks that was measured; None: one peak, or no measurement."""
         if self.predicted is None or self.measured is None or self.status != "done":
             return None
         sizes = {name: getattr(self.measured, f"peak_{name}_bytes") for name in ("allocated", "reserved")}

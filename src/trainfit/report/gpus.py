@@ -18,7 +18,7 @@ CHEAPEST = "the cheapest that fits"
 
 
 def show(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None, *, out: Console | None = None) -> None:
-    """Print the comparison, cheapest first; GPUs that it does not fit on last.
+    """Print the comparison, the cheapest GPU first; GPUs that it does not fit on come last.
 
     Args:
         recipe: on any of the GPUs.

@@ -28,7 +28,7 @@ NO_PLOTS = (
     "No plots: matplotlib is not installed; pip install 'trainfit[plots]', then run the same command again"
 )
 GOOD = "#1e7d57"
-BEATEN = "What is to the right of and below the line is beaten by something on it."
+BEATEN = "A recipe to the right of and below the line is slower and larger than one on it."
 FIGURES = {
     "Predicted against measured":
         ("Peak allocated memory of one training step; the band is the goal.", comparisons.scatter),
@@ -39,10 +39,10 @@ FIGURES = {
 SWEEP_FIGURES = {
     "Memory": ("The peak of a step. The dashed line is the GPU's memory.", sweep.memory_bars),
     "Speed": ("Tokens a second of all GPUs; more is better.", sweep.speed_bars),
-    "Perplexity": ("Of documents kept from training.", sweep.perplexity_bars),
+    "Perplexity": ("Of held-out documents.", sweep.perplexity_bars),
     "Memory against speed": (f"Both measured. {BEATEN}", sweep.front_scatter),
     "Memory against speed, predicted": (
-        f"Without what is far over the GPU's memory. {BEATEN}",
+        f"Recipes far over the GPU's memory are left out. {BEATEN}",
         sweep.predicted_scatter,
     ),
 }

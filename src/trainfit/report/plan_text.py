@@ -83,7 +83,7 @@ def compare(plans: Sequence[Plan], *, out: Console | None = None) -> None:
     rows(out, [[_hardware(one), ", ".join(one.found[0].changes) if one.found else _least(one)]
                for one in ordered], "left", "wrap")  # fmt: skip
     notes(out, "Notes", config_notes(given))
-    out.print("\nOne GPU and one count alone: the plan in full, and plan.yaml.", style="dim")
+    out.print("\nName one GPU and one count for the full plan and plan.yaml.", style="dim")
 
 
 def _columns(plans: Sequence[Plan]) -> list[Column]:
@@ -117,7 +117,7 @@ def _least(plan: Plan) -> str:
     least = plan.least
     if plan.over_host is not None:
         need = math.ceil(plan.over_host.estimate.host_bytes / GIB)
-        return f"nothing fits; --host-memory-gib {need} would do"
+        return f"nothing fits; it would with --host-memory-gib {need}"
     return "nothing fits" + (f"; least: {format_bytes(least.estimate.highest.device)}" if least else "")
 
 

@@ -21,7 +21,7 @@ PRODUCTS = {
 
 
 class Storage(NamedTuple):
-    """Bytes a parameter without its gradient."""
+    """Bytes of each parameter, its gradient not counted."""
 
     weight: float  # Of what is trained
     moments: tuple[float, ...]  # Of each optimizer state that is as large as the weights
@@ -58,7 +58,7 @@ def meaning(recipe: Recipe) -> str:
         if not recipe.optimizer.stochastic_rounding:
             usual = "; pretraining usually has some: --precision amp-bf16"
     trained = "a trained parameter" if recipe.adapter else "a parameter"
-    rounding = "; updates rounded at random, so that small ones are kept on average"
+    rounding = "; stochastic rounding keeps small updates on average"
     more = PRODUCTS.get(recipe.precision, "") + rounding * recipe.optimizer.stochastic_rounding
     return f"{recipe.precision}: {weights}, {_moment_words(recipe, held)} {trained}{more}{usual}"
 

@@ -64,11 +64,11 @@ def show(
         bullets(out, "Bounds", [_bound(name, estimate) for name in estimate.bounds])
         bullets(out, "Conventions and assumptions", [f"FLOPs: {estimate.flops_convention}", *assumptions])
     else:
-        out.print("\n--verbose: the conventions and assumptions that this rests on", style="dim")
+        out.print("\n--verbose prints the conventions and assumptions behind these figures", style="dim")
 
 
 def _if_it_fitted(estimate: Estimate) -> str:
-    """Return the mark of a speed or a cost that cannot be had, as the step does not fit."""
+    """Return the words before a speed or a cost of a step that does not fit."""
     return "" if estimate.fits else "if it fitted: "
 
 
@@ -117,11 +117,11 @@ def show_advice(recipe: Recipe, advice: Advice, out: Console | None = None) -> N
     if not advice.changes:
         count, gpu = recipe.hardware.count, recipe.hardware.gpu
         here = f"{count} x {gpu}" if count > 1 else gpu
-        line = f"on {here} none of the changes tried is enough; trainfit plan tries more"
+        line = f"on {here} none of the changes tried makes it fit; trainfit plan tries more"
         rows(out, [[line]], "wrap")
     rows(out, map(_advised, found), "right", "right", "wrap")
     if not advice.is_complete:
-        rows(out, [["stopped after a minute; trainfit plan tries more"]], "wrap")
+        rows(out, [["the search stopped after a minute; trainfit plan searches longer"]], "wrap")
     if found:
         rows(out, [[f"take one: {' '.join(map(_as_option, found[0].changes))}"]], "wrap")
 
@@ -179,7 +179,7 @@ def verdict(recipe: Recipe | None, estimate: Estimate) -> str:
     if estimate.fits:
         return f"FITS on {gpu}: {size}, {share} to spare"
     if headroom >= 0:
-        spare = f"only {share} to spare, and free memory falls into pieces in later steps"
+        spare = f"only {share} to spare, and fragmentation may grow in later steps"
         return f"DOES NOT FIT SAFELY on {gpu}: {size}, {spare}"
     return f"DOES NOT FIT on {gpu}: {size}, {share} too much"
 
@@ -288,7 +288,7 @@ def _other_phases(out: Console, estimate: Estimate) -> None:
     """Print a row for evaluations, generations and checkpoints of traced code."""
     if estimate.code is None or not estimate.code.other_phases:
         return
-    heading(out, "Beside the training step: in none of its figures, but its memory in the verdict")
+    heading(out, "Outside the training step (its memory counts for the verdict, its time does not)")
     rows(out, map(_other_phase, estimate.code.other_phases), "left", "right", "right", "wrap")
 
 
@@ -297,7 +297,7 @@ def _other_phase(one: OtherPhase) -> list[str]:
     if one.flops:
         what.append(format_flops(one.flops))
     if one.saved_bytes:
-        what.append(f"{format_bytes(one.saved_bytes)} to the host, the disk not counted")
+        what.append(f"{format_bytes(one.saved_bytes)} copied to the host; writing to disk is not counted")
     after = sorted({number for number in one.after_steps if number})
     when = ["before the first step"] * (0 in one.after_steps)
     if after:
@@ -365,12 +365,12 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
     if estimate.mfu is not None:
         lines.append(["MFU", f"{estimate.mfu:.1%}", "model FLOPs over the time and the dense peak"])
     if estimate.hfu is not None:
-        lines.append(["HFU", f"{estimate.hfu:.1%}", "hardware FLOPs over the same"])
+        lines.append(["HFU", f"{estimate.hfu:.1%}", "hardware FLOPs over the time and the dense peak"])
     return lines
 
 
 def _utilisation(estimate: Estimate) -> list[list[str]]:
-    """Return why the GPU can be busy while MFU is low: what its busy time goes to, and at which rate."""
+    """Return the shares of the GPU's busy time, and the rate of its products: why MFU is below it."""
     time = estimate.time
     if time is None or not estimate.hfu or not time.matmul_s:
         return []

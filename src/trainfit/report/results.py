@@ -53,7 +53,7 @@ def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None
     """Print a measurement: status, memory by phase, times with their spread, device and versions."""
     out = out or console()
     held_back = bool(result.environment.held_back)
-    if held_back:  # Before all else: who looks for a time finds none.
+    if held_back:  # First, because the measurement has no time.
         out.print(_ending(result), style="bold red")
     out.print(describe(recipe, _cpu(result)), style="bold")
     built = f"{format_count(result.params)} parameters · " if result.params else ""
@@ -117,13 +117,13 @@ def _trained(summary: "TrainSummary") -> list[Line]:
     if summary.losses:
         lines.append(["loss", f"{summary.losses[-1]:.4f}", f"from {summary.losses[0]:.4f}"])
     if summary.eval_perplexity is not None:
-        lines.append(["perplexity", f"{summary.eval_perplexity:.4g}", "of documents kept from training"])
+        lines.append(["perplexity", f"{summary.eval_perplexity:.4g}", "of held-out documents"])
     if summary.step_s is not None:
         total = f"median; {format_seconds(summary.wall_s)} in all"
         lines.append(["time a step", format_seconds(summary.step_s), total])
     lines += _known(summary, "tokens_per_s", "mfu", "hfu")
     for reason, count in summary.held_back.items():
-        lines.append(["held back", f"{count:,} steps", f"by the driver ({reason}); they are in no speed"])
+        lines.append(["held back", f"{count:,} steps", f"by the driver ({reason}); no speed counts them"])
     if (peak := summary.peak_memory_bytes) is not None:
         lines.append(["peak memory", format_bytes(peak), PEAK_IS.get(summary.peak_memory_is or "", "")])
     return lines

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KINDS = {
     "done": "good", WAITING: "waiting", RUNNING: "running", "refused": "warning", "out-of-memory": "warning",
 }  # fmt: skip
-"""Kinds of cells by status; those of other statuses are bad."""
+"""Style of a cell by status; other statuses are styled as bad."""
 VERDICTS = {"fits": "good", "tight": "warning", "does not fit": "bad"}
 LONGEST_MESSAGE = 160  # Characters of a message in a line of progress
 SHORT = {"out-of-memory": "OOM"}
@@ -29,7 +29,7 @@ ZOOM = 1.3  # Points over this multiple of the GPU's memory are left out
 IN_SIGHT = 3.0  # A GPU's memory is drawn up to this multiple of the largest peak
 LONGEST_NAME = 58
 BASIC = ("none", "false", "null", "standard")
-"""Values that say that a choice is not made."""
+"""Values of a choice that mean it is off."""
 DOES_NOT_FIT, TIGHT = "does not fit", "tight: a later step may run out of memory"
 AMBER = "#b8860b"
 SPREAD = 6.0  # An axis is logarithmic where the largest value is more than this multiple of the smallest
@@ -110,7 +110,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def marked(rows: Sequence[Row]) -> Frontier:
-    """Return the frontier, if it chooses between variants: one of a single variant marks nothing."""
+    """Return the frontier; empty where it has a single variant, so that nothing is marked."""
     best = frontier(rows)
     chooses = len(rows) > 1 if best.is_predicted else len(best.variants) > 1
     return best if chooses else best._replace(variants=())
@@ -185,7 +185,7 @@ def speed_bars(rows: Sequence[Row]) -> str | None:
 
 
 def perplexity_bars(rows: Sequence[Row]) -> str | None:
-    """Draw perplexity on documents that training did not see."""
+    """Draw perplexity on held-out documents."""
     sides = {"measured": [row.perplexity for row in rows]}
     return _bars(rows, sides, "perplexity after training (lower is better)", "perplexity", "{:,.3f}")
 
@@ -298,7 +298,7 @@ def _scatter(
     others = [variant for variant in at if variant not in (*best, *over, *tight)]
     shorter = dict(zip((row.variant for row in rows), telling([row.variant for row in rows]), strict=True))
     groups: list[tuple[str, Kind, str, Sequence[str]]] = [
-        ("front: nothing else is both smaller and faster", "step",
+        ("frontier: no other variant is both smaller and faster", "step",
          PREDICTED if side == "predicted" else MEASURED, best),
         ("dominated", "scatter", MUTED, others),
         (TIGHT, "scatter", AMBER, tight),
@@ -324,10 +324,10 @@ def _scatter(
 
 
 def telling(names: Sequence[str]) -> list[str]:
-    """Return names of variants by what differs: ``micro=4 full`` of ``micro=4 recompute=full adapter=none``.
+    """Shorten names of variants to what differs: ``micro=4 full`` of ``micro=4 recompute=full adapter=none``.
 
-    Nothing is left of ``key=value`` where all names have the same, or where the value is ``none``; of other
-    words the value. Names that would become equal stay as they are.
+    Words that all names share, and ``key=none``, are dropped; of other words the value is kept. Names that
+    would become equal stay as they are.
     """
     words = [name.split() for name in names]
     keys = [[word.partition("=")[0] for word in one] for one in words]
@@ -335,12 +335,14 @@ def telling(names: Sequence[str]) -> list[str]:
         return list(names)
     same = [len(set(column)) == 1 for column in zip(*words, strict=True)]
 
-    def told(word: str) -> str:
+    def shortened(word: str) -> str:
         value = word.partition("=")[2]
         return "" if value in BASIC else value if value.isalpha() and value != "true" else word
 
     found = [
-        " ".join(filter(None, (told(word) for word, is_same in zip(one, same, strict=True) if not is_same)))
+        " ".join(
+            filter(None, (shortened(word) for word, is_same in zip(one, same, strict=True) if not is_same))
+        )
         for one in words
     ]
     bare = [one or " ".join(word for word, is_same in zip(full, same, strict=True) if not is_same)

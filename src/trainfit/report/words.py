@@ -14,7 +14,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "_bytes": format_bytes, "_per_s": "{:,.0f}".format, "_s": format_seconds, "_flops": format_flops,
     "mfu": "{:.1%}".format, "hfu": "{:.1%}".format, "": "{:.4g}".format,
 }  # fmt: skip
-"""How a number is written, by the first ending that its field's name has."""
+"""Formats of numbers by the ending of the field's name; the first that matches counts."""
 
 
 def describe(recipe: Recipe, ran_on: str | None = None) -> str:
@@ -29,11 +29,11 @@ def describe(recipe: Recipe, ran_on: str | None = None) -> str:
 
 
 def assumed(recipe: Recipe, *, varies_batch: bool = False) -> str:
-    """Return one line: what the recipe leaves at its default and an answer depends on; empty: nothing.
+    """Return one line with the fields at their defaults that the answer depends on; empty: none.
 
     Args:
         recipe: as it was given, before anything in it is planned or changed.
-        varies_batch: the micro-batch is not assumed but found.
+        varies_batch: the micro-batch is searched for, so it is not assumed.
     """
     batch, given = recipe.batch, recipe.batch.model_fields_set | ({"micro"} if varies_batch else set())
     seq, micro = f"{batch.seq:,} tokens", f"{batch.micro} sequence{'s' * (batch.micro > 1)}"

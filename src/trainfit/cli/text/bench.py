@@ -29,7 +29,7 @@ def show(result: BenchResult) -> None:
     head = f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}"
     out.print(head, style="bold")
     if result.gpu is None:
-        out.print("No data sheet of this device is known: no time is checked against its peaks.")
+        out.print("The catalog has no data sheet of this device, so times are not checked against its peaks.")
     for grid in bench_table.grids(result.rows, columns):
         for table in fitted(grid, out.width - GAP):
             out.print(f"\n{table.same}" if table.same else "")

@@ -110,9 +110,9 @@ def _communication(out: Console, found: CommunicationBound, num_gpus: int) -> No
         lines.append([one.phase, *seconds, _from(one.compute_bound_tokens, num_gpus)])
     rows(out, lines, "left", "right", "right", "right", "right")
     bound = "Communication-bound" if found.is_bound else "Compute-bound"
-    smallest = "so is every batch"
+    smallest = "compute-bound at every batch"
     if found.compute_bound_tokens is None:
-        smallest = "none: communication, or the host, takes longer at every batch"
+        smallest = "communication, or the host, takes longer at every batch"
     elif found.compute_bound_tokens:
         smallest = f"compute-bound from {_from(found.compute_bound_tokens, num_gpus)}"
         smallest += f", {math.ceil(found.compute_bound_tokens):,} in all"
