@@ -56,7 +56,7 @@ def assemble(
         within_block: returns the context in which a decoder block on the device is quantised.
         compiler: compiles a module in place; None: ``module.compile()``.
         mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
-        cluster: what those ranks do beside collectives; None: they are real.
+        cluster: what those ranks do apart from collectives; None: the ranks are real.
         stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
 
     Raises:

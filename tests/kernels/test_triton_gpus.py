@@ -30,7 +30,7 @@ def test_every_gpu_of_the_catalog_is_judged_by_its_capability(field: str, value:
             registry.check(recipe)
         except InputError as error:
             amd = gpus()[name].gfx is not None
-            assert ("were not tried on AMD" if amd else "Triton supports") in error.problem
+            assert ("were not tested on AMD" if amd else "Triton supports") in error.problem
             refused.add(name)
     old = {name for name, gpu in gpus().items() if gpu.compute_capability and gpu.compute_capability < (8, 0)}
     assert refused == old | {name for name, gpu in gpus().items() if gpu.gfx}

@@ -79,7 +79,7 @@ def test_a_part_that_the_file_names_runs(tmp_path: Path):
         (BASE + "list: [{precision: bf16}]", "list[0].name: missing; give each variant a name"),
         (BASE + "list: [{name: a}, {name: a, seed: 1}]", "two variants are called 'a'"),
         (BASE + "list: [{name: a, model.config.n_layer: 2}]", "config is the name 'gpt2'"),
-        (BASE + "list: []", "list = []: nothing in it; write a variant, or leave it out"),
+        (BASE + "list: []", "list = []: is empty; write a variant, or leave it out"),
         (BASE + "product: {batch.micro: []}", "product.batch.micro"),
         (BASE + "product: {batch.micro: [1, -1]}", "micro=-1: batch.micro = -1"),
         (BASE + "product: {seed: [" + "1," * 1001 + "]}", "1,001 combinations; at most 1,000 are run"),

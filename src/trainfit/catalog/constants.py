@@ -60,7 +60,7 @@ class ShareConstants(Value):
 
 
 class HostConstants(Value):
-    """The host, besides its rates (rates.toml)."""
+    """Facts of the host that are not rates (rates.toml has those)."""
 
     operation_s: Seconds
     recomputed_operation_s: Seconds

@@ -40,7 +40,7 @@ class HostRates(Value):
     in_mode: Seconds  # A call that passes through a dispatch mode in Python
     script_launch: Seconds  # In a traced script: a launch, with dispatch and autograd
     script_block: Seconds  # A recomputed block, on top of both
-    script_call: Seconds  # A Python function that it calls, with what that does besides launches
+    script_call: Seconds  # A Python function that it calls, its launches not counted
     collective: Seconds
     unshard: Seconds  # FSDP2: a group's gather, its copies and its release
     unshard_parameter: Seconds

@@ -167,8 +167,8 @@ def _parsed(parser: Any, words: list[str], name: str) -> Namespace:
     except SystemExit as error:
         if not error.code:
             raise
-        said = errors.getvalue().strip().splitlines()
-        problem = said[-1].partition("error: ")[2] if said else "wrong options"
+        lines = errors.getvalue().strip().splitlines()
+        problem = lines[-1].partition("error: ")[2] if lines else "wrong options"
         raise InputError(problem, OPTIONS, field="SCRIPT", value=name) from None
 
 

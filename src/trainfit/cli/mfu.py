@@ -15,7 +15,7 @@ MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
 RECOMPUTE_HELP = "full: each block runs again, in HFU only."
 CLOSED_HELP = (
-    "Closed form printed beside the count. products: weights of matrix products and sliding windows; 6n: "
+    "Closed form printed next to the count. products: weights of matrix products and sliding windows; 6n: "
     "6 FLOPs a parameter, the embedding included, no windows, as in published figures."
 )
 HOURS_HELP = "What this many GPU-hours cost, such as 1.46M; with --tokens, the MFU of such a run."

@@ -78,7 +78,7 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 class StoppedProcesses:
-    """Finds a process that has been stopped (SIGSTOP) for ``limit_s``, of those asked for again and again."""
+    """Finds, among processes that are polled, one that has been stopped (SIGSTOP) for ``limit_s``."""
 
     def __init__(self, limit_s: float):
         self.limit_s = limit_s

@@ -1,4 +1,4 @@
-"""What a step asks of the ranks around it beside collectives: a virtual rank gives other answers."""
+"""Facts that a step needs from other ranks apart from collectives; a virtual rank supplies its own."""
 
 from __future__ import annotations
 

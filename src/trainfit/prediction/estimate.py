@@ -184,7 +184,7 @@ def two_peaks(ledger: Ledger, expected: Replay, possible: Replay, outside: int) 
     """Return the peaks of two replays of a ledger.
 
     Args:
-        outside: bytes on the device beside the allocator's.
+        outside: bytes on the device outside the allocator.
     """
 
     def peak(allocated: int, reserved: int) -> Peak:

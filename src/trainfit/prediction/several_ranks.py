@@ -60,7 +60,7 @@ def rank_of(
 
 
 class VirtualCluster(Cluster):
-    """The ranks beside the virtual one, which do as it does."""
+    """The other ranks, which act as the virtual one does."""
 
     def __init__(self, recipe: Recipe, virtual: VirtualGpu, order: Order):
         self._recipe, self._virtual = recipe, virtual

@@ -195,7 +195,7 @@ def _cost(gpu: Gpu, num_gpus: int, tokens_per_s: float | None, samples_per_s: fl
 
 
 def _other_phases(ledger: Ledger, gpu: Gpu, virtual: UserGpu, replayed: Replay) -> tuple[OtherPhase, ...]:
-    """Return what the code does beside its training steps, of each kind once."""
+    """Return the phases outside the training steps, each kind once."""
     found: dict[str, list[one_phase.OtherPhase]] = {}
     for one in virtual.steps.other_phases():
         found.setdefault(one.kind, []).append(one)

@@ -72,7 +72,7 @@ def render(template: str, **values: Any) -> str:
 
 
 class Line(NamedTuple):
-    """A line of a result's table in a notebook."""
+    """A line of a result's table in Jupyter."""
 
     name: str
     value: str | None = None  # None: a heading
@@ -82,7 +82,7 @@ class Line(NamedTuple):
 
 
 def notebook_table(title: str, verdict: str, lines: Sequence[Line], *, good: bool, figure: str = "") -> str:
-    """Return a result's table for a notebook: a caption, the verdict in green or red, then the lines.
+    """Return a result's table for Jupyter: a caption, the verdict in green or red, then the lines.
 
     Args:
         figure: SVG below the table.

@@ -357,7 +357,7 @@ def _labels(some: Sequence[Found]) -> dict[int, str]:
 
 
 def html(plan: Plan) -> str:
-    """Return what a notebook shows: the best recipe, the frontier as bars, what was not chosen, a plot."""
+    """Return the table for Jupyter: the best recipe, the frontier as bars, what was not chosen, a plot."""
     given = recipe_from(plan.given)
     best = plan.found[0] if plan.found else None
     if best is None:

@@ -166,7 +166,7 @@ def _used(found: dict[str, Any]) -> list[Line]:
 
 
 def _html(title: str, verdict: str, lines: Sequence[Line | html.Line], *, good: bool) -> str:
-    """Return the table that a notebook shows."""
+    """Return the table that Jupyter shows."""
     rows = [
         line if isinstance(line, html.Line) else html.Line(line[0], line[1], " ".join(line[2:]))
         for line in lines

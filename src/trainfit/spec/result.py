@@ -145,7 +145,7 @@ class PeakHolder(Value):
 
 
 class OtherPhase(Value):
-    """An evaluation, a generation or the writing of a checkpoint in traced code, beside its training steps.
+    """An evaluation, a generation or the writing of a checkpoint in traced code, outside its training steps.
 
     Of several, time, FLOPs and counts are those of the one with the most operations.
     """
@@ -183,7 +183,7 @@ class TracedCode(Value):
     holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
     inputs: StepInputs | None = None  # None: no module was called in the step
     other_phases: tuple[OtherPhase, ...] = ()
-    """Beside the training steps; what they take is in no figure of the step."""
+    """Phases outside the training steps; no figure of the step includes them."""
 
 
 class Peak(Value):

@@ -81,10 +81,10 @@ class SweepFile(Value):
         if self.base is None and not self.recipes:
             raise disagreement("no recipe to vary", "write base, or recipes", field="base")
         if self.base is None and self.list:
-            raise disagreement("a list of changes, and nothing to change", "write base", field="list")
+            raise disagreement("a list of changes without a base", "write base", field="list")
         for field in ("list", "recipes", "product"):
             if field in self.model_fields_set and not getattr(self, field):
-                raise disagreement("nothing in it", "write a variant, or leave it out", field=field)
+                raise disagreement("is empty", "write a variant, or leave it out", field=field)
         if not self.parts():
             raise disagreement("nothing to do", "write measure, or train", field="predict")
         for field, values in self.product.items():

@@ -75,7 +75,7 @@ class Draft:
     num_micro_batches: int = 1
     mesh: DeviceMesh | None = None  # The ranks, with the dimensions of recipe.mesh; None: one rank
     cluster: Cluster = field(default_factory=_real_cluster)
-    """What the ranks do beside collectives."""
+    """Operations between the ranks that are no collectives."""
     sequences: SequenceShards | None = None  # The ranks that share sequences; None: each has whole ones
     stage: Stage | None = None  # The part of the model that it is; None: all of it
     before_batch: list[Callable[[bool], None]] = field(default_factory=list)

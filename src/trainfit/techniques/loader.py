@@ -13,7 +13,7 @@ def check(recipe: Recipe) -> None:
     """Refuse ``prefetch`` without workers."""
     if recipe.loader.workers == 0 and recipe.loader.prefetch != Loader().prefetch:
         remedy = "set loader.workers to 1 or more, or leave loader.prefetch out"
-        raise refusal(recipe, "loader.prefetch", "no worker is there to prepare batches ahead", remedy)
+        raise refusal(recipe, "loader.prefetch", "prefetching needs a worker", remedy)
 
 
 def _describe(recipe: Recipe) -> str:

@@ -87,7 +87,7 @@ def _refuse_old_gpu(technique: Technique, recipe: Recipe) -> None:
         gpu = find_gpu(recipe.hardware.gpu)
         if gpu.gfx and value_at(recipe, field) in values:
             remedy = f"use {field}: {Recipe.model_fields[field].default}, or an NVIDIA GPU"
-            raise refusal(recipe, field, f"trainfit's kernels were not tried on {gpu.title}", remedy)
+            raise refusal(recipe, field, f"trainfit's kernels were not tested on {gpu.title}", remedy)
         capability, least = gpu.compute_capability, LEAST_FOR_TRITON
         if value_at(recipe, field) in values and capability is not None and capability < least:
             has = f"{gpu.title} has compute capability {capability[0]}.{capability[1]}"

@@ -42,7 +42,7 @@ def test_ranks_share_a_sequences_flops_equally() -> None:
 def test_a_loss_without_all_logits_is_shared_too() -> None:
     one, two = (trace(recipe(context, loss="fused")) for context in (1, 2))
     assert 2 * two.steady_sum("model_flops") == pytest.approx(one.steady_sum("model_flops"), rel=1e-9)
-    with pytest.raises(InputError, match="causal mask begins at the first key"):
+    with pytest.raises(InputError, match="causal mask aligns queries with the first keys"):
         trace(recipe(2, attention="sdpa"))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainfit.kernels.custom_op import declare, triton_kernels
 from trainfit.kernels.quantize import codebook
 
-BLOCK = 64  # Weights per magnitude, unless said otherwise
+BLOCK = 64  # Weights per magnitude, by default
 GROUP = 256  # Magnitudes per scale
 TRITON = "kernels.quantize.triton"
 

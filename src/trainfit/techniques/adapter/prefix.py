@@ -27,7 +27,9 @@ def check(recipe: Recipe) -> None:
     has_no_matrices(recipe)
     if recipe.attention in ("flash", "triton"):
         remedy = "use attention: sdpa, cudnn, efficient or eager"
-        raise refusal(recipe, "attention", "a prefix needs a mask, which this kernel has not", remedy)
+        raise refusal(
+            recipe, "attention", "a prefix needs a mask, which this kernel does not support", remedy
+        )
     if recipe.model.implementation == "native":
         return
     needs_peft(recipe)
@@ -36,7 +38,7 @@ def check(recipe: Recipe) -> None:
         remedy = "use recompute: none, or model.implementation: native"
         raise refusal(recipe, "recompute", problem, remedy)
     if recipe.compile == "block":
-        problem = "each block asks PEFT's cache by its own number, so none would share a graph"
+        problem = "each block indexes PEFT's cache by its own number, so no two share a graph"
         remedy = "use compile: model, or model.implementation: native"
         raise refusal(recipe, "compile", problem, remedy)
 
@@ -61,7 +63,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     config = model.config.get_text_config()
     shared = getattr(config, "multi_query", False) or getattr(config, "kv_lora_rank", None) is not None
     if shared or "past_key_values" not in inspect.signature(model.forward).parameters:
-        problem = "this model's layers keep no keys and values of the kind that PEFT's prefixes have"
+        problem = "this model's layers do not take keys and values in the form of PEFT's prefixes"
         raise refusal(recipe, "adapter.kind", problem, "use adapter.kind: lora or prompt")
     peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens)

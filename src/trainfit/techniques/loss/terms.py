@@ -28,7 +28,9 @@ BOTH = {"label_smoothing": 0.1, "z_loss": 1e-4}
 def check(recipe: Recipe) -> None:
     """Refuse the chunked loss and adapters that change the model's own forward."""
     if recipe.loss == "chunked":
-        raise refusal(recipe, "loss_terms", "loss: chunked has no terms", "use loss: fused or standard")
+        raise refusal(
+            recipe, "loss_terms", "loss: chunked does not support loss terms", "use loss: fused or standard"
+        )
     refuse_own_forward(recipe, "loss_terms", "leave loss_terms out")
 
 

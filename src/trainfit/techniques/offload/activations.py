@@ -21,7 +21,12 @@ def require_recomputed_blocks(recipe: Recipe, field: str, reason: str) -> None:
     if recipe.recompute != "full":
         raise refusal(recipe, field, reason, "set recompute: full")
     if recipe.compile == "model":
-        raise refusal(recipe, field, "a whole compiled model shows no blocks", "use compile: block or false")
+        raise refusal(
+            recipe,
+            field,
+            "a model that is compiled whole cannot offload block by block",
+            "use compile: block or false",
+        )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

@@ -18,7 +18,7 @@ def check(recipe: Recipe) -> None:
     """Refuse momentum with an implementation other than ``forloop``."""
     if recipe.optimizer.momentum and recipe.optimizer.implementation != "forloop":
         remedy = "use forloop or leave it out, or set optimizer.momentum: 0"
-        problem = "Adafactor with momentum runs as a plain loop"
+        problem = "Adafactor with momentum is only implemented as a loop over the weights"
         raise refusal(recipe, "optimizer.implementation", problem, remedy)
 
 

@@ -52,7 +52,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         for update in updates:
             if update.num_arrived and draft.hosted is not None:
                 problem = (
-                    "backward did not reach every weight of a block, whose weights are on the host again"
+                    "the backward did not reach every weight of a block before it moved back to the host"
                 )
                 raise refusal(recipe, "optimizer.in_backward", problem, "use optimizer.in_backward: true")
             if update.num_arrived:  # A backward that missed some (an expert that no token chose).

@@ -26,7 +26,7 @@ def check(recipe: Recipe) -> None:
     """Refuse Muon without momentum: its update is the orthogonalised momentum."""
     if not recipe.optimizer.momentum:
         remedy = "leave it out for 0.95, or write another"
-        raise refusal(recipe, "optimizer.momentum", "Muon works on a momentum", remedy)
+        raise refusal(recipe, "optimizer.momentum", "Muon needs a momentum above 0", remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -34,7 +34,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     blocks, _ = draft.trainable_by_block()
     hidden = {id(parameter) for block in blocks for parameter in block if parameter.dim() == 2}
     if not hidden:
-        problem = "no hidden matrices train in this model"
+        problem = "no matrix of this model's blocks is trained"
         raise refusal(recipe, "optimizer.name", problem, "use optimizer.name: adamw")
     numbers = seeds(recipe)
     for_matrices, for_others = _muon(recipe, numbers), adamw(recipe, numbers)

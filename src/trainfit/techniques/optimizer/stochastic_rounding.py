@@ -16,13 +16,13 @@ def check(recipe: Recipe) -> None:
     """Refuse fp32 weights, and implementations that round to nearest."""
     field, options = "optimizer.stochastic_rounding", recipe.optimizer
     if recipe.precision not in ("bf16", "fp8"):
-        problem = f"precision {recipe.precision} has fp32 weights, which lose nothing"
+        problem = f"precision {recipe.precision} has fp32 weights, which round no update away"
         raise refusal(recipe, field, problem, "use precision: bf16 or fp8")
     if options.implementation != "fused":
         problem = f"{options.name}'s {options.implementation} implementation rounds to nearest"
         raise refusal(recipe, field, problem, "use optimizer.implementation: fused")
     if recipe.adapter is not None and recipe.adapter.dtype == "fp32":
-        problem = "only the adapter trains, and its weights are fp32, which lose nothing"
+        problem = "only the adapter trains, and its fp32 weights round no update away"
         raise refusal(recipe, field, problem, "use adapter.dtype: base, or set stochastic_rounding: false")
 
 

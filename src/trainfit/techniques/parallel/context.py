@@ -31,7 +31,7 @@ def check(recipe: Recipe) -> None:
         problem = f"{recipe.mesh.strategy} does not average gradients over the ranks of a sequence"
         raise refusal(recipe, "parallel.strategy", problem, "use parallel.strategy: fsdp")
     if recipe.attention != "triton":
-        problem = "its causal mask begins at the first key, and a rank's queries are the last of their keys"
+        problem = "its causal mask aligns queries with the first keys; a rank's queries belong to the last"
         raise refusal(recipe, "attention", problem, "use attention: triton with parallel.context")
     check_values(recipe, ALLOWED, "context parallel")
     config, ranks = model_config(recipe.model.config), recipe.mesh.context

@@ -46,7 +46,7 @@ def check(recipe: Recipe) -> None:
     if mesh.strategy not in BUCKETED:
         check_buckets(recipe, mesh.strategy)
     if not mesh.reshard_after_forward:
-        problem = f"{mesh.strategy} keeps whole weights on every rank, and gathers none"
+        problem = f"{mesh.strategy} keeps whole weights on every rank, so there is nothing to reshard"
         remedy = "leave it out, or use parallel.strategy: fsdp"
         raise refusal(recipe, "parallel.reshard_after_forward", problem, remedy)
     if mesh.strategy in OURS and mesh.syncs_each_batch and recipe.batch.accumulate > 1:

@@ -80,7 +80,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     ranks = ExpertRanks.of(draft.mesh, recipe.mesh.expert, draft.cluster)
     stacks = [one for name, one in draft.model.named_modules() if name.endswith(".experts")]
     if not stacks or any(isinstance(one, nn.ModuleList) for one in stacks):
-        problem = "this version of transformers keeps the model's experts in modules of their own"
+        problem = "this version of transformers keeps each expert in a separate module"
         raise refusal(recipe, "parallel.expert", problem, "use parallel.expert: 1")
     for experts in stacks:
         shard_experts(experts, ranks)

@@ -46,7 +46,7 @@ def check(recipe: Recipe) -> None:
         remedy = "use precision: bf16, with quantize: fp8 to store the base in 8 bits"
         raise refusal(recipe, "precision", problem, remedy)
     if recipe.offload.weights:
-        problem = "blocks whose weights wait on the host are not converted"
+        problem = "blocks with offloaded weights cannot be converted to fp8"
         raise refusal(recipe, "precision", problem, "use precision: bf16")
     if recipe.batch.micro * recipe.batch.seq % MULTIPLE:
         remedy = f"make batch.micro x batch.seq one (now {recipe.batch.micro} x {recipe.batch.seq})"

@@ -19,7 +19,12 @@ def check(recipe: Recipe) -> None:
     """Refuse eager code: only the compiler can spend the budget."""
     if not recipe.compile:
         remedy = "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}"
-        raise refusal(recipe, "recompute.budget", "only compiled code has a budget to keep to", remedy)
+        raise refusal(
+            recipe,
+            "recompute.budget",
+            "this budget is torch.compile's, and the recipe is not compiled",
+            remedy,
+        )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

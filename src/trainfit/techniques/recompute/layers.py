@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def check(recipe: Recipe) -> None:
     """Refuse an unplanned budget, and plans by operation in compiled code."""
     if recipe.plans_recompute:
-        problem = "it is planned before a step is built"
+        problem = "a budget must be planned before a step is built"
         remedy = (
             "plan it with trainfit.planning.recompute.resolve, as the commands do, "
             "or write out recompute: {layers: [...]}"
@@ -53,7 +53,7 @@ def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
     blocks, planned = decoder_blocks(model), [block for run in _runs(recipe) for block in run.blocks()]
     if len(planned) != len(blocks):
         raise InputError(
-            f"the entries speak of {len(planned)} in all, and the model has {len(blocks)} blocks",
+            f"the entries add up to {len(planned)} blocks, but the model has {len(blocks)}",
             "write one entry a block, or {recompute: ..., count: n} for n of them",
             field="recompute.layers",
             value=[f"{run.count} {run.recompute}" for run in _runs(recipe)],

@@ -2,7 +2,7 @@
 
 A call of an outermost module begins a forward, autograd's engine a backward, an optimizer's ``step`` an
 update. The first optimizer that steps counts the steps. Forwards that no backward needs (passes.py), and the
-writing of checkpoints, are phases beside the step (other_phases.py).
+writing of checkpoints, are phases outside the step (other_phases.py).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""``torch.cuda``, ``torch.accelerator`` and what lies beside them on the virtual GPU."""
+"""``torch.cuda``, ``torch.accelerator`` and related modules on the virtual GPU."""
 
 from trainfit.virtual.user.torch_cuda.memory_stats import EmptyCacheAllocator, MemoryStats
 from trainfit.virtual.user.torch_cuda.module import cuda_module
