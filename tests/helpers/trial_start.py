@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainfit.measurement import process
-from trainfit.virtual.own_process import autograd_has_threads
+from trainfit.virtual.forked import autograd_has_threads
 
 
 def forked(folder: Path, module: str = process.TRIAL, *, own_group: bool = True) -> int:

@@ -1,6 +1,5 @@
 """``trainfit calibrate``: measure the rates of this device and its host."""
 
-import gc
 import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 OUT_HELP = "Where to write the result; default: in the user's data folder."
 TRANSFORMERS = "transformers.models.llama.modeling_llama"
+"""Module of the small steps. With --host it is imported before the time limit begins, which is short."""
 LIMIT_HELP = "Start no further measurement after this time (280; with --host 20)."
 
 
@@ -38,7 +38,7 @@ def run(
     part that fails does not stop the others.
     """
     if host:
-        _import_little()
+        importlib.import_module(TRANSFORMERS)
     from trainfit.bench.harness.runner import device_of
     from trainfit.calibration.run import HOST_LIMIT_S, LIMIT_S, Run, folder
 
@@ -56,15 +56,6 @@ def run(
     else:
         show(found, path)
     return 0
-
-
-def _import_little() -> None:
-    """Import transformers without a part that takes seconds and that no step uses."""
-    from trainfit.prediction.start_up import import_little
-
-    import_little(compiles=True)  # Dynamo is there, as in the steps that users time.
-    importlib.import_module(TRANSFORMERS)
-    gc.enable()
 
 
 def _check_ours(path: Path) -> None:

@@ -20,6 +20,7 @@ import trainfit
 from trainfit.cli import options
 from trainfit.cli.entry import saved_by
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
+from trainfit.models.quiet_torchao import LOGGERS
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, InputError
 from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
@@ -65,10 +66,6 @@ def app() -> typer.Typer:
     return verbs
 
 
-NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
-"""Loggers that warn where a user's script imports torchao; for our own code, ``models.deferred_torchao``."""
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         say(f"trainfit {trainfit.__version__}")
@@ -80,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not has_streams():
         return EXIT_IO
     words = list(sys.argv[1:] if arguments is None else arguments)
-    for name in NOISY_IMPORTS:
+    for name in LOGGERS:  # A user's script may import torchao, too.
         logging.getLogger(name).setLevel(logging.ERROR)
     # Keep transformers' notes on a config from preceding the one line of an error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

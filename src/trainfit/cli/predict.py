@@ -19,7 +19,6 @@ from trainfit.cli.options import (
     Settings,
     takes_recipe,
 )
-from trainfit.prediction.start_up import import_little
 from trainfit.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ def run(
     given = options.variants(settings or [])
     several = len(given) > 1
     requested = [options.read_recipe(recipe, one) for one in given]
-    import_little(compiles=any(one.compile for one in requested))
     with using(calibration):
         for wanted, its_settings in zip(requested, given, strict=True):
             try:

@@ -1,15 +1,18 @@
 """Import once what trials need, and start each as a fork of this process."""
 
-import importlib
 import os
 from collections.abc import Callable
 from functools import cache
 
 from trainfit.measurement.process import forked, spawned
 from trainfit.measurement.trial import import_for_steps
-from trainfit.models.deferred_torchao import defer_torchao
+from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.printable import say
-from trainfit.virtual.own_process import autograd_has_threads
+from trainfit.virtual.forked import autograd_has_threads
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Empty while modules are imported. Importing transformers imports torchao, which asks a GPU that it sees for
+its compute capability; that initialises CUDA, after which no fork of this process could use it."""
 
 
 def ready_to_fork(device: str) -> Callable[..., int]:
@@ -31,9 +34,15 @@ def _import() -> None:
     """Import what trials need, once for all forks, which otherwise take seconds each."""
     # Importing, and counting GPUs, leaves CUDA untouched.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    importlib.import_module("torch")
-    defer_torchao()
-    import_for_steps()
+    visible = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ""
+    try:
+        with quiet_torchao():
+            import_for_steps()
+    finally:
+        os.environ.pop(VISIBLE)
+        if visible is not None:
+            os.environ[VISIBLE] = visible
 
 
 @cache

@@ -122,7 +122,7 @@ def spawned(folder: Path, module: str = TRIAL, *, own_group: bool = True) -> int
 def forked(folder: Path, module: str = TRIAL, *, own_group: bool = True) -> int:
     """Start the trial of ``folder``, which ``module`` runs, as a fork of this process.
 
-    This process must not have used CUDA, nor started autograd's threads (``own_process``).
+    This process must not have used CUDA, nor started autograd's threads (``virtual.forked``).
 
     Args:
         own_group: in a process group of its own; else in this process's.

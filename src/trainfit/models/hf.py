@@ -15,10 +15,10 @@ from torch import nn
 from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, WIDTH_KEYS, remote_code_keys
 from trainfit.catalog.text_model import LAYER_KEYS, LAYERS_ELSEWHERE
 from trainfit.models.deferred_init import is_deferred
-from trainfit.models.deferred_torchao import quiet_torchao
 from trainfit.models.few_blocks import outlined
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.models.hf_text import text_class
+from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import FLOAT_TAG
 from trainfit.virtual.trace.exclusive import replaced

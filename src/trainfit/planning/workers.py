@@ -3,6 +3,7 @@
 They end when their requests' pipe closes, as it does when the parent ends in any way.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, Any
+
+from trainfit.virtual import forked
 
 CAN_FORK = sys.platform == "linux"
 """Elsewhere a process that has loaded the system's mathematics libraries cannot be forked safely."""
@@ -95,6 +98,9 @@ class Workers:
     def _start(self, count: int, answer: str, imports: Sequence[str], num_ahead: int) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = (
+            ""  # Imports (torchao) must not initialise CUDA before the forks.
+        )
         theirs: list[tuple[int, int]] = []
         for _ in range(count):
             requests, requests_in = os.pipe()
@@ -130,11 +136,8 @@ def serve(pipes: str, num_ahead: str, answer: str, imports: str) -> None:
 
     The last ``num_ahead`` processes have a lower priority.
     """
-    from trainfit.prediction import start_up
-    from trainfit.virtual import own_process
-
-    own_process.is_own_process = True
-    start_up.import_little(compiles=False)
+    forked.allow()
+    gc.disable()  # Imports leave no garbage, and each trace collects its own.
     from trainfit.virtual.trace.process_state import freeze_for_good  # Imports torch.
 
     for name in imports.split(","):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from trainfit.bench.harness.bench import failure_of
 from trainfit.measurement.process import die_with_parent
 from trainfit.spec.errors import InputError
-from trainfit.virtual.own_process import autograd_has_threads
+from trainfit.virtual.forked import autograd_has_threads
 
 PATIENCE_S = 120.0  # Longest wait for the next result of a rank
 POLL_S = 1e-4

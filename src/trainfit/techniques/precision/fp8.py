@@ -67,8 +67,8 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers by torchao's, on the same weights; refuse where none gains."""
-    from trainfit.models.deferred_torchao import quiet_torchao
     from trainfit.models.layers import layer_lists
+    from trainfit.models.quiet_torchao import quiet_torchao
 
     with quiet_torchao():
         float8: Any = optional("torchao.float8", "torchao", field="precision", value="fp8")

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from trainfit.virtual.compile.cuda_device import as_cuda, move_graph, moved_tensor
-from trainfit.virtual.compile.forked import begin, can_fork
 from trainfit.virtual.compile.unrolled import Layers, Position, planned_as_whole
 from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.forked import begin, can_fork
 from trainfit.virtual.trace.exclusive import replaced
 
 AT = "_at"
