@@ -1,10 +1,7 @@
 """A technique of another package: the example of docs/reference/techniques.md."""
 
-import configparser
 import json
 import random
-import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,42 +10,23 @@ import pytest
 
 from benchmarks.accuracy.truth_techniques import draw_for, drawn_techniques
 from benchmarks.tables.techniques import in_a_recipe, titles
+from outside_package import blocks, installed
 from tiny_recipe import TINY_LLAMA
 from tiny_sweep import sweep_of
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
-from trainfit.prediction import cache
-from trainfit.spec.outside import outside_techniques
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.techniques import registry
 
-PAGE = Path(__file__).parents[2] / "docs/reference/techniques.md"
-CACHES = (outside_techniques, registry.in_order, cache.outside_version)
 RECIPE = {"model": {"config": TINY_LLAMA}, "batch": {"micro": 2, "seq": 16}}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Install the page's example, as a package on this process's path."""
-    page = PAGE.read_text("utf-8").partition("## Adding one\n")[2]
-    code, project = (re.findall(rf"```{kind}\n(.*?)```", page, re.S)[0] for kind in ("python", "toml"))
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "doubled_loss.py").write_text(code)
-    metadata = folder / "doubled_loss-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: doubled-loss\nVersion: 1.0\n")
-    points = configparser.ConfigParser()
-    points.read_dict(tomllib.loads(project)["project"]["entry-points"])
-    with (metadata / "entry_points.txt").open("w") as file:
-        points.write(file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        for cached in CACHES:
-            cached.cache_clear()
+    points = tomllib.loads(blocks("toml")[0])["project"]["entry-points"]
+    with installed(tmp_path_factory.mktemp("site"), "doubled_loss", blocks("python")[0], points):
         yield
-    sys.modules.pop("doubled_loss", None)
-    for cached in CACHES:
-        cached.cache_clear()
 
 
 def test_it_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,10 @@ Not counted: scales of low-bit storage, fp32 moments of tensors that are too sma
 from typing import NamedTuple
 
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques.registry import optimizer_facts
 
 BASE_BYTES = {"nf4": 0.5, "int8": 1.0, "fp8": 1.0}
 """Of a quantised base's linear layers; its embeddings and head keep the weights' dtype."""
-NAMES = {
-    "adamw": "AdamW", "adamw8bit": "8-bit AdamW", "adamw4bit": "4-bit AdamW", "adafactor": "Adafactor",
-    "sgd": "SGD", "muon": "Muon",
-}  # fmt: skip
 PRODUCTS = {
     "amp-bf16": "; products in bf16 by autocast",
     "amp-fp16": "; products in fp16 by autocast with a loss scaler",
@@ -36,12 +33,10 @@ class Storage(NamedTuple):
 def storage(recipe: Recipe) -> Storage:
     """Return the bytes of each parameter; of Muon the blocks' matrices count."""
     built = 2.0 if recipe.precision in ("bf16", "fp8") else 4.0
-    adapter, optimizer = recipe.adapter, recipe.optimizer
+    adapter = recipe.adapter
     weight = built if adapter is None or adapter.dtype == "base" else 4.0
-    moments = {
-        "adamw8bit": (1.0, 1.0), "adamw4bit": (0.5, 0.5), "adamw": (weight, weight), "muon": (weight,),
-        "adafactor": (4.0,) if optimizer.momentum else (), "sgd": (weight,) if optimizer.momentum else (),
-    }.get(optimizer.name, ())  # fmt: skip
+    facts = optimizer_facts(recipe.optimizer.name)
+    moments = facts.moments(recipe, weight) if facts else ()
     frozen = BASE_BYTES[recipe.base.kind] if recipe.base else built
     return Storage(weight, moments, None if adapter is None else frozen)
 
@@ -64,14 +59,10 @@ def meaning(recipe: Recipe) -> str:
 
 
 def _moment_words(recipe: Recipe, held: Storage) -> str:
-    if recipe.optimizer.name not in NAMES:  # An optimizer that was added from outside.
-        return recipe.optimizer.name
-    name, moments = NAMES[recipe.optimizer.name], " + ".join(f"{size:g}" for size in held.moments)
-    if name == "Muon":
-        elsewhere = f"AdamW moments {held.weight:g} + {held.weight:g} B elsewhere"
-        return f"Muon momentum {moments} B (blocks' matrices; {elsewhere})"
-    if name == "Adafactor":
-        momentum = f"momentum {moments} B and " if moments else ""
-        return f"Adafactor {momentum}rows and columns of the second moment, under 0.1 B"
-    word = "momentum" if name == "SGD" else "moments"
-    return f"{name} {word} {moments} B" if moments else f"{name} without moments, 0 B"
+    name = recipe.optimizer.name
+    facts = optimizer_facts(name)
+    if facts is None:  # Of another package, whose technique states nothing of its state.
+        return name
+    if facts.describe is not None:
+        return facts.describe(recipe, held.weight)
+    return f"{name} state {' + '.join(f'{size:g}' for size in held.moments) or 0} B"

@@ -48,6 +48,30 @@ class Offer:
     """``rest``: no matrix products, so it is not traced where the rest of a step is short."""
 
 
+StateKind = Literal["number", "weight", "squares", "rows", "columns", "codes", "scales"]
+"""A state that an optimizer keeps of a weight.
+
+``number``: at least 0, such as the count of steps. ``weight``: of the weight's shape. ``squares``: so, not
+negative. ``rows``, ``columns``: one number for each row or column of a matrix, not negative. ``codes``: 8 or
+4 bits an element. ``scales``: one for each block of codes.
+"""
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What reports, checkpoints and kinds of parallelism need to know of an optimizer."""
+
+    moments: Callable[[Recipe, float], tuple[float, ...]]
+    """(recipe, bytes of a trained weight) -> bytes a parameter of each state with as many elements."""
+    states: tuple[dict[str, StateKind], ...]
+    """State of one weight after an update, name -> kind; several where it depends on weight or settings."""
+    sharded_by: tuple[str, ...] = ()
+    """Techniques on whose shards its update equals that of whole weights: ``fsdp``, ``expert_parallel``,
+    ``tensor_parallel``."""
+    describe: Callable[[Recipe, float], str] | None = None
+    """(recipe, bytes of a trained weight) -> its state in words; by default its name and ``moments``."""
+
+
 @dataclass(frozen=True)
 class Technique:
     """One change to a plain training step. A module of this package declares it as ``TECHNIQUE``."""
@@ -80,6 +104,7 @@ class Technique:
     """Returns what the planner may try in place of the recipe's own values."""
     build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
     """(recipe, on_model, **options of ``build_model``) -> model, blocks whose weights are on the host."""
+    optimizer: OptimizerFacts | None = None  # Of those that cover ``optimizer.name``
     label_blocks: Callable[[Recipe, nn.Module], None] = lambda recipe, model: None
     """Labels blocks that differ, before a traced model is shortened."""
     min_repeated: Callable[[Recipe], int] = lambda recipe: 1

@@ -19,7 +19,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import LEAST_FOR_TRITON
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal, value_at
+from trainfit.techniques.base import OptimizerFacts, Technique, refusal, value_at
 
 DESCRIBED = (
     "precision", "model.implementation", "attention", "block_kernels", "loss", "loss_terms", "recompute",
@@ -50,6 +50,22 @@ def in_order() -> tuple[Technique, ...]:
 def techniques() -> dict[str, Technique]:
     """Return every technique by its name, in the order of their application."""
     return {technique.name: technique for technique in in_order()}
+
+
+def optimizer_facts(name: str) -> OptimizerFacts | None:
+    """Return the facts of a value of ``optimizer.name``; None: its technique states none."""
+    found = (one.optimizer for one in in_order() if name in one.covers.get("optimizer.name", ()))
+    return next(found, None)
+
+
+def optimizers_sharded_by(technique: str) -> tuple[str, ...]:
+    """Return the values of ``optimizer.name`` that work on the shards of a technique."""
+    return tuple(
+        name
+        for one in in_order()
+        if one.optimizer is not None and technique in one.optimizer.sharded_by
+        for name in one.covers.get("optimizer.name", ())
+    )
 
 
 def covered() -> dict[str, tuple[Any, ...]]:

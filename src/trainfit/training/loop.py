@@ -128,7 +128,8 @@ def _refuse_unsavable(recipe: Recipe) -> None:
         remedy = "use model.implementation: hf, or parallel.tensor: 1"
         raise InputError(problem, remedy, field="parallel.tensor", value=recipe.mesh.tensor)
     name, shards_weights = recipe.optimizer.name, recipe.hardware.count > 1 and recipe.mesh.shards_weights
-    if shards_weights and name in ("adamw8bit", "adamw4bit"):
+    facts = registry.optimizer_facts(name)
+    if shards_weights and facts and any("codes" in state.values() for state in facts.states):
         problem = "checkpoints cannot hold the 8-bit or 4-bit moments of FSDP2's shards"
         remedy = "use optimizer.name: adamw, or parallel.strategy: zero1"
         raise InputError(problem, remedy, field="optimizer.name", value=name)

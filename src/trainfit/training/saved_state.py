@@ -14,29 +14,14 @@ from torch import Tensor
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Value
+from trainfit.techniques import registry
+from trainfit.techniques.base import StateKind
 from trainfit.training.shards import local
 
 MAX_STEPS = 2**53
-AS_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance")
-"""Optimizer state with the parameter's own shape."""
-NOT_NEGATIVE = "exp_avg_sq max_exp_avg_sq variance row_var col_var exp_avg_sq_row exp_avg_sq_col".split()
-"""Means of squares, whose roots are taken."""
+NOT_NEGATIVE = ("squares", "rows", "columns")
+"""Kinds of means of squares, whose roots are taken."""
 BLOCKS = (256, 128)  # Elements per scale in 8 and in 4 bits (kernels/quantize/codebook.py)
-ADAMW = "step exp_avg exp_avg_sq"
-CODED = "step exp_avg_codes exp_avg_scales exp_avg_sq_codes exp_avg_sq_scales"
-KEYS = {
-    "adamw": (ADAMW,),
-    "adamw8bit": (ADAMW, CODED),
-    "adamw4bit": (ADAMW, CODED),
-    "adafactor": (
-        "step row_var col_var", "step variance",  # torch's
-        "step RMS exp_avg exp_avg_sq", "step RMS exp_avg exp_avg_sq_row exp_avg_sq_col",  # transformers'
-    ),
-    "sgd": ("step", "momentum_buffer", "step momentum_buffer"),
-    "muon": ("momentum_buffer", "step momentum_buffer", ADAMW),
-}  # fmt: skip
-"""``optimizer.name`` -> allowed sets of state keys of one parameter that had a gradient. An optimizer added
-from outside has no row: its tensors are checked, its keys are not."""
 
 
 class OptimizerPlain(Value):
@@ -84,13 +69,24 @@ def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[s
 def check_parameter_state(optimizer: str, name: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
     """Refuse state that the optimizer cannot have for this parameter."""
     present = {key: value for key, value in state.items() if value is not None}
-    allowed = [set(keys.split()) for keys in KEYS.get(optimizer, ())]
-    if present and allowed and set(present) not in allowed:
+    if not present:
+        return
+    facts = registry.optimizer_facts(optimizer)
+    kinds: Mapping[str, StateKind] | None
+    if facts is None:  # Of another package, whose technique does not state what it keeps.
+        kinds = {key: _usual_kind(parameter, value) for key, value in present.items()}
+    else:
+        kinds = next((one for one in facts.states if one.keys() == present.keys()), None)
+    if kinds is None:
         raise unlike(f"{name}/{', '.join(sorted(present))}", f"not what {optimizer} keeps")
     for key, value in present.items():
-        problem = _problem(key, parameter, value)
+        problem = _problem(kinds[key], parameter, value)
         if problem:
             raise unlike(f"{name}/{key}", problem)
+
+
+def _usual_kind(parameter: Tensor, value: Any) -> StateKind:
+    return "weight" if isinstance(value, Tensor) and value.shape == parameter.shape else "number"
 
 
 def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
@@ -101,32 +97,30 @@ def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> Non
         raise unlike("scaler", "numbers that scale nothing")
 
 
-def _problem(key: str, parameter: Tensor, value: Any) -> str:
+def _problem(kind: StateKind, parameter: Tensor, value: Any) -> str:
     """Return what is wrong with one value of a parameter's state; empty if nothing is."""
-    if key in ("step", "RMS"):
+    if kind == "number":
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         return "" if _is_size(number) and number <= MAX_STEPS else "not a number from 0 on"
     if not isinstance(value, Tensor):
         return "not a tensor"
-    codes, own = key.endswith("_codes"), local(value)
-    if not _shape_fits(key, parameter, value) or (value.dtype == torch.uint8) != codes:
+    codes, own = kind == "codes", local(value)
+    if not _shape_fits(kind, parameter, value) or (value.dtype == torch.uint8) != codes:
         return f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}"
     if not codes and not (value.is_floating_point() and bool(torch.isfinite(own).all())):
         return "not finite numbers"
-    return "a negative mean of squares" if key in NOT_NEGATIVE and bool((own < 0).any()) else ""
+    return "a negative mean of squares" if kind in NOT_NEGATIVE and bool((own < 0).any()) else ""
 
 
-def _shape_fits(key: str, parameter: Tensor, value: Tensor) -> bool:
+def _shape_fits(kind: StateKind, parameter: Tensor, value: Tensor) -> bool:
     shape, numel = parameter.shape, parameter.numel()
-    if key in AS_PARAMETER:
+    if kind in ("weight", "squares"):
         return value.shape == shape
-    if key.endswith("_codes"):
+    if kind == "codes":
         return value.shape in (shape, (-(-numel // 2),))
-    if key.endswith("_scales"):
+    if kind == "scales":
         return value.shape in [(-(-numel // block),) for block in BLOCKS]
-    if parameter.dim() >= 2 and key.startswith(("row_", "col_", "exp_avg_sq_")):
-        return value.numel() == numel // shape[-1 if "row" in key else -2]
-    return False
+    return parameter.dim() >= 2 and value.numel() == numel // shape[-1 if kind == "rows" else -2]
 
 
 def _is_size(value: Any) -> bool:

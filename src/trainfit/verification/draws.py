@@ -17,7 +17,7 @@ from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
 from trainfit.techniques.base import Technique
-from trainfit.techniques.registry import check, in_order
+from trainfit.techniques.registry import check, in_order, optimizer_facts
 
 FIELDS = (
     "batch.accumulate", "precision", "attention", "recompute", "optimizer.name", "optimizer.in_backward",
@@ -100,6 +100,8 @@ def smallest_state_bytes(recipe: Recipe) -> int:
         return 0  # Less than any published count implies.
     row = find_model(recipe.model.config) if isinstance(recipe.model.config, str) else None
     size = 2 if recipe.precision in ("bf16", "fp8") else 4
-    moments = {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}.get(recipe.optimizer.name, 0)
-    copies = 1 if recipe.adapter else 1 + (0 if recipe.optimizer.in_backward else 1) + moments
-    return (row.published_params or 0) * size * copies if row else 0
+    facts = optimizer_facts(recipe.optimizer.name)
+    moments = sum(facts.moments(recipe, size)) if facts else 0.0
+    gradients = 0 if recipe.optimizer.in_backward else size
+    a_parameter = size if recipe.adapter else size + gradients + moments
+    return int((row.published_params or 0) * a_parameter) if row else 0

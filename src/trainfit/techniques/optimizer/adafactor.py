@@ -8,7 +8,7 @@ and ``scale_parameter=True``, so that its learning rate means what torch's means
 from functools import partial
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, OptimizerFacts, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
@@ -42,6 +42,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.make_optimizer = partial(torch.optim.Adafactor, foreach=foreach, **common)
 
 
+def _describe_state(recipe: Recipe, _: float) -> str:
+    momentum = "momentum 4 B and " if recipe.optimizer.momentum else ""
+    return f"Adafactor {momentum}rows and columns of the second moment, under 0.1 B"
+
+
 TECHNIQUE = Technique(
     name="adafactor",
     order=270,
@@ -70,5 +75,22 @@ TECHNIQUE = Technique(
             {"optimizer": {"name": "adafactor", "implementation": "fused"}},
             numerics="factored second moments",
         ),
+    ),
+    optimizer=OptimizerFacts(
+        moments=lambda recipe, _: (4.0,) if recipe.optimizer.momentum else (),
+        states=(
+            {"step": "number", "row_var": "rows", "col_var": "columns"},
+            {"step": "number", "variance": "squares"},
+            # transformers'
+            {"step": "number", "RMS": "number", "exp_avg": "weight", "exp_avg_sq": "squares"},
+            {
+                "step": "number",
+                "RMS": "number",
+                "exp_avg": "weight",
+                "exp_avg_sq_row": "rows",
+                "exp_avg_sq_col": "columns",
+            },
+        ),
+        describe=_describe_state,
     ),
 )

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, OptimizerFacts, StateKind, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
+STATE: dict[str, StateKind] = {"step": "number", "exp_avg": "weight", "exp_avg_sq": "squares"}
 OPTIMIZER_FIELDS = ("optimizer.name", "optimizer.implementation", "optimizer.momentum")
 
 
@@ -46,6 +47,12 @@ def adamw(recipe: Recipe, numbers: Iterator[int]) -> Callable[..., Any]:
     return partial(torch.optim.AdamW, foreach=foreach, fused=fused, **common)
 
 
+def in_words(name: str, moments: tuple[float, ...], word: str = "moments") -> str:
+    """Return the bytes a parameter of an optimizer's state: ``AdamW moments 2 + 2 B``."""
+    sizes = " + ".join(f"{size:g}" for size in moments)
+    return f"{name} {word} {sizes} B" if moments else f"{name} without moments, 0 B"
+
+
 def describe_optimizer(recipe: Recipe) -> str:
     """Return the optimizer's name, implementation and momentum."""
     optimizer = recipe.optimizer
@@ -73,4 +80,10 @@ TECHNIQUE = Technique(
     variants=tuple({"optimizer": {"name": "adamw", "implementation": one}} for one in ("fused", "forloop")),
     examples=({"optimizer": {"implementation": "foreach"}},),
     draw=Draw(weights={"optimizer.name": {"adamw": 5}}, options=_options),
+    optimizer=OptimizerFacts(
+        moments=lambda recipe, weight: (weight, weight),
+        states=(STATE,),
+        sharded_by=("fsdp", "expert_parallel", "tensor_parallel"),
+        describe=lambda recipe, weight: in_words("AdamW", (weight, weight)),
+    ),
 )

@@ -5,12 +5,28 @@ AdamW4bit (optim/adamw.py).
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Draw, Offer, OptimizerFacts, StateKind, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer, refuse_momentum
+from trainfit.techniques.optimizer.adamw import (
+    OPTIMIZER_FIELDS,
+    STATE,
+    describe_optimizer,
+    in_words,
+    refuse_momentum,
+)
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 BITS = {"adamw8bit": 8, "adamw4bit": 4}
+CODED: dict[str, StateKind] = {
+    "step": "number",
+    "exp_avg_codes": "codes", "exp_avg_scales": "scales",
+    "exp_avg_sq_codes": "codes", "exp_avg_sq_scales": "scales",
+}  # fmt: skip
+"""State of weights that are large enough for low bits."""
+
+
+def _moments(recipe: Recipe, _: float = 0.0) -> tuple[float, ...]:
+    return (BITS[recipe.optimizer.name] / 8,) * 2
 
 
 def check(recipe: Recipe) -> None:
@@ -52,5 +68,11 @@ TECHNIQUE = Technique(
     offers=lambda recipe: (
         Offer({"optimizer": {"name": "adamw8bit"}}, numerics="moments in 8 bits"),
         Offer({"optimizer": {"name": "adamw4bit"}}, numerics="moments in 4 bits"),
+    ),
+    optimizer=OptimizerFacts(
+        moments=_moments,
+        states=(STATE, CODED),
+        sharded_by=("fsdp",),
+        describe=lambda recipe, _: in_words(f"{BITS[recipe.optimizer.name]}-bit AdamW", _moments(recipe)),
     ),
 )

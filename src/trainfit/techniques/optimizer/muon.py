@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.base import Draw, OptimizerFacts, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, adamw, describe_optimizer
+from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, STATE, adamw, describe_optimizer, in_words
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ def _muon(recipe: Recipe, numbers: Iterator[int]) -> Callable[..., Any]:
     return seeded(numbers, StochasticMuon, **settings)
 
 
+def _describe_state(recipe: Recipe, weight: float) -> str:
+    elsewhere = in_words("AdamW", (weight, weight))
+    return f"{in_words('Muon', (weight,), 'momentum')} (blocks' matrices; {elsewhere} elsewhere)"
+
+
 TECHNIQUE = Technique(
     name="muon",
     order=280,
@@ -76,4 +81,13 @@ TECHNIQUE = Technique(
     describe=describe_optimizer,
     variants=({"optimizer": {"name": "muon", "momentum": 0.0}},),
     draw=Draw(alone=lambda chance, _: {"optimizer": {"name": "muon"}}),
+    optimizer=OptimizerFacts(
+        moments=lambda recipe, weight: (weight,),  # Of the blocks' matrices
+        states=(
+            {"momentum_buffer": "weight"},
+            {"step": "number", "momentum_buffer": "weight"},
+            STATE,
+        ),
+        describe=_describe_state,
+    ),
 )

@@ -11,9 +11,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, OptimizerFacts, Technique
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer
+from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer, in_words
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
+def _moments(recipe: Recipe, weight: float) -> tuple[float, ...]:
+    return (weight,) if recipe.optimizer.momentum else ()
+
+
 def _options(chance: random.Random) -> Data:
     return {"momentum": chance.choice((0.0, 0.9)), "implementation": chance.choice(("foreach", "fused"))}
 
@@ -79,4 +83,14 @@ TECHNIQUE = Technique(
     describe=describe_optimizer,
     variants=({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
     draw=Draw(weights={"optimizer.name": {"sgd": 2}}, options=_options),
+    optimizer=OptimizerFacts(
+        moments=_moments,
+        states=(
+            {"step": "number"},
+            {"momentum_buffer": "weight"},
+            {"step": "number", "momentum_buffer": "weight"},
+        ),
+        sharded_by=("fsdp", "expert_parallel"),
+        describe=lambda recipe, weight: in_words("SGD", _moments(recipe, weight), "momentum"),
+    ),
 )

@@ -7,6 +7,7 @@ import os
 from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Parallel, Recipe
+from trainfit.techniques import registry
 from trainfit.techniques.base import refusal, value_at
 
 
@@ -42,6 +43,15 @@ def check_values(recipe: Recipe, allowed: dict[str, tuple[object, ...]], kind: s
                 field=field,
                 value=value,
             )
+
+
+def check_optimizer(recipe: Recipe, technique: str, kind: str) -> None:
+    """Refuse an optimizer that does not work on the shards of a technique, which ``kind`` names.
+
+    Raises:
+        InputError: naming the field.
+    """
+    check_values(recipe, {"optimizer.name": registry.optimizers_sharded_by(technique)}, kind)
 
 
 def check_buckets(recipe: Recipe, kind: str) -> None:

@@ -7,7 +7,7 @@ from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
+from trainfit.techniques.parallel._ranks import check_gpus, check_optimizer, check_processes, check_values
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
@@ -18,7 +18,6 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "recompute": ("none", "full", "selective", "every"),
     "compile": (False,),
     "adapter.kind": (None,),
-    "optimizer.name": ("adamw", "sgd"),
     "optimizer.in_backward": (False,),
     "optimizer.stochastic_rounding": (False,),
     "quantize": (None,),
@@ -40,6 +39,7 @@ def check(recipe: Recipe) -> None:
         problem = f"{mesh.strategy} keeps whole weights on every rank"
         raise refusal(recipe, "parallel.strategy", problem, "use parallel.strategy: fsdp")
     check_values(recipe, ALLOWED, "expert parallel")
+    check_optimizer(recipe, "expert_parallel", "expert parallel")
     config = model_config(recipe.model.config)
     tried = tried_with("expert")
     kind = config.get("model_type")

@@ -15,7 +15,13 @@ from trainfit.catalog.load import gpu, model_config
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Offer, Technique, refusal, value_at
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_buckets, check_gpus, check_processes, check_values
+from trainfit.techniques.parallel._ranks import (
+    check_buckets,
+    check_gpus,
+    check_optimizer,
+    check_processes,
+    check_values,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "compile": (False, "block"),
-    "optimizer.name": ("adamw", "adamw8bit", "adamw4bit", "sgd"),
     "optimizer.in_backward": (False,),
     "offload.weights": (False,),
 }
@@ -74,6 +79,7 @@ def check(recipe: Recipe) -> None:
     """
     check_gpus(recipe)
     check_values(recipe, ALLOWED, "FSDP2")
+    check_optimizer(recipe, "fsdp", "FSDP2")
     check_buckets(recipe, "FSDP2")
     if recipe.mesh.copy_engines:
         check_values(recipe, COPIED, "parallel.copy_engines")

@@ -12,7 +12,7 @@ from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
+from trainfit.techniques.parallel._ranks import check_gpus, check_optimizer, check_processes, check_values
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,6 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "optimizer.clip_norm": (None,),
     "optimizer.in_backward": (False,),
     "optimizer.stochastic_rounding": (False,),
-    "optimizer.name": ("adamw",),
     "quantize": (None,),
     "offload.activations": (False,),
     "offload.weights": (False,),
@@ -70,6 +69,7 @@ def check(recipe: Recipe) -> None:
         problem = f"{recipe.mesh.strategy} keeps whole weights on every rank"
         raise refusal(recipe, "parallel.strategy", problem, "use parallel.strategy: fsdp")
     check_values(recipe, ALLOWED, "tensor parallel")
+    check_optimizer(recipe, "tensor_parallel", "tensor parallel")
     config, ranks = model_config(recipe.model.config), recipe.mesh.tensor
     tried = tried_with("tensor")
     kind = config.get("model_type")
