@@ -1,11 +1,13 @@
 """Fitted numbers: each with a unit, the command that makes it, and how far off it was."""
 
+import ast
 import importlib.util
 import shlex
 from pathlib import Path
 
 import pytest
 
+import trainfit
 from trainfit.catalog import constants, rates
 from trainfit.catalog.fitted import FittedRow, fitted_table
 from trainfit.spec.errors import InputError
@@ -27,7 +29,7 @@ def test_the_command_of_a_fit_exists(command: str) -> None:
     if program == "python":
         assert words[0] == "-m"
         assert importlib.util.find_spec(words[1]) is not None
-        assert all(Path(word).is_file() for word in words if word.startswith("results/"))
+        assert all(Path(word).is_file() for word in words if word.startswith(("results/", "tests/")))
     else:
         assert program == "trainfit"
         assert importlib.util.find_spec(f"trainfit.cli.{words[0]}") is not None
@@ -54,3 +56,26 @@ def test_a_number_without_its_origin_is_refused(tmp_path: Path, text: str, field
     (tmp_path / "own.toml").write_text(text)
     with pytest.raises(InputError, match=rf"own\.toml: {field}"):
         fitted_table(tmp_path / "own.toml")
+
+
+WITHOUT_FIT = {"LEAST_SAID", "HOST_BOUND", "LEAST_S"}
+"""What a prediction lists, when the host is said to decide, an error of rounding."""
+
+
+def test_the_code_of_predictions_holds_no_fitted_number() -> None:
+    """Shares, seconds and ratios at the top of a module are rows of the catalog."""
+    root = Path(trainfit.__file__).parent / "prediction"
+    files = [*root.glob("time/*.py"), *(root / f"{name}.py" for name in ("estimate", "device_overhead"))]
+    found = {
+        name for file in files for node in ast.parse(file.read_text("utf-8")).body for name in _floats(node)
+    }
+    assert found == WITHOUT_FIT
+
+
+def _floats(node: ast.stmt) -> list[str]:
+    """Return the names that a statement assigns a number with a fraction to."""
+    if not isinstance(node, ast.Assign):
+        return []
+    numbers = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+    is_fraction = any(isinstance(number, float) for number in numbers)
+    return [ast.unparse(target) for target in node.targets] if is_fraction else []

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from trainfit.catalog.constants import constants
 from trainfit.prediction.estimate import predict
 from trainfit.spec.recipe import Batch, Optimizer, Recipe
 from trainfit.spec.result import PADDED_COPIES
-from trainfit.virtual.compile.pad_matmul import MARGIN, NEAR, gain
+from trainfit.virtual.compile.pad_matmul import MARGIN, gain
 from virtual_runs import recipe_of, with_layers
 
 TOKENS = 1024
@@ -42,7 +43,7 @@ def test_a_gain_near_the_margin_decides_otherwise_in_another_run(
     logits = torch.empty(8 * TOKENS, 50_257, dtype=dtype, device="meta")
     hidden = torch.empty(8 * TOKENS, width, dtype=dtype, device="meta")
     found = gain(logits.t(), hidden, free1=False, free2=True)
-    assert (MARGIN < found <= NEAR * MARGIN) is near
+    assert (MARGIN < found <= constants().padding.near * MARGIN) is near
 
 
 @pytest.mark.slow

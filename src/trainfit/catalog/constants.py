@@ -59,6 +59,19 @@ class ShareConstants(Value):
     attention_unmeasured: Share
 
 
+class PaddingConstants(Value):
+    """When Inductor pads a product (virtual/compile/pad_matmul.py)."""
+
+    machine_balance: PositiveFloat
+    aligned: Share
+    even: Share
+    odd: Share
+    odd_output: Share
+    copy_share: Share
+    transposing_copy: Share
+    near: PositiveFloat
+
+
 class HostConstants(Value):
     """Facts of the host that are not rates (rates.toml has those)."""
 
@@ -80,6 +93,7 @@ class Constants(Value):
     operations: OperationConstants
     experts: ExpertConstants
     shares: ShareConstants
+    padding: PaddingConstants
     host: HostConstants
     memory: MemoryConstants
 

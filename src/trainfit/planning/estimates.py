@@ -38,14 +38,7 @@ PARTS = (
     "prediction",
     *(
         f"catalog/{name}"
-        for name in (
-            "rates.toml",
-            "constants.toml",
-            "operation_kinds.toml",
-            "attention.toml",
-            "links.toml",
-            "calibrations",
-        )
+        for name in ("rates.toml", "operation_kinds.toml", "attention.toml", "links.toml", "calibrations")
     ),
     *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
     *(f"planning/{name}.py" for name in ("estimates", "continued")),

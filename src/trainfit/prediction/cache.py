@@ -20,6 +20,7 @@ from trainfit.spec.value import canonical_json
 ROOMS = (
     "catalog/models",
     "catalog/gpus.toml",
+    "catalog/constants.toml",
     "ledger",
     "kernels",
     "optim",

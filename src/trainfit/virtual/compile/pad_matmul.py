@@ -1,8 +1,9 @@
 """Choice of matrix products that Inductor pads for tensor cores (``torch/_inductor/fx_passes/pad_mm.py``).
 
 On a GPU a benchmark decides: pad if the product takes over 1.1 times as long as the padded one with its
-copies. Here times follow from shares of a GPU's peaks, measured with that benchmark on an H200 (torch 2.11).
-Of 152 recorded decisions 151 agree (tests/data/padding_on_h200.jsonl).
+copies. Here times follow from shares of a GPU's peaks (``[padding]`` of catalog/constants.toml), measured
+with that benchmark on an H200 (torch 2.11). Of 152 recorded decisions 151 agree
+(tests/data/padding_on_h200.jsonl).
 """
 
 from typing import Any
@@ -10,20 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-MACHINE_BALANCE = 200
-"""16-bit FLOPs per byte read: 156 on A100, 206 on H200, 295 on H100 by their data sheets."""
+from trainfit.catalog.constants import constants
+
 MARGIN = 1.1
 """Least speedup of the padded product (``is_padded_faster``)."""
-NEAR = 1.15
-"""Gains up to so many times the margin are near it: GPT-2's gradient of the head's weights, whose recorded
-gains are 1.02 (32 x 1,024 tokens) and 1.13 times the margin (8 x 1,024), was padded in one of two measured
-runs of each."""
-ALIGNED, EVEN, ODD, ODD_OUTPUT = 0.72, 0.25, 0.14, 0.10
-"""Share of the peak FLOP/s by alignment of rows: all to 16 bytes; some only to 4 or 8; some to 2; the output
-alone to 2. Measured on an H200: 640 to 820 TFLOP/s of 989; 200 to 272; 123 to 150; 85 to 106."""
 VIEWS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.view.default)
-COPY, TRANSPOSING_COPY = 0.29, 0.115
-"""Share of the peak bytes/s of padding an operand. Measured on an H200: 1.4 and 0.55 TB/s of 4.8."""
 
 
 Size = tuple[int, ...]
@@ -42,7 +34,7 @@ def should_pad(
 
     free1, free2 = (should_exclude_padding_time(match, name) for name in ("mat1", "mat2"))
     found = gain(mat1, mat2, free1=free1, free2=free2)
-    if MARGIN < found <= NEAR * MARGIN:
+    if MARGIN < found <= constants().padding.near * MARGIN:
         for name, operand, is_free in (("mat1", mat1, free1), ("mat2", mat2, free2)):
             padded = tuple(-(-size // 8) * 8 for size in operand.shape)
             if not is_free and padded != tuple(operand.shape) and _has_other_users(match.kwargs[name]):
@@ -72,10 +64,11 @@ def gain(mat1: torch.Tensor, mat2: torch.Tensor, *, free1: bool, free2: bool) ->
         return 0.0  # In fp32 unaligned sizes cost almost nothing.
     (m, k), n = mat1.shape[-2:], mat2.shape[-1]
     # pad_mm.is_mm_compute_bound.
-    if m * k * n <= MACHINE_BALANCE / 2 * (m * k + k * n + m * n):
+    known = constants().padding
+    if m * k * n <= known.machine_balance / 2 * (m * k + k * n + m * n):
         return 0.0
     unaligned = _share(_row(mat1), _row(mat2), n)
-    if unaligned == ALIGNED:
+    if unaligned == known.aligned:
         return 0.0
     flops = 2 * m * k * n
     copies = 0.0
@@ -83,16 +76,16 @@ def gain(mat1: torch.Tensor, mat2: torch.Tensor, *, free1: bool, free2: bool) ->
         copies += _copy(mat1, m * k)
     if not free2 and (k % 8 or n % 8):
         copies += _copy(mat2, k * n)
-    return flops / unaligned / (flops / ALIGNED + copies * MACHINE_BALANCE)
+    return flops / unaligned / (flops / known.aligned + copies * known.machine_balance)
 
 
 def _share(row1: int, row2: int, output_row: int) -> float:
-    rows = (row1, row2, output_row)
+    rows, known = (row1, row2, output_row), constants().padding
     if all(row % 8 == 0 for row in rows):
-        return ALIGNED
+        return known.aligned
     if all(row % 2 == 0 for row in rows):
-        return EVEN
-    return ODD if row1 % 2 or row2 % 2 else ODD_OUTPUT
+        return known.even
+    return known.odd if row1 % 2 or row2 % 2 else known.odd_output
 
 
 def _row(t: torch.Tensor) -> int:
@@ -102,4 +95,5 @@ def _row(t: torch.Tensor) -> int:
 
 def _copy(t: torch.Tensor, numel: int) -> float:
     """Return the bytes read and written to pad an operand, over the share of the bandwidth."""
-    return 2 * numel * t.element_size() / (COPY if t.stride(-1) == 1 else TRANSPOSING_COPY)
+    known = constants().padding
+    return 2 * numel * t.element_size() / (known.copy_share if t.stride(-1) == 1 else known.transposing_copy)
