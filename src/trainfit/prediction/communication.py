@@ -172,8 +172,8 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     rate = ", ".join(f"{name.replace('_', '-')} {share}" for name, share in sorted(shares.items()))
     return (
         *repeated,
-        f"collectives: rings{', all-to-alls' * exchanges}, of the rate of {gpu.link}: {rate}{between}; "
-        "each begins as soon as its data is there, and the computation waits where the code does",
+        f"collectives: rings{', all-to-alls' * exchanges}, at the rate of {gpu.link}: {rate}{between}; "
+        "each begins as soon as its data is ready, and the computation waits where the code does",
         *by_nccl,
     )
 

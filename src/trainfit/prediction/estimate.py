@@ -269,7 +269,7 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
     if not timed:
         return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
     if recipe.empty_cache_every is not None:
-        repeated += ("the time that the driver takes to get memory back and give it again is not counted",)
+        repeated += ("the driver's time to take memory back and to allocate it again is not counted",)
     rates = (
         *attention_time.assumptions(ledger, gpu, is_measured),
         *without_rows(ledger, gpu),

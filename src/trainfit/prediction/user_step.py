@@ -280,12 +280,12 @@ def _holders(ledger: Ledger, replayed: Replay) -> tuple[PeakHolder, ...]:
 
 def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...]:
     notes = [
-        "values on the device are not computed: code that decides by them was shown zeros",
+        "values on the device are not computed: code that reads them sees zeros",
     ]
     if whole == 0:
         notes.append("no backward ran" if not virtual.steps.has_trained else "no whole step ran")
     elif whole == 1:
-        notes.append("one optimizer step ran: the steady step is taken to be like the first")
+        notes.append("only one optimizer step ran: the steady step is assumed to equal the first")
     tokens, samples = virtual.steps.step_inputs()
     if tokens or samples:
         what = f"{tokens:,} tokens, the integers that the model's first embedding looks up"
