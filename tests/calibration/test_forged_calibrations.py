@@ -116,5 +116,5 @@ def test_calibrate_replaces_no_file_that_is_not_its_own(
         path.write_text(text)
         assert main(["calibrate", "--host", "--out", str(path)]) == 65
         (line,) = capsys.readouterr().err.splitlines()
-        assert "is no calibration" in line
+        assert "is not a calibration" in line
         assert path.read_text() == text

@@ -235,7 +235,7 @@ def test_steps_on_other_hosts() -> None:
     middle = [100 * median(map(abs, some)) for some in errors.values()]
     check(
         "docs/guide/calibrate.md",
-        r"\[# held-out steps\].* are # % off in the median without, # % with .*; # of them lie within",
+        r"\[# held-out steps\].* median error is # % without and # % with .*; # lie within",
         (len(every), *middle, sum(row["low_s"] <= row["step_s"] <= row["high_s"] for row in every)),
     )
     own = errors["calibrated_s"]
