@@ -56,9 +56,9 @@ def markdown(paths: Iterable[Path]) -> str:
     """Tables by recipe, from predictions made now."""
     chosen = list(paths)
     named = [(path.stem, load_recipe(path)) for path in chosen or recipes().values()]
-    from trainfit.prediction.estimate import (
-        predict,  # Brings torch: only once the recipes are known to be good.
-    )
+    from trainfit.prediction.predict import (
+        predict,
+    )  # Brings torch: only once the recipes are known to be good.
 
     sections = [table({name: (recipe, compare(recipe, predict(recipe))) for name, recipe in named})]
     if not chosen:

@@ -113,7 +113,7 @@ def figures(file: str = SEVERAL_HOSTS) -> list[Figure]:
 
 def predicted(run: Data) -> Data:
     """Return the prediction of one run."""
-    from trainfit.prediction.estimate import predict
+    from trainfit.prediction.predict import predict
     from trainfit.spec.parsing.recipe_file import recipe_from
     from trainfit.spec.provenance import commit
     from trainfit.spec.units import GIB

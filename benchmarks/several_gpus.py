@@ -179,7 +179,7 @@ def predicted(recipe: Recipe) -> Record:
     Raises:
         InputError: the recipe is refused.
     """
-    from trainfit.prediction.estimate import predict
+    from trainfit.prediction.predict import predict
     from trainfit.techniques.registry import check
 
     check(recipe)

@@ -60,9 +60,9 @@ def ledger_of(recipe: Recipe, folder: Path | None) -> Ledger:
     """Return a recipe's ledger: that of a folder, or from the cache or a trace."""
     if folder is not None:
         return load(folder / f"{recipe.id}.json.gz")
-    from trainfit.prediction import estimate
+    from trainfit.prediction import predict
 
-    return estimate.ledger_of(recipe)
+    return predict.ledger_of(recipe)
 
 
 def predicted(content: Data, folder: Path | None = None) -> Data | str:

@@ -23,7 +23,7 @@ from trainfit.bench.harness.memory_prediction import (
 from trainfit.bench.harness.memory_timeline import BEFORE, Account, Piece, of_ledger
 from trainfit.bench.harness.runner import run
 from trainfit.models.native import attention
-from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.report.bench_plot import plot_of
 from trainfit.spec.bench import BenchRow, Curve
 from trainfit.spec.errors import InputError

@@ -15,7 +15,7 @@ from trainfit.calibration.op_timer import OpTimer
 from trainfit.calibration.run import Run
 from trainfit.calibration.workloads import one_step, recipes, tiny_recipe
 from trainfit.cli.main import main
-from trainfit.prediction.estimate import ledger_of
+from trainfit.prediction.predict import ledger_of
 from trainfit.spec.calibration import Calibration
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.units import GIB

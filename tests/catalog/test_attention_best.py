@@ -24,7 +24,7 @@ from trainfit.cli.options import read_recipe
 from trainfit.kernels.flash_attention import dispatch as flash_attention_choice
 from trainfit.measurement.nvml import Nvml
 from trainfit.planning.attention import COMPARED_WITH, choose
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.records import append
 from trainfit.spec.bench import BenchResult, BenchRow, Environment, Spread
 from trainfit.spec.errors import InputError

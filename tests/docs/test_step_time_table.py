@@ -16,7 +16,7 @@ from page_claims import check
 from tiny_recipe import tiny_recipe
 from trainfit.calibration.host import quick_steps
 from trainfit.catalog.load import FOLDER, gpu
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.prediction.time.roofline import HOST_BOUND
 from trainfit.records import load

@@ -23,7 +23,7 @@ MEMORY_BYTES = 10**9  # Address space that a command may take in addition to tha
 IMPORTS = (
     "numpy", "peft", "torch", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "trainfit.api.calls", "trainfit.cli.main",
-    "trainfit.prediction.estimate", "trainfit.prediction.trace", "trainfit.training.loop",
+    "trainfit.prediction.predict", "trainfit.prediction.trace", "trainfit.training.loop",
 )  # fmt: skip
 
 

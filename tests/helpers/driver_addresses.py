@@ -29,7 +29,7 @@ from trainfit.measurement.environment import host_environment
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.process import die_with_parent, run_in
 from trainfit.measurement.trial import TrialRequest
-from trainfit.prediction.estimate import ledger_of
+from trainfit.prediction.predict import ledger_of
 from trainfit.records import read_jsonl
 from trainfit.spec.parsing.recipe_file import recipe_from, recipe_lines
 from trainfit.spec.recipe import Recipe

@@ -18,7 +18,7 @@ from tiny_recipe import tiny_recipe
 from tiny_training import Listener, options_for, stop_at, tiny
 from trainfit.measurement.feed import Feed, random_tokens
 from trainfit.measurement.run import measure
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Loader
 from trainfit.techniques import registry

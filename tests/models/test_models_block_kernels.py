@@ -7,7 +7,7 @@ import torch
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.models.layers import decoder_blocks
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe

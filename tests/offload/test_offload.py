@@ -9,7 +9,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.offload.blocks import is_moment
 from trainfit.offload.device_ring import ALIGN
-from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.roofline import roofline
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Offload, Optimizer, Recipe

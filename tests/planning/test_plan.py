@@ -25,7 +25,7 @@ from trainfit.planning.frontier import pareto
 from trainfit.planning.search import plan as search
 from trainfit.planning.space import Option, least_bytes
 from trainfit.planning.workers import CAN_FORK, NICENESS, Workers
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.report.plan_text import frontier_panel
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
 from trainfit.spec.plan import Plan

@@ -16,7 +16,7 @@ from trainfit.catalog.load import gpu
 from trainfit.cli.main import main
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.prediction import cache
-from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.trace import DETERMINISTIC, trace
 from trainfit.spec.recipe import Batch, Recipe
 from trainfit.spec.sweep import TrainPart

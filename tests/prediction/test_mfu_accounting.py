@@ -12,7 +12,7 @@ from trainfit.flops import closed_form
 from trainfit.flops.closed_form import product_step_flops, step_flops
 from trainfit.flops.shape import shape_of
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch

@@ -15,7 +15,8 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, Event, Ledger, Op, Segment, Storage
 from trainfit.ledger.replay import replay
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.estimate import estimate, ledger_of, predict
+from trainfit.prediction.estimate import estimate
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import roofline

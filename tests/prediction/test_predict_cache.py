@@ -16,7 +16,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.ledger import file as ledger_file
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import cache
-from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Parallel
 from trial_start import processes
 

@@ -15,7 +15,7 @@ from trainfit.catalog.load import gpu
 from trainfit.cli.main import main
 from trainfit.cli.options import EXIT_DOES_NOT_FIT
 from trainfit.prediction.estimate import estimate as estimated
-from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.report.precision import meaning, storage
 from trainfit.report.prediction_text import show
 from trainfit.spec.parsing.recipe_file import recipe_from

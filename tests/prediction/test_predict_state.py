@@ -20,7 +20,7 @@ import torch
 import trainfit
 from process_globals import changes, snapshot
 from tiny_recipe import tiny_recipe, wide_recipe
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Optimizer, Recipe
 from trainfit.virtual.trace.exclusive import exclusive, is_tracing_thread

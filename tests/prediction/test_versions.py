@@ -17,7 +17,7 @@ from trainfit.explanation.peak import explain
 from trainfit.models.build import build_model
 from trainfit.models.hf import sets_loss
 from trainfit.prediction import versions
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import LOSS_SET
 from trainfit.records import read_jsonl
 from trainfit.report.words import holds_for

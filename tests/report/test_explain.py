@@ -12,7 +12,7 @@ from trainfit.explanation import peak
 from trainfit.explanation.difference import difference
 from trainfit.explanation.peak import explain, merged_path
 from trainfit.ledger.file import save
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.report.console import broken
 from trainfit.spec.recipe import Batch, Optimizer, Recipe

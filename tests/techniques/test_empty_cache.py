@@ -9,7 +9,7 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
 from trainfit.ledger.replay import replay
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware
 from trainfit.techniques import empty_cache

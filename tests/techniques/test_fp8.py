@@ -17,7 +17,8 @@ from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.measurement.run import measure
 from trainfit.models.layers import layer_lists
-from trainfit.prediction.estimate import estimate, matmul_dtype, predict
+from trainfit.prediction.estimate import estimate, matmul_dtype
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Offload, Optimizer, Recipe

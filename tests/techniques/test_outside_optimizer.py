@@ -11,7 +11,7 @@ from rank_processes import Ranks
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from tiny_training import options_for, tiny
 from trainfit.api.plans import plan_recipe
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.report.precision import meaning, storage
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from

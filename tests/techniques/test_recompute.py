@@ -13,7 +13,7 @@ from compiled_blocks import CUBLAS_WORKSPACE, TOKENS, E, SwiGlu, kept, kept_by_t
 from tiny_step import aot_eager, gradients, same_bits
 from trainfit.ledger.ledger import ALLOCATE, Ledger
 from trainfit.measurement.run import measure
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Recipe

@@ -22,8 +22,8 @@ from trainfit.planning.assignments import Option, evaluate, gone_bytes, table
 from trainfit.planning.candidates import assignments, options
 from trainfit.planning.probe import Probe, probe
 from trainfit.planning.recompute import LEVELS, candidates, plan, resolve
-from trainfit.prediction import estimate as estimating
-from trainfit.prediction.estimate import predict
+from trainfit.prediction import predict as predicting
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Recipe
@@ -302,7 +302,7 @@ def test_fit_fills_the_device_and_no_more(level: float, monkeypatch: pytest.Monk
     )
     usable = int(full + level * (none - full))
     row = find_gpu("h200").model_copy(update={"usable_bytes": usable})
-    for module in (planning, estimating):
+    for module in (planning, predicting):
         monkeypatch.setattr(module, "find_gpu", lambda name: row)
     fitted = plan(large.model_copy(update={"recompute": "fit"}))
     assert fitted.estimate.fits

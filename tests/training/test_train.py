@@ -14,7 +14,7 @@ from rich.console import Console
 
 import trainfit
 from tiny_training import LLAMA, Listener, options_for, stop_at, tiny
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.training.log import TensorBoard
 from trainfit.training.loop import _deterministic, train

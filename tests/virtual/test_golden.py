@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainfit.catalog.load import gpu, model_config, recipes
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.replay import replay
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.parsing.recipe_file import load_recipe
 from trainfit.spec.recipe import Batch, Hardware, Optimizer, Recipe
 from trainfit.spec.result import Estimate

@@ -15,7 +15,8 @@ import pytest
 
 from trainfit.catalog.load import gpu, model, models
 from trainfit.flops.closed_form import product_step_flops
-from trainfit.prediction.estimate import estimate, ledger_of
+from trainfit.prediction.estimate import estimate
+from trainfit.prediction.predict import ledger_of
 from trainfit.spec.recipe import Batch
 from virtual_runs import recipe_of, steady_sum, with_layers
 

@@ -13,7 +13,7 @@ import transformers.optimization  # noqa: F401 - importing these two allocates a
 from kernel_runs import interpreted_loops
 from tiny_recipe import TINY_LLAMA
 from trainfit.measurement.run import measure
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Recipe
 from trial_start import forked
 from virtual_runs import recipe_of, with_layers

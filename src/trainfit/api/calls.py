@@ -53,7 +53,7 @@ def predict(
 
 def predict_recipe(recipe: Recipe, *, deterministic: bool = False, use_cache: bool = True) -> Prediction:
     """Return the prediction of a recipe, after planning its open fields (``attention: best``, budgets)."""
-    from trainfit.prediction.estimate import predict as estimated
+    from trainfit.prediction.predict import predict as estimated
 
     built, notes = planned(recipe)
     estimate = estimated(built, use_cache=use_cache, deterministic=deterministic)

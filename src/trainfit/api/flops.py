@@ -21,7 +21,8 @@ def step_flops(
         InputError: the device cannot run the recipe.
     """
     from trainfit.measurement.environment import runs_on_cuda
-    from trainfit.prediction.estimate import ledger_of, matmul_dtype
+    from trainfit.prediction.estimate import matmul_dtype
+    from trainfit.prediction.predict import ledger_of
     from trainfit.prediction.time.peaks import peak_flops_per_s
     from trainfit.techniques.registry import check, check_device
 

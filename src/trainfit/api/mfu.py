@@ -14,7 +14,8 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.flops.closed_form import StepFlops, product_step_flops, step_flops
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.estimate import ledger_of, matmul_dtype
+from trainfit.prediction.estimate import matmul_dtype
+from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError

@@ -8,7 +8,7 @@ import torch
 
 from trainfit.calibration.workloads import Row, with_layers
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.estimate import ledger_of
+from trainfit.prediction.predict import ledger_of
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.recipe import Recipe
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.prediction import communication
-from trainfit.prediction.estimate import ledger_of
+from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.host_time import Issue, collective_issue_s

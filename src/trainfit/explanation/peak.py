@@ -12,7 +12,8 @@ from trainfit.explanation.communication import communication_bound
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
 from trainfit.ledger.segments import rounded
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.estimate import ledger_of, of_both_peaks, replay_on, two_peaks
+from trainfit.prediction.estimate import of_both_peaks, replay_on, two_peaks
+from trainfit.prediction.predict import ledger_of
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import (
     CATEGORIES,

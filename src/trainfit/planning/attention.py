@@ -14,7 +14,8 @@ from trainfit.catalog.load import model_config
 from trainfit.catalog.names import CPU
 from trainfit.flops.shape import shape_of
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.estimate import ledger_of, replay_on
+from trainfit.prediction.estimate import replay_on
+from trainfit.prediction.predict import ledger_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import AttentionKernel, Recipe
 from trainfit.techniques import registry

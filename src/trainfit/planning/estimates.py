@@ -24,7 +24,8 @@ from trainfit.planning.continued import continued, scaled
 from trainfit.planning.workers import CAN_FORK, Workers
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.communication import on_hosts
-from trainfit.prediction.estimate import estimate, ledger_of
+from trainfit.prediction.estimate import estimate
+from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.calibrated import calibrated, chosen_file, using
 from trainfit.prediction.time.device_time import op_s
 from trainfit.spec.errors import InputError

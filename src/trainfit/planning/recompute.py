@@ -21,7 +21,7 @@ from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
 from trainfit.prediction.device_overhead import offload_bytes
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.time.roofline import copy_bytes_per_s
 from trainfit.prediction.trace import trace_whole
 from trainfit.spec.errors import InputError

@@ -1,4 +1,4 @@
-"""Cache of ledgers on disk, by recipe, code and library versions. No torch here."""
+"""Cache of ledgers on disk, by recipe, code and library versions. Imports torch only to trace one."""
 
 import hashlib
 import os
@@ -85,6 +85,31 @@ def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: 
             path.unlink(missing_ok=True)
     except OSError:
         return
+
+
+def loaded_or_traced(
+    recipe: Recipe,
+    *,
+    use_cache: bool = True,
+    deterministic: bool = False,
+    shorten: bool = False,
+    stage: Stage | None = None,
+) -> Ledger:
+    """Return the kept ledger of a recipe, or of one stage of its pipeline; where none is kept, trace it.
+
+    Args:
+        shorten: as ``trace`` takes it.
+    """
+    kept = load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
+    if kept is not None:
+        return kept
+    from trainfit.prediction.trace import trace, trace_whole
+
+    shorten = shorten and trace_whole(recipe)
+    ledger = trace(recipe, deterministic=deterministic, shorten=shorten, stage=stage)
+    if not (shorten and ledger.repeats):  # A shortened one is no prediction.
+        save(recipe, ledger, deterministic=deterministic, stage=stage)
+    return ledger
 
 
 @cache

@@ -1,20 +1,16 @@
-"""Recipe -> Estimate: trace its step on the virtual GPU (or read the kept ledger), replay it, sum it up.
-
-Imports torch only where no ledger is kept.
-"""
+"""Ledger -> Estimate: replay it in memory and in time, and sum it up. No torch here."""
 
 import os
 from collections.abc import Callable, Sequence
 
 from trainfit.catalog.constants import constants
 from trainfit.catalog.load import cluster
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, UncachedAllocator, replay
-from trainfit.prediction import cache, communication
+from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.calibrated import calibrated
@@ -23,7 +19,6 @@ from trainfit.prediction.time.host_time import counts_python
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.prediction.time.roofline import Roofline, roofline, without_rows
 from trainfit.spec.hardware import Gpu
-from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import HELD_BUCKETS, PADDED_COPIES, Cost, Estimate, Interval, Peak, TwoPeaks
 from trainfit.spec.units import format_bytes
@@ -38,57 +33,6 @@ MORE_STEPS = 8
 """Steady steps replayed at most beyond the traced one. Of 10 recipes within 3 % of an H200's memory that ran
 out of it, four did so in the third step or later; five of 62 compiled ones take new segments in their third
 step (four of them to the byte)."""
-
-
-def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Estimate:
-    """Return what one step of the recipe costs on its GPU.
-
-    Several threads may call it; those that trace wait for each other. Random states, default dtype and all
-    settings of the process are restored, also after an exception. docs/reference/api.md lists what a thread
-    that trains meanwhile may expect, and what is loaded once and stays.
-
-    Args:
-        deterministic: with kernels that repeat bit by bit, the default of ``train`` and not of ``measure``.
-
-    Raises:
-        InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
-    """
-    gpu = find_gpu(recipe.hardware.gpu)
-    if recipe.mesh.pipeline > 1:
-        from trainfit.prediction.pipeline import estimate_pipeline
-
-        return estimate_pipeline(recipe, gpu, use_cache=use_cache, deterministic=deterministic)
-    ledger = ledger_of(recipe, use_cache=use_cache, deterministic=deterministic)
-    return estimate(recipe, gpu, ledger)
-
-
-def ledger_of(
-    recipe: Recipe,
-    *,
-    use_cache: bool = True,
-    deterministic: bool = False,
-    shorten: bool = False,
-    stage: Stage | None = None,
-) -> Ledger:
-    """The recipe's ledger, or that of one stage of its pipeline, from the cache or traced.
-
-    Of a whole pipeline it is that of the GPU with the highest peak (``stage_ledger.composed``).
-    ``shorten``: as ``trace`` takes it.
-    """
-    if stage is None and recipe.mesh.pipeline > 1:
-        from trainfit.prediction.pipeline import fullest_ledger
-
-        return fullest_ledger(recipe, use_cache=use_cache, deterministic=deterministic)
-    kept = cache.load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
-    if kept is not None:
-        return kept
-    from trainfit.prediction.trace import trace, trace_whole
-
-    shorten = shorten and trace_whole(recipe)
-    ledger = trace(recipe, deterministic=deterministic, shorten=shorten, stage=stage)
-    if not (shorten and ledger.repeats):  # A shortened one is no prediction.
-        cache.save(recipe, ledger, deterministic=deterministic, stage=stage)
-    return ledger
 
 
 def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:

@@ -45,7 +45,7 @@ def _run(folder: Path) -> int:
 def _predict(request: PartRequest) -> PartResult:
     # Autograd's engine would make a CUDA context, half a GiB, on the card that is being measured.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from trainfit.prediction.estimate import predict
+    from trainfit.prediction.predict import predict
 
     if not request.recipe.has_open_fields:
         return ended(request, "done", estimate=predict(request.recipe))
@@ -86,7 +86,7 @@ def _flops(request: PartRequest) -> StepFlops | None:
         return None
     model_flops, hardware_flops = request.model_flops, request.hardware_flops
     if request.train is not None and request.train.deterministic:
-        from trainfit.prediction.estimate import predict
+        from trainfit.prediction.predict import predict
 
         # The prediction's own part is of the kernels that ``measure`` runs.
         estimate = predict(request.built, deterministic=True)

@@ -10,7 +10,7 @@ from typing import Any
 from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say

@@ -7,7 +7,7 @@ from trainfit.catalog.names import CPU
 from trainfit.measurement.environment import host_bytes, runs_on_cuda
 from trainfit.measurement.machine import PROCESS_BYTES, available_bytes
 from trainfit.measurement.nvml import Nvml
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes

@@ -165,7 +165,7 @@ def _draw_tiny(chance: random.Random) -> tuple[str, dict[str, Any]]:
 def _fitting(data: dict[str, Any]) -> Pair | None:
     """Return the recipe and its prediction if it is allowed, fits the card and has a short step."""
     if data["hardware"]["gpu"] == "cpu":
-        from trainfit.prediction.estimate import predict
+        from trainfit.prediction.predict import predict
 
         recipe = recipe_from(data)
         return recipe, predict(recipe)

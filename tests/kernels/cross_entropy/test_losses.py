@@ -25,7 +25,7 @@ from trainfit.kernels.cross_entropy.fused import (
 from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.ledger.ledger import Ledger
 from trainfit.measurement.run import measure
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer

@@ -15,7 +15,8 @@ from trainfit.explanation.peak import explain
 from trainfit.flops import layer_times as closed
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.communication import on_hosts, ring
-from trainfit.prediction.estimate import estimate, ledger_of
+from trainfit.prediction.estimate import estimate
+from trainfit.prediction.predict import ledger_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe

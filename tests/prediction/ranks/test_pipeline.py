@@ -14,10 +14,10 @@ from trainfit.ledger.replay import replay
 from trainfit.models.build import build_model
 from trainfit.parallel import pipeline as parts
 from trainfit.prediction import trace as tracing
-from trainfit.prediction.estimate import predict
-from trainfit.prediction.pipeline import _traced_recipe
-from trainfit.prediction.schedule import timeline
-from trainfit.prediction.stage_ledger import composed
+from trainfit.prediction.pipeline.estimate import _traced_recipe
+from trainfit.prediction.pipeline.schedule import timeline
+from trainfit.prediction.pipeline.stage_ledger import composed
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.pipeline import Action, Stage, in_flight, order, stages
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe

@@ -9,7 +9,7 @@ from trainfit.catalog.attention import AttentionRate, AttentionRun, attention_ru
 from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger, Op, Segment
-from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.attention_time import assumptions, compute_share
 from trainfit.prediction.time.device_time import least_s

@@ -14,7 +14,8 @@ from trainfit.calibration.host import small_steps
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import NO_LAYER, Ledger, Op
-from trainfit.prediction.estimate import estimate, ledger_of
+from trainfit.prediction.estimate import estimate
+from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.roofline import Roofline, roofline

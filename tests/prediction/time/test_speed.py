@@ -13,7 +13,7 @@ import counted_calls
 from counted_calls import within
 from tiny_recipe import tiny_recipe
 from trainfit.planning.recompute import plan
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.spec.recipe import Batch
 from trainfit.spec.recompute import BudgetGib, Layers
 from trainfit.spec.units import GIB

@@ -9,7 +9,7 @@ from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import FIRST, LAST, MIDDLE, NO_LAYER, Ledger, Op, Segment
-from trainfit.prediction import estimate
+from trainfit.prediction import predict
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.result import StepTime
 
@@ -67,8 +67,7 @@ def test_an_update_of_several_groups_takes_as_long_as_one_of_their_sum() -> None
 
 def test_calls_through_a_dispatch_mode_cost_the_host() -> None:
     found = {
-        policy: estimate.ledger_of(tiny_recipe("native", recompute=policy))
-        for policy in ("full", "selective")
+        policy: predict.ledger_of(tiny_recipe("native", recompute=policy)) for policy in ("full", "selective")
     }
     calls = {policy: sum(op.in_mode for op in ledger.steady_ops) for policy, ledger in found.items()}
     assert calls["full"] == 0

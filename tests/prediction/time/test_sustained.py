@@ -5,7 +5,7 @@ import pytest
 from trainfit.catalog.load import gpu, gpus
 from trainfit.ledger.ledger import NO_LAYER, Collective, Op
 from trainfit.prediction import communication
-from trainfit.prediction.estimate import predict
+from trainfit.prediction.predict import predict
 from trainfit.prediction.time.device_time import op_s
 from virtual_runs import recipe_of
 

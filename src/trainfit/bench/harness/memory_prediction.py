@@ -16,7 +16,8 @@ from trainfit.bench.harness.memory_timeline import of_ledger
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.estimate import ledger_of, replay_on
+from trainfit.prediction.estimate import replay_on
+from trainfit.prediction.predict import ledger_of
 from trainfit.spec.bench import Curve
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES

@@ -11,14 +11,15 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.ledger.ledger import Collective, Ledger, Segment
 from trainfit.ledger.replay import Replay
-from trainfit.prediction import communication
+from trainfit.prediction import cache, communication
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.estimate import ledger_of, matmul_dtype, of_recipe, replay_on, summary
-from trainfit.prediction.schedule import timeline
-from trainfit.prediction.stage_ledger import TRACED, composed, role, segments_of
+from trainfit.prediction.estimate import matmul_dtype, of_recipe, replay_on, summary
+from trainfit.prediction.pipeline.schedule import timeline
+from trainfit.prediction.pipeline.stage_ledger import TRACED, composed, role, segments_of
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.hardware import Gpu
@@ -48,8 +49,6 @@ def estimate_pipeline(
 
 def fullest_ledger(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
     """Return the ledger of the GPU with the highest peak, its last micro-batches left out."""
-    from trainfit.catalog.load import gpu as find_gpu
-
     registry.check(recipe)
     gpu = find_gpu(recipe.hardware.gpu)
     return _Pipeline(recipe, gpu, use_cache=use_cache, deterministic=deterministic).fullest()[1].ledger
@@ -118,7 +117,7 @@ class _Pipeline:
         for stage in self.stages:
             alike = stage._replace(first_block=0)  # Blocks are all equal.
             if alike not in traced:
-                ledger = ledger_of(_traced_recipe(recipe, alike), stage=alike, **options)
+                ledger = cache.loaded_or_traced(_traced_recipe(recipe, alike), stage=alike, **options)
                 traced[alike] = _Stage(ledger, self.gpu)
             self.traced.append(traced[alike])
         self.sent_bytes = prod(hidden_shape(recipe)) * (

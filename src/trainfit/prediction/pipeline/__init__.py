@@ -1,0 +1,1 @@
+"""Recipes with a pipeline: the ledgers of stages, their schedule, the estimate."""
