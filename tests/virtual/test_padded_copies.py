@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-<<<<<<< HEAD
 from trainfit.catalog.constants import constants
-from trainfit.prediction.estimate import predict
-=======
 from trainfit.prediction.predict import predict
->>>>>>> 37db7fb8 (Prediction: predict.py alone chooses pipeline or not; the pipeline's modules are a folder; no circle)
 from trainfit.spec.recipe import Batch, Optimizer, Recipe
 from trainfit.spec.result import PADDED_COPIES
 from trainfit.virtual.compile.pad_matmul import MARGIN, gain
