@@ -187,7 +187,7 @@ def test_a_kept_ledger_needs_no_torch() -> None:
     cache.code_version.cache_clear()  # the source may have been edited since this process read it
     predict(recipe)
     program = (
-        "import sys; from tiny_recipe import tiny_recipe; from trainfit.prediction.estimate import predict;"
+        "import sys; from tiny_recipe import tiny_recipe; from trainfit.prediction.predict import predict;"
         "found = predict(tiny_recipe()); assert 'torch' not in sys.modules; print(found.peak_allocated_bytes)"
     )
     run = subprocess.run(
