@@ -67,7 +67,7 @@ def ledger_of(recipe: Recipe, folder: Path | None) -> Ledger:
 
 def predicted(content: Data, folder: Path | None = None) -> Data | str:
     """Return a recipe's row, or why it has none: the step's time as ``predict`` has it, memory left out."""
-    from trainfit.prediction.estimate import bounds
+    from trainfit.prediction.bounds import bounds
     from trainfit.prediction.time.roofline import roofline
 
     recipe = parse(Recipe, content)

@@ -182,6 +182,14 @@ def test_the_oldest_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(list(folder.glob("*.json.gz"))) == 3
 
 
+def test_every_room_decides_an_estimate_that_is_not_named_as_one_that_does_not() -> None:
+    """A new room is hashed, and the list names no room that is gone or below the planner."""
+    rooms = {path.name for path in cache.PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms > {*cache.NOT_OF_AN_ESTIMATE}
+    assert not {"prediction", "planning", "catalog", "flops", "spec"} & {*cache.NOT_OF_AN_ESTIMATE}
+    assert all((cache.PACKAGE / one).exists() for one in cache.ROOMS)
+
+
 def test_a_kept_ledger_needs_no_torch() -> None:
     recipe = tiny_recipe()
     cache.code_version.cache_clear()  # the source may have been edited since this process read it

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -35,16 +34,6 @@ from trainfit.spec.result import Estimate
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
 
-PARTS = (
-    "prediction",
-    *(
-        f"catalog/{name}"
-        for name in ("rates.toml", "operation_kinds.toml", "attention.toml", "links.toml", "calibrations")
-    ),
-    *(f"planning/{name}.py" for name in ("recompute", "assignments", "candidates", "probe")),
-    *(f"planning/{name}.py" for name in ("estimates", "continued")),
-)
-"""Parts of our code, in addition to those of ``prediction.cache``, that decide an estimate."""
 MAX_KEPT = 4000
 ANSWER = "trainfit.planning.estimates:answer_written"
 NUM_AHEAD = 3
@@ -339,23 +328,18 @@ def _read(recipe: Recipe, data: dict[str, Any]) -> Result:
     return Result(recipe_from(data["recipe"]), found, data["update_s"])
 
 
-@cache
-def _version() -> str:
-    digest = hashlib.sha256(ledgers.code_version().encode())
-    for part in PARTS:
-        place = Path(__file__).parents[1] / part
-        for path in [place] if place.is_file() else sorted([*place.rglob("*.py"), *place.rglob("*.json")]):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def _path(request: Request) -> Path:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     file = chosen_file()
     calibration = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
     parts = [
-        ledgers.key(request.recipe), request.recipe.content(), request.key, _version(), allocator, calibration
-    ]  # fmt: skip
+        ledgers.key(request.recipe),
+        request.recipe.content(),
+        request.key,
+        ledgers.estimate_version(),
+        allocator,
+        calibration,
+    ]
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
     return ledgers.folder() / "estimates" / f"{name}.json"
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,10 +18,13 @@ from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
 
+PACKAGE = Path(__file__).parents[1]
+SOURCES = {".py", ".json", ".toml"}
 ROOMS = (
     "catalog/models",
     "catalog/gpus.toml",
     "catalog/constants.toml",
+    "catalog/model_types.toml",
     "ledger",
     "kernels",
     "optim",
@@ -36,6 +40,11 @@ ROOMS = (
     "prediction/versions.py",
 )
 """Parts of our code that decide a ledger."""
+NOT_OF_AN_ESTIMATE = (
+    "api", "bench", "calibration", "cli", "explanation", "measurement", "records.py", "report", "sweeps",
+    "training", "verification",
+)  # fmt: skip
+"""Rooms that no estimate of a plan depends on. A new room counts as one that does."""
 MAX_LEDGERS = 500
 
 
@@ -125,16 +134,20 @@ def outside_version() -> str:
 
 @cache
 def code_version() -> str:
-    """A hash of the source that decides a ledger."""
-    root = Path(__file__).parents[1]
+    """Return a hash of the source that decides a ledger."""
+    return _hash_of([PACKAGE / room for room in ROOMS])
+
+
+@cache
+def estimate_version() -> str:
+    """Return a hash of the source that decides an estimate, also a planned one."""
+    return _hash_of(path for path in sorted(PACKAGE.iterdir()) if path.name not in NOT_OF_AN_ESTIMATE)
+
+
+def _hash_of(places: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for room in ROOMS:
-        place = root / room
-        files = (
-            [place]
-            if place.is_file()
-            else sorted(p for p in place.rglob("*") if p.suffix in {".py", ".json"})
-        )
-        for path in files:
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    for place in places:
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path.suffix in SOURCES:
+                digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
     return digest.hexdigest()

@@ -19,8 +19,9 @@ from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger, Segment
 from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import communication
+from trainfit.prediction.bounds import script_bounds
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.estimate import of_both_peaks, script_bounds, summary, timed_by
+from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
 from trainfit.prediction.evaluation_code import evaluates_at
 from trainfit.prediction.time import attention_time
 from trainfit.prediction.time.device_time import is_measured
