@@ -169,11 +169,11 @@ OUTSIDE = "from-outside"
 @pytest.fixture
 def entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Install a package with one experiment into a folder on the path; return its file of entry points."""
-    (tmp_path / "outside_package.py").write_text(EXPERIMENT)
-    info = tmp_path / "outside_package-1.0.dist-info"
+    (tmp_path / "outside_experiments.py").write_text(EXPERIMENT)
+    info = tmp_path / "outside_experiments-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{OUTSIDE} = outside_package\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{OUTSIDE} = outside_experiments\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return info / "entry_points.txt"
 
@@ -210,7 +210,7 @@ def test_without_a_name_the_experiments_are_listed(capsys: Output) -> None:
 
 
 def test_a_name_that_two_packages_claim_is_refused(entry_points: Path) -> None:
-    entry_points.write_text(f"[{GROUP}]\naccumulation = outside_package\n")
+    entry_points.write_text(f"[{GROUP}]\naccumulation = outside_experiments\n")
     with pytest.raises(InputError, match="claims this name"):
         experiment("accumulation")
     with pytest.raises(InputError, match="no such experiment"):

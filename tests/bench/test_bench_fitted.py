@@ -116,7 +116,7 @@ def test_what_is_printed_fits_the_terminal(
     show(result_of(*rows, failed, experiment="kernels"))
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
-    for part in ("Rows without a result", "no time was left", "unsteady: the time cap came before"):
+    for part in ("Rows without a result", "no time was left", "unsteady: the time cap was reached"):
         assert part in printed
     assert "busy: sum of the kernels' times" in printed
     assert "busy share" not in printed

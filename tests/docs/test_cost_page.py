@@ -12,7 +12,7 @@ def test_the_implied_mfu_and_the_unexplained_hours_are_those_of_the_table() -> N
     check(PAGE, r"MFU of # % \(8B\), # % \(70B\) and # % \(405B\)", shares)
     check(PAGE, r"tokens are #T, and #T for", [found[0][0].tokens / 1e12, found[2][0].tokens / 1e12])
     one, row = found[0]
-    check(PAGE, r"leaves unexplained, # for 8B", [one.gpu_hours / row["gpu_hours"]])
+    check(PAGE, r"does not explain: # for 8B", [one.gpu_hours / row["gpu_hours"]])
 
 
 def test_the_predictions_are_of_the_recipes_as_they_are_written() -> None:

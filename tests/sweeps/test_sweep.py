@@ -363,8 +363,11 @@ def test_plots_have_a_line_at_the_card_and_show_what_does_not_fit(monkeypatch: p
     assert points.limits == card
     shown = {one.label.partition(":")[0]: [*one.text] for one in points.series}
     assert shown == {
-        "front": ["small", "fast"], "dominated": ["beaten"], "tight": ["in pieces"], "does not fit": ["over"],
-    }  # fmt: skip
+        "frontier": ["small", "fast"],
+        "dominated": ["beaten"],
+        "tight": ["in pieces"],
+        "does not fit": ["over"],
+    }
     speeds: Any = report.speed_bars(PREDICTED)
     assert speeds.y_label == "tokens/s"
     assert speeds.series[0].text[:2] == ["1,000", "2,000"]

@@ -216,7 +216,7 @@ WINDOW = {**LEARNED, "position_embedding": "rope", "sliding_window": 4}
         ("prefix", LEARNED, "native", "batch.seq = 28: the model has 24 learned positions"),
         ("prefix", WINDOW, "native", "adapter.kind = 'prefix': a prefix has no distance"),
         ("prefix", {**BASE, "model_type": "falcon"}, "hf",
-         "adapter.kind = 'prefix': this model's layers keep no keys"),
+         "adapter.kind = 'prefix': this model's layers do not take keys"),
         ("prefix", {**BASE, "model_type": "mamba", "state_size": 4}, "hf", "adapter.kind = 'prefix'"),
     ],
     ids=str,

@@ -78,8 +78,8 @@ def test_a_prediction_follows_the_recipe_and_the_environment(monkeypatch: pytest
     # Blocks are cut out of other segments, some of them larger than requested.
     assert emptied.peak_allocated_bytes == pytest.approx(before.peak_allocated_bytes, rel=0.005)
     assert before.peak_reserved_bytes != emptied.peak_reserved_bytes
-    assert any("get memory back" in line for line in emptied.assumptions)
-    assert not any("get memory back" in line for line in before.assumptions)
+    assert any("take memory back" in line for line in emptied.assumptions)
+    assert not any("take memory back" in line for line in before.assumptions)
 
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     after = predict(recipe)

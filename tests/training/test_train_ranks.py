@@ -68,6 +68,19 @@ def test_two_ranks_have_the_losses_of_one_process_and_go_on_in_it(ranks, alone, 
     assert last["perplexity"] == pytest.approx(alone["perplexity"], rel=EQUAL)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_a_quantised_base_is_saved_from_shards_and_whole(ranks, tmp_path, kind) -> None:
+    """Codes are shards of another dtype on two ranks; one process goes on from them, and the ranks again."""
+    qlora = (f"quantize={kind}", "adapter.kind=lora", "adapter.rank=4")
+    alone = rank_training.trained(tmp_path / "alone", None, 3, *qlora)
+    first, _ = ranks.run(rank_training.trained, tmp_path / "two", "fsdp", 1, *qlora)
+    assert first["status"] == "done"
+    second = rank_training.trained(tmp_path / "two", None, 2, *qlora, resume=True)
+    third, _ = ranks.run(rank_training.trained, tmp_path / "two", "fsdp", 3, *qlora, resume=True)
+    found = [*first["losses"], *second["losses"], *third["losses"]]
+    assert found == pytest.approx([*alone["losses"]], abs=EQUAL)
+
+
 def test_tensor_parallel_ranks_have_the_losses_of_one_process_and_keep_their_number(ranks, tmp_path) -> None:
     fields = ("model.config.num_key_value_heads=2", "batch.accumulate=1")
     one = rank_training.trained(tmp_path / "one", None, 4, *fields)["losses"]

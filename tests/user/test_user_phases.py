@@ -407,7 +407,7 @@ def test_the_phases_are_printed_and_in_json(capsys: pytest.CaptureFixture[str]) 
     traced = trainfit.trace(Loop(every_second))
     show(None, traced)
     text = " ".join(capsys.readouterr().out.split())
-    assert "Beside the training step" in text
+    assert "Outside the training step" in text
     assert "3 forwards, 6.291 MFLOP; before the first step and after step 2" in text
     assert type(traced).model_validate_json(traced.model_dump_json()) == traced
 

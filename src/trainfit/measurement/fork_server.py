@@ -40,9 +40,19 @@ def _import() -> None:
         with quiet_torchao():
             import_for_steps()
     finally:
+        _forget_missing_gpu()
         os.environ.pop(VISIBLE)
         if visible is not None:
             os.environ[VISIBLE] = visible
+
+
+def _forget_missing_gpu() -> None:
+    """Clear what torch remembers of Triton since imports asked while no GPU was visible."""
+    from torch.utils import _triton
+
+    for answer in vars(_triton).values():
+        if hasattr(answer, "cache_clear"):
+            answer.cache_clear()
 
 
 @cache

@@ -81,6 +81,15 @@ def code_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {one for part in module.modules() for one in getattr(part, "code_parameters", ())}
 
 
+def code_names(module: nn.Module) -> set[str]:
+    """Return the names of the codes that FSDP2 shards as parameters, and that are buffers otherwise."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        for name in getattr(part, "sharded_names", ())
+    }
+
+
 def _is_repeated(blocks: nn.ModuleList) -> bool:
     classes = {getattr(block, ORIGINAL, type(block)) for block in blocks}
     return len(blocks) > 0 and len(classes) <= max(1, len(blocks) // 2)

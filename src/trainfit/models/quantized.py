@@ -101,6 +101,11 @@ class QuantizedLinear(nn.Linear):
             self.register_parameter(name, nn.Parameter(codes.view(SHARDED_AS), requires_grad=False))
 
     @property
+    def sharded_names(self) -> list[str]:
+        """Names of the codes that FSDP2 shards."""
+        return [name for name in SHARDED if name in self._fields]
+
+    @property
     def code_parameters(self) -> list[nn.Parameter]:
         """Codes that are parameters."""
         return [self._parameters[name] for name in self._viewed]  # pyright: ignore[reportReturnType]
@@ -137,8 +142,11 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.base}"
 
     def _parts(self) -> list[Tensor]:
-        parts = {name: getattr(self, name) for name in self._fields}
-        return [part.view(self._viewed.get(name, part.dtype)) for name, part in parts.items()]
+        return [self._part(name) for name in self._fields]
+
+    def _part(self, name: str) -> Tensor:
+        part = getattr(self, name)
+        return part.view(self._viewed[name]) if name in self._viewed else part
 
 
 class _Product(torch.autograd.Function):

@@ -25,6 +25,7 @@ ROOMS = (
     "catalog/gpus.toml",
     "catalog/constants.toml",
     "catalog/model_types.toml",
+    "catalog/model_types.py",
     "ledger",
     "kernels",
     "optim",

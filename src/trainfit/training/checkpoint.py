@@ -17,7 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from trainfit.models.layers import code_names
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
 from trainfit.spec.value import parse
@@ -191,8 +193,15 @@ def _load_model(saved: shards.Shards, step: Step, shared: Mapping[str, str]) -> 
     names = {name.removeprefix("model/") for name in saved.index if name.startswith("model/")}
     state.check_names(set(own), names | set(shared))
     targets = {name: own[name] for name in names}
+    codes = code_names(step.model)
     for name, tensor in targets.items():
         form = saved.index[f"model/{name}"]
+        if name in codes and form.properties.dtype != tensor.dtype:
+            # Sharded codes have another dtype than whole ones, which can be read into by either.
+            if isinstance(tensor, DTensor):
+                problem = "quantised codes that were saved whole cannot be read into shards"
+                raise InputError(problem, "resume with the strategy of before", field="parallel.strategy")
+            targets[name] = tensor = tensor.view(form.properties.dtype)
         state.check_form(name, tensor, form.size, form.properties.dtype)
     saved.read_into(_prefixed("model", targets))
 

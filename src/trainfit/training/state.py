@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainfit.models.layers import code_names, code_parameters
 from trainfit.offload.blocks import is_moment
 from trainfit.parallel.sharded_optimizer import ShardedOptimizer
 from trainfit.spec.errors import InputError
@@ -60,11 +61,14 @@ def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
     """Copy ``tensors`` into the model; InputError unless names, shapes and dtypes are the model's."""
     own = step.model.state_dict()
     check_names(set(own), set(tensors) | set(shared))
+    codes = code_names(step.model)
     for name, tensor in own.items():
         source = shared.get(name, name)
         if source not in tensors:
             raise unlike(name, f"shares {source}, which is not in the checkpoint")
         saved = tensors[source]
+        if name in codes and saved.dtype != tensor.dtype:
+            saved = saved.view(tensor.dtype)  # Sharded codes have another dtype than whole ones.
         check_form(name, tensor, saved.shape, saved.dtype)
         with torch.no_grad():
             local(tensor).copy_(local(laid_out_as(tensor, saved)))
@@ -166,7 +170,10 @@ def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain
 def first_not_finite(step: Step) -> str | None:
     """Return the name of a parameter that holds NaN or infinity."""
     values = step.model.state_dict()  # It has the values of offloaded blocks too.
+    codes = code_parameters(step.model)
     for name, parameter in step.model.named_parameters():
+        if parameter in codes:
+            continue
         value = values.get(name, parameter)
         if value.is_floating_point() and not torch.isfinite(local(value)).all():
             return name
