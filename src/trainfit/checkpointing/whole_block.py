@@ -4,9 +4,18 @@ Each block is one autograd function (Chen et al., arXiv:1604.06174). Its forward
 in time, so host tensors are copied one block ahead:
 
 - weights (``HostBlocks``): of the next block in the forward, of the preceding one in the backward;
-- inputs: to the host while the next block runs forward, back while the following block runs backward.
+- inputs: to the host while the block runs forward, back while the following block runs backward.
 
-The number of device tensors in flight depends on this order, not on the speed of copies.
+The number of device tensors in flight depends on this order, not on the speed of copies. Example, three blocks
+with inputs x0, x1 and x2, and weights w0, w1 and w2:
+
+    block      computes with      meanwhile              then freed on the device
+    0 forward  x0, w0             x0 to host, w1 to GPU  x0, w0
+    1 forward  x1, w1             x1 to host, w2 to GPU  x1, w1
+    2 forward  x2, w2                                    (x2 stays: its backward is next)
+    2 backward x2, w2             x1, w1 to GPU          x2, w2
+    1 backward x1, w1             x0, w0 to GPU          x1, w1
+    0 backward x0, w0                                    x0, w0
 """
 
 from __future__ import annotations

@@ -95,6 +95,10 @@ def _mixes(depth: int, num_levels: int) -> Iterator[tuple[int, ...]]:
     """Yield the number of blocks of each level.
 
     Two neighbouring or outer levels are mixed freely, of a third there are at most a few.
+
+    Example: of 3 blocks and the levels (none, selective, full) all ten mixes: (0, 0, 3), (0, 1, 2), ...,
+    (3, 0, 0). Of 20 blocks 126 of 231. (1, 10, 9) is one: a single block without recomputation fills the
+    rest of the budget. (5, 10, 5) is none: of three levels, an outer one has at most ``FEW`` blocks.
     """
     for counts in _sums(depth, num_levels):
         several = sum(count > 0 for count in counts) > 2

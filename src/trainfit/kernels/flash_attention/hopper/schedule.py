@@ -2,6 +2,15 @@
 
 In every turn each program takes one of the next tiles. Their lengths differ under a causal mask, so the
 assignment rotates by ``shift`` programs per turn.
+
+Example: 512 queries and keys of one head in tiles of 128 rows, three programs. The last tile of queries sees
+four tiles of keys, the first tile sees one. A tile costs one more than that, and the longest come first:
+
+    tiles            5 4 3 | 2       three in the first turn, one in the second
+    shift 0          loads 5 + 2, 4, 3     the longest is 7
+    shift 1          loads 5, 4, 3 + 2     the longest is 5
+
+With a shift of 1 program ``p`` takes in the second turn what program ``p + 1`` would have taken.
 """
 
 from functools import cache, lru_cache
