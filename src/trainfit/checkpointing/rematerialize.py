@@ -6,6 +6,16 @@ backward. Matrix products, attention, random draws and unknown operations are ne
 Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4;
 Jain et al., https://arxiv.org/abs/1910.02653.
 Results are bitwise equal: the same operations run below autocast and autograd.
+
+Example: a gated feed-forward network ``down(silu(g) * u)``, where g and u are products.
+
+    autograd saves  for the backward of  here
+    g               silu                 held: a product
+    silu(g)         silu(g) * u          expression: silu of g
+    u               silu(g) * u          held: a product
+    silu(g) * u     down                 expression: silu of g, times u
+
+Two of four tensors stay in memory; the other two are computed again when the backward asks for them.
 """
 
 from __future__ import annotations

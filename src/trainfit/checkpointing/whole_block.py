@@ -6,8 +6,9 @@ in time, so host tensors are copied one block ahead:
 - weights (``HostBlocks``): of the next block in the forward, of the preceding one in the backward;
 - inputs: to the host while the block runs forward, back while the following block runs backward.
 
-The number of device tensors in flight depends on this order, not on the speed of copies. Example, three blocks
-with inputs x0, x1 and x2, and weights w0, w1 and w2:
+The number of device tensors in flight depends on this order, not on the speed of copies.
+
+Example: three blocks with inputs x0, x1 and x2, and weights w0, w1 and w2.
 
     block      computes with      meanwhile              then freed on the device
     0 forward  x0, w0             x0 to host, w1 to GPU  x0, w0
