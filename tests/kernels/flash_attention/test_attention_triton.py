@@ -73,6 +73,7 @@ STEPS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@interpreted_loops
 @pytest.mark.parametrize(("code", "fields"), STEPS, ids=str)
 def test_loss_and_gradients_are_those_of_eager_attention(code: str, fields: dict[str, Any]) -> None:
     assert_as_eager(fields, code)
