@@ -145,10 +145,10 @@ def estimate_version() -> str:
     return _hash_of(path for path in sorted(PACKAGE.iterdir()) if path.name not in NOT_OF_AN_ESTIMATE)
 
 
-def _hash_of(places: Iterable[Path]) -> str:
+def _hash_of(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for place in places:
-        for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            if path.suffix in SOURCES:
-                digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    for path in paths:
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.suffix in SOURCES:
+                digest.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
     return digest.hexdigest()

@@ -36,12 +36,12 @@ def can_fork() -> bool:
         return False
     import torch
 
-    # After a fork CUDA can be neither used nor asked for a GPU's properties.
+    # After a fork CUDA can be neither used nor queried for a GPU's properties.
     return not torch.cuda.is_initialized() and len(os.sched_getaffinity(0)) > 1
 
 
 def has_threads() -> bool:
-    """Return whether Python threads run beside the main one and ``DAEMONS``."""
+    """Return whether Python threads run in addition to the main one and ``DAEMONS``."""
     main = threading.main_thread()
     return any(each is not main and each.name not in DAEMONS for each in threading.enumerate())
 
