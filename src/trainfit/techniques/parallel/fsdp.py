@@ -43,7 +43,7 @@ COMPARED: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw", "adamw8bit", "sgd", "adafactor", "muon"),
     "optimizer.clip_norm": (None,),
     "optimizer.stochastic_rounding": (False,),
-    "quantize": (None,),
+    "quantize": (None, "nf4"),
     "offload.activations": (False,),
     "parallel.tensor": (1, 2),
     "parallel.context": (1,),
