@@ -136,7 +136,7 @@ def predict(gpu_name: str) -> list[tuple[float, float | None]]:
     """Return the predicted seconds of every operation's forward and backward, the host left out."""
     from trainfit.catalog.load import gpu
     from trainfit.prediction.time.device_time import op_s
-    from trainfit.virtual.user import user_gpu
+    from trainfit.user import user_gpu
 
     sheet, found = gpu(gpu_name), list[tuple[float, float | None]]()
     with user_gpu(sheet, prefers_cudnn=False, max_steps=MANY_STEPS) as virtual:

@@ -10,7 +10,7 @@ from torch import nn
 import trainfit
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
-from trainfit.virtual.user import user_gpu
+from trainfit.user import user_gpu
 
 ROWS, COLUMNS = 4096, 1024
 NUMEL = ROWS * COLUMNS

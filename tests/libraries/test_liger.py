@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainfit.catalog.load import gpu
-from trainfit.virtual.user import user_gpu
+from trainfit.user import user_gpu
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 64, 128, 512
 CONFIG = SimpleNamespace(hidden_size=WIDTH, intermediate_size=256, hidden_act="silu")

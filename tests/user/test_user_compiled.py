@@ -13,9 +13,9 @@ import trainfit
 from trainfit.catalog.load import gpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Estimate
+from trainfit.user import user_gpu
 from trainfit.virtual.compile.cuda_device import as_cuda
 from trainfit.virtual.trace.process_state import no_function_modes
-from trainfit.virtual.user import user_gpu
 from user_training import MIB, SQUARE, N, inside, mlp
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import trainfit
 from trainfit.spec.errors import InputError
-from trainfit.virtual.user import loops
+from trainfit.user import loops
 from user_training import inside, mlp, steps
 
 

@@ -219,7 +219,7 @@ def test_an_evaluation_after_the_last_step_and_one_before_the_first() -> None:
 
 
 def test_an_endless_loop_without_gradients_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainfit.virtual.user.steps.LOOK_ON_PASSES", 20)
+    monkeypatch.setattr("trainfit.user.steps.LOOK_ON_PASSES", 20)
 
     def serve() -> None:
         loop = Loop(Loop.train)
@@ -430,8 +430,8 @@ def evaluates_every(number: int) -> Callable[[], None]:
 
 
 def test_code_that_evaluates_is_awaited_beyond_the_traced_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainfit.virtual.user.steps.LOOK_AHEAD_STEPS", 9)
-    monkeypatch.setattr("trainfit.virtual.user.steps.LOOK_AHEAD_S", (60.0, 60.0))
+    monkeypatch.setattr("trainfit.user.steps.LOOK_AHEAD_STEPS", 9)
+    monkeypatch.setattr("trainfit.user.steps.LOOK_AHEAD_S", (60.0, 60.0))
     found, missed = trainfit.trace(evaluates_every(7)), trainfit.trace(evaluates_every(100))
     assert [(one.name, one.after_steps) for one in found.code.other_phases] == [("evaluation", (7,))]
     assert found.code.num_steps == missed.code.num_steps == 3

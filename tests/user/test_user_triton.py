@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import trainfit
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
-from trainfit.virtual.user import user_gpu
-from trainfit.virtual.user.triton_accesses import Access, accesses
+from trainfit.user import user_gpu
+from trainfit.user.triton_accesses import Access, accesses
 from user_training import steps
 
 triton = pytest.importorskip("triton")

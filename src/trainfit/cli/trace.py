@@ -145,7 +145,7 @@ def _run_script(launch: Launch) -> None:
     Raises:
         InputError: the script raised an exception, whose traceback is printed on standard error.
     """
-    from trainfit.virtual.user.lacking import lack_of, line_of
+    from trainfit.user.lacking import lack_of, line_of
 
     folder = Path.cwd() if launch.is_module else Path(launch.target).resolve().parent
     kept = sys.argv, list(sys.path)

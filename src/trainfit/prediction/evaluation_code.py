@@ -1,7 +1,7 @@
 """Find code that evaluates or generates in the source of what is traced. No torch here.
 
 A trace ends after a few steps, before most loops evaluate. Where the source has such code and no step
-reached it, the trace goes on for a while (virtual/user/steps.py).
+reached it, the trace goes on for a while (user/steps.py).
 """
 
 import ast

@@ -33,12 +33,12 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Cost, Estimate, OtherPhase, PeakHolder, Phases, StepInputs, TracedCode
+from trainfit.user import UserGpu, user_gpu
+from trainfit.user import other_phases as one_phase
+from trainfit.user.lacking import lack_of, line_of
+from trainfit.user.steps import TraceComplete
+from trainfit.user.torch_cuda import EmptyCacheAllocator
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
-from trainfit.virtual.user import UserGpu, user_gpu
-from trainfit.virtual.user import other_phases as one_phase
-from trainfit.virtual.user.lacking import lack_of, line_of
-from trainfit.virtual.user.steps import TraceComplete
-from trainfit.virtual.user.torch_cuda import EmptyCacheAllocator
 
 LEAVE_OUT = "leave it out of the traced code, or trace a version without it"
 NUM_HOLDERS = 10

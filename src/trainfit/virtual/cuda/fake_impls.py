@@ -60,7 +60,7 @@ STATES = "_trainfit_states"
 """Attribute of a FakeTensorMode: device -> the attributes of its tensors."""
 LARGEST_FALLBACK_BYTES = 64 << 20  # Inputs of an operation that may run for real
 MAKE_SUBCLASS = Tensor._make_subclass
-"""The function itself: in user code it is replaced (virtual/user/gpu.py)."""
+"""The function itself: in user code it is replaced (user/gpu.py)."""
 COALESCED = "c10d::allreduce_coalesced_"
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 

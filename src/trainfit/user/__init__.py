@@ -4,6 +4,6 @@ Device tensors are fake CPU tensors that report ``cuda:0``. Host tensors are rea
 parameters, which are fake and marked.
 """
 
-from trainfit.virtual.user.gpu import UserGpu, user_gpu
+from trainfit.user.gpu import UserGpu, user_gpu
 
 __all__ = ["UserGpu", "user_gpu"]

@@ -15,17 +15,13 @@ from torch._subclasses import fake_tensor
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.compile.cuda_device import device_functions
-from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.cuda.scratch.libraries import cublas_workspace_bytes, cublaslt_workspace_bytes
-from trainfit.virtual.trace.exclusive import chosen_by_thread, replaced
-from trainfit.virtual.user.placement import CPU, CUDA
-from trainfit.virtual.user.steps import StepFollower
-from trainfit.virtual.user.torch_cuda.memory import accelerator_statistics, memory_calls, memory_functions
-from trainfit.virtual.user.torch_cuda.memory_stats import MemoryStats
-from trainfit.virtual.user.torch_cuda.nvml import nvml_functions
-from trainfit.virtual.user.torch_cuda.profiler import profiler_functions
-from trainfit.virtual.user.torch_cuda.streams import (
+from trainfit.user.placement import CPU, CUDA
+from trainfit.user.steps import StepFollower
+from trainfit.user.torch_cuda.memory import accelerator_statistics, memory_calls, memory_functions
+from trainfit.user.torch_cuda.memory_stats import MemoryStats
+from trainfit.user.torch_cuda.nvml import nvml_functions
+from trainfit.user.torch_cuda.profiler import profiler_functions
+from trainfit.user.torch_cuda.streams import (
     Event,
     Generator,
     NoContext,
@@ -36,7 +32,11 @@ from trainfit.virtual.user.torch_cuda.streams import (
     nothing,
     stream_functions,
 )
-from trainfit.virtual.user.tracer import UserTracer
+from trainfit.user.tracer import UserTracer
+from trainfit.virtual.compile.cuda_device import device_functions
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.cuda.scratch.libraries import cublas_workspace_bytes, cublaslt_workspace_bytes
+from trainfit.virtual.trace.exclusive import chosen_by_thread, replaced
 
 Functions = dict[str, Any]
 CUDA_VERSION = "13.0"  # Of the builds that records were measured with

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from trainfit.kernels.custom_op import has_module
 from trainfit.spec.errors import InputError
+from trainfit.user.placement import CUDA, is_device, is_marked
+from trainfit.user.tracer import UserTracer
+from trainfit.user.triton_accesses import Access, accesses
 from trainfit.virtual.compile.cuda_device import REGISTERS_PER_SM
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import forget_values, is_host
-from trainfit.virtual.user.placement import CUDA, is_device, is_marked
-from trainfit.virtual.user.tracer import UserTracer
-from trainfit.virtual.user.triton_accesses import Access, accesses
 
 FLUSHED_BYTES = 256 << 20
 """Buffer that ``triton.testing.do_bench`` clears between two runs."""

@@ -24,15 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainfit.spec.errors import InputError
+from trainfit.user.placement import CUDA, device_of
+from trainfit.user.process_groups import world_size_of
+from trainfit.user.steps import StepFollower
+from trainfit.user.tracer import UserTracer
 from trainfit.virtual.cluster.ddp import FirstBuckets, ddp_on_fakes
 from trainfit.virtual.cluster.rank import one_rank, rank_observers
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import VALUE, carried_values, is_host, on_host
 from trainfit.virtual.trace.observer import Observer
-from trainfit.virtual.user.placement import CUDA, device_of
-from trainfit.virtual.user.process_groups import world_size_of
-from trainfit.virtual.user.steps import StepFollower
-from trainfit.virtual.user.tracer import UserTracer
 
 STATES = "_get_managed_states"  # Returns the parameters and buffers that fully_shard moves to the GPU
 BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from trainfit.kernels.custom_op import declare
+from trainfit.user.tracer import UserTracer
 from trainfit.virtual.cuda.flops import OpFlops, attention, flop_rule
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import carried_values, on_host
-from trainfit.virtual.user.tracer import UserTracer
 
 UNKNOWN = "FlexAttention's mask depends on the data: no block is taken to be hidden"
 SPEED = "FlexAttention: timed as PyTorch's flash kernels"

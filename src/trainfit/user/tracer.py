@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from trainfit.spec.errors import InputError
+from trainfit.user.placement import CPU, CUDA, is_device, is_marked, mark, names_cuda
+from trainfit.user.python_calls import PythonCalls
 from trainfit.virtual.cuda.fake_impls import READS_VALUE
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.dry_run import DryRun
@@ -31,8 +33,6 @@ from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 from trainfit.virtual.trace.tracer import LIFTS, Tracer
-from trainfit.virtual.user.placement import CPU, CUDA, is_device, is_marked, mark, names_cuda
-from trainfit.virtual.user.python_calls import PythonCalls
 
 aten = torch.ops.aten
 INDEXING = tuple(

@@ -9,7 +9,7 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import ALLOCATE, Ledger
 from trainfit.ledger.segments import Block
-from trainfit.virtual.user.tracer import UserTracer
+from trainfit.user.tracer import UserTracer
 
 POOLS = ("all", "large_pool", "small_pool")
 METRICS = (

@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 from trainfit.spec.errors import InputError
+from trainfit.user.placement import CUDA, device_of, names_cuda
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import carried_values, on_host
-from trainfit.virtual.user.placement import CUDA, device_of, names_cuda
 
 TO_DEVICE = "_trainfit_to_device"
 """Set on a host storage whose tensors are to be rebuilt on the device."""

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import profiler
 from torch.autograd.profiler_util import EventList
 
-from trainfit.virtual.user.torch_cuda.streams import no_ops
+from trainfit.user.torch_cuda.streams import no_ops
 
 NOTE = "torch.profiler profiled nothing and wrote no trace: the code runs on no device"
 STARTS = "prepare_trace start_trace stop_trace toggle_collection_dynamic"

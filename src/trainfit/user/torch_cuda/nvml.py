@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.user.torch_cuda.memory_stats import MemoryStats
-from trainfit.virtual.user.torch_cuda.streams import nothing
+from trainfit.user.torch_cuda.memory_stats import MemoryStats
+from trainfit.user.torch_cuda.streams import nothing
 
 Functions = dict[str, Any]
 DRIVER = "580.159.04"  # Of the GPUs that calibrations were measured on

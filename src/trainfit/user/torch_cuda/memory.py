@@ -10,8 +10,8 @@ import torch
 
 from trainfit.ledger.ledger import NO_LAYER
 from trainfit.ledger.segments import MIN_BLOCK
-from trainfit.virtual.user.torch_cuda.memory_stats import KINDS, MemoryStats
-from trainfit.virtual.user.torch_cuda.streams import NoContext, Stream, no_ops, nothing
+from trainfit.user.torch_cuda.memory_stats import KINDS, MemoryStats
+from trainfit.user.torch_cuda.streams import NoContext, Stream, no_ops, nothing
 
 Functions = dict[str, Any]
 READINGS = {

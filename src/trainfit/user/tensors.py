@@ -12,14 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.trace.host_tensors import (
-    FACTORIES,
-    HostTensorMode,
-    PlacementState,
-    on_host,
-    seen_values,
-)
-from trainfit.virtual.user.placement import (
+from trainfit.user.placement import (
     CPU,
     CUDA,
     LARGEST_REAL_BYTES,
@@ -29,6 +22,13 @@ from trainfit.virtual.user.placement import (
     local_of,
     names_cuda,
     names_host,
+)
+from trainfit.virtual.trace.host_tensors import (
+    FACTORIES,
+    HostTensorMode,
+    PlacementState,
+    on_host,
+    seen_values,
 )
 
 PARSE_TO: Callable[..., Any] = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from trainfit.virtual.user.passes import Passes
+from trainfit.user.passes import Passes
 
 LOOSE = ("data", "forward")
 """Phases that may be part of another phase than the step; a backward and an update end both."""

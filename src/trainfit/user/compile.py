@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from trainfit.spec.errors import InputError
+from trainfit.user.flex_attention import is_flex
+from trainfit.user.placement import CPU, CUDA, names_cuda
+from trainfit.user.tracer import UserTracer
 from trainfit.virtual.compile import VirtualCompiler
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.scope import ScopeTracker
-from trainfit.virtual.user.flex_attention import is_flex
-from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
-from trainfit.virtual.user.tracer import UserTracer
 
 EAGER_BACKEND = "torch.compile with a backend other than inductor: traced as eager code"
 EAGER_FUNCTION = "torch.compile of a function called outside a forward or an update: traced as eager code"

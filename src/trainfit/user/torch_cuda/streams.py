@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from trainfit.ledger.ledger import Op
-from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
-from trainfit.virtual.user.steps import StepFollower
-from trainfit.virtual.user.tracer import UserTracer
+from trainfit.user.placement import CPU, CUDA, names_cuda
+from trainfit.user.steps import StepFollower
+from trainfit.user.tracer import UserTracer
 
 Functions = dict[str, Any]
 GRAPHS = "CUDA graphs: memory that a graph's private pool keeps is modelled as a stream's of its own"

@@ -19,10 +19,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.spec.errors import InputError
+from trainfit.user.tracer import UserTracer
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.scope import NO_SCOPE
 from trainfit.virtual.trace.tensors import tensors_of
-from trainfit.virtual.user.tracer import UserTracer
 
 NAME = "bitsandbytes"
 FLOATS = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}

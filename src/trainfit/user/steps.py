@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainfit.ledger.ledger import Segment
+from trainfit.user.loops import LoopWatch
+from trainfit.user.other_phases import OtherPhase, SegmentStart, bytes_of, kinds_of, other_phases
+from trainfit.user.passes import Passes
+from trainfit.user.placement import is_device
+from trainfit.user.tracer import UserTracer
 from trainfit.virtual.trace.exclusive import chosen_by_thread
 from trainfit.virtual.trace.observer import Observer
 from trainfit.virtual.trace.scope import NO_SCOPE
-from trainfit.virtual.user.loops import LoopWatch
-from trainfit.virtual.user.other_phases import OtherPhase, SegmentStart, bytes_of, kinds_of, other_phases
-from trainfit.virtual.user.passes import Passes
-from trainfit.virtual.user.placement import is_device
-from trainfit.virtual.user.tracer import UserTracer
 
 
 class TraceComplete(BaseException):

@@ -13,6 +13,19 @@ from torch.utils import _foreach_utils, swap_tensors
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainfit.spec.hardware import Gpu
+from trainfit.user.autocast import cuda_autocast
+from trainfit.user.bitsandbytes_library import bitsandbytes_library
+from trainfit.user.compile import compiling, learn_torch_cuda
+from trainfit.user.files import files
+from trainfit.user.flex_attention import flex_attention
+from trainfit.user.libraries import libraries
+from trainfit.user.placement import CUDA, is_device, is_marked
+from trainfit.user.process_groups import single_rank
+from trainfit.user.steps import StepFollower
+from trainfit.user.tensors import UserTensorMode, real_of
+from trainfit.user.torch_cuda import MemoryStats, Streams, cuda_module
+from trainfit.user.tracer import UserTracer
+from trainfit.user.triton_launches import triton_launches
 from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
 from trainfit.virtual.cuda.scratch import GpuTraits
@@ -29,19 +42,6 @@ from trainfit.virtual.trace.process_state import (
     restored_switches,
 )
 from trainfit.virtual.trace.scope import ScopeTracker
-from trainfit.virtual.user.autocast import cuda_autocast
-from trainfit.virtual.user.bitsandbytes_library import bitsandbytes_library
-from trainfit.virtual.user.compile import compiling, learn_torch_cuda
-from trainfit.virtual.user.files import files
-from trainfit.virtual.user.flex_attention import flex_attention
-from trainfit.virtual.user.libraries import libraries
-from trainfit.virtual.user.placement import CUDA, is_device, is_marked
-from trainfit.virtual.user.process_groups import single_rank
-from trainfit.virtual.user.steps import StepFollower
-from trainfit.virtual.user.tensors import UserTensorMode, real_of
-from trainfit.virtual.user.torch_cuda import MemoryStats, Streams, cuda_module
-from trainfit.virtual.user.tracer import UserTracer
-from trainfit.virtual.user.triton_launches import triton_launches
 
 if TYPE_CHECKING:
     from trainfit.virtual.cluster.ddp import FirstBuckets
@@ -90,7 +90,7 @@ def _user_gpu(
     if num_ranks is None:
         steps, of_rank = StepFollower(max_steps, evaluates_at), (StreamPools(streams.current),)
     else:
-        from trainfit.virtual.user import ranks  # Imports torch.distributed.
+        from trainfit.user import ranks  # Imports torch.distributed.
 
         steps = StepFollower(max_steps, evaluates_at, ranks.data_ranks_of(num_ranks))
         of_rank = ranks.observers(streams.current)

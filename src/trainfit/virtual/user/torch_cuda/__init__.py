@@ -1,7 +1,0 @@
-"""``torch.cuda``, ``torch.accelerator`` and related modules on the virtual GPU."""
-
-from trainfit.virtual.user.torch_cuda.memory_stats import EmptyCacheAllocator, MemoryStats
-from trainfit.virtual.user.torch_cuda.module import cuda_module
-from trainfit.virtual.user.torch_cuda.streams import Streams
-
-__all__ = ["EmptyCacheAllocator", "MemoryStats", "Streams", "cuda_module"]
