@@ -40,7 +40,7 @@ demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" demo/run
 
 outputs: setup
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.fill_outputs
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m evidence.scripts.fill_outputs
 
 # Tests that need a GPU run in a second session: in the first, processes see none.
 test: setup

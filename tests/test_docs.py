@@ -23,7 +23,7 @@ from trainfit.techniques.registry import check
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md", *DOCS.rglob("*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"), *(ROOT / "evidence").rglob("*.md")]
 )
 MODEL = {"config": "llama-3.2-1b"}
 

@@ -134,7 +134,8 @@ def test_a_sweep_moves_a_torn_line_away_and_says_so_but_refuses_a_changed_one(tm
 
 def test_the_repositorys_records_have_digests_and_are_whole() -> None:
     files = [
-        ROOT / "results" / name for name in ("bench.jsonl", "h200-measured.jsonl", "h200-predicted.jsonl")
+        ROOT / "evidence" / "records" / name
+        for name in ("bench.jsonl", "h200-measured.jsonl", "h200-predicted.jsonl")
     ]
     for file in files:
         found = file.read_text().splitlines()

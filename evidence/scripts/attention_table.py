@@ -1,6 +1,6 @@
 """The catalog's table of attention kernels, written from records of ``trainfit bench``.
 
-``python -m benchmarks.attention_table RECORDS... [--into src/trainfit/catalog/attention.toml]``
+``python -m evidence.scripts.attention_table RECORDS... [--into src/trainfit/catalog/attention.toml]``
 
 Enters: files of Records. Leaves: the whole file anew, so a shape that no record given has is gone from it. Of
 several records of a shape and GPU the newest counts, and only as a whole: kernels of one shape are compared
@@ -25,7 +25,7 @@ from trainfit.spec.result import Record
 from trainfit.spec.value import parse
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 
-MADE_BY = "python -m benchmarks.attention_table RECORDS"
+MADE_BY = "python -m evidence.scripts.attention_table RECORDS"
 KERNELS: dict[str, AttentionKernel] = {
     "eager": "eager", "pytorch": "sdpa", "flash": "flash", "cudnn": "cudnn", "efficient": "efficient",
     "ours": "triton",
@@ -50,7 +50,7 @@ RateKey = tuple[Kernel, str, int, int, bool]
 def main(arguments: list[str] | None = None) -> int:
     """Write the table; exit code 0, or 65 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention_table", description="Write the catalog's attention table."
+        prog="python -m evidence.scripts.attention_table", description="Write the catalog's attention table."
     )  # fmt: skip
     parser.add_argument("files", type=Path, nargs="+", help="records: JSON Lines or SQLite")
     parser.add_argument("--into", type=Path, default=FILE, help="TOML file to write")
@@ -237,7 +237,7 @@ def text_of(runs: Sequence[AttentionRun]) -> str:
     parts = [
         f"# Written by {MADE_BY}; do not edit. "
         "Seconds: of shapes forward and backward together, of rates apart.\n"
-        "# measured_at is the record's time: it names the record in results/.\n"
+        "# measured_at is the record's time: it names the record in evidence/records/.\n"
     ]
     for run in runs:
         head = {name: getattr(run, name) for name in ("gpu", "measured_at", "commit", "torch", "experiment")}

@@ -1,4 +1,6 @@
-"""Compare published calculators with the virtual GPU: ``python -m benchmarks.calculators [RECIPE ...]``.
+"""Compare published calculators with the virtual GPU.
+
+    python -m evidence.scripts.calculators [RECIPE ...]
 
 A calculator that cannot express a recipe has no figure; it is never bent to fit.
 
@@ -34,7 +36,7 @@ PRESET_MODELS = {"Llama 3 8B": "llama-3.1-8b"}
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.calculators", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m evidence.scripts.calculators", description=__doc__)
     parser.add_argument("recipes", nargs="*", type=Path, help="recipe files; the shipped ones without any")
     parser.add_argument("--into", type=Path, help="a Markdown file with the two marks; printed without it")
     options = parser.parse_args(arguments)

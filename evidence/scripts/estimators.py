@@ -2,11 +2,11 @@
 
     pip install --no-deps --target FOLDER fitcheck-llm==0.3.1 ftuneai==0.4.1 canifinetune==0.4.1 \\
         fitscout==0.1.1 platformdirs
-    PYTHONPATH=$PYTHONPATH:FOLDER python -m benchmarks.estimators
+    PYTHONPATH=$PYTHONPATH:FOLDER python -m evidence.scripts.estimators
 
-writes results/estimators/h200.jsonl, a line a recipe and estimator that can express it. An estimator is told
-what the recipe states, and the exact number of parameters; what it has no input for, it assumes. It is not
-asked about what its own inputs cannot say: custom kernels and losses, compilation, offload, autocast.
+writes evidence/records/estimators/h200.jsonl, a line a recipe and estimator that can express it. An estimator
+is told what the recipe states, and the exact number of parameters; what it has no input for, it assumes. It
+is not asked about what its own inputs cannot say: custom kernels and losses, compilation, offload, autocast.
 """
 
 # pyright: reportMissingImports=false, reportPrivateUsage=false
@@ -22,7 +22,7 @@ from trainfit.spec.printable import say
 from trainfit.spec.recipe import Adapter, LossTerms, Offload, Recipe
 from trainfit.spec.units import GIB, MIB
 
-FILE = Path(__file__).parents[1] / "results" / "estimators" / "h200.jsonl"
+FILE = Path(__file__).parents[1] / "records" / "estimators" / "h200.jsonl"
 CARD = "h200"
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED_ATTENTION = ("sdpa", "flash", "cudnn", "efficient")
@@ -239,7 +239,7 @@ ESTIMATORS: dict[str, Callable[[Question], Answer | None]] = {
 
 def rows() -> Iterator[dict[str, Any]]:
     """Yield every estimator's answer to each measured recipe that it can express."""
-    from benchmarks.tables.estimators import measured
+    from evidence.scripts.tables.estimators import measured
 
     for pair in measured():
         asked = question(pair)

@@ -1,11 +1,11 @@
-"""Fill the console blocks of README.md and docs/ with what their commands print (``make outputs``).
+"""Fill the console blocks of README.md and other pages with what their commands print (``make outputs``).
 
 A block keeps its trim: each stretch between lines ``...`` is replaced by the printed lines from the one most
 like its first line to the one most like its last. Blocks with a command that measures or trains, or that asks
 for what the reader has to make, are left alone. A fenced file after "Save this as `NAME`" is made first.
 
-    python -m benchmarks.fill_outputs                fill every page
-    python -m benchmarks.fill_outputs PAGE ...       fill these pages
+    python -m evidence.scripts.fill_outputs                fill every page
+    python -m evidence.scripts.fill_outputs PAGE ...       fill these pages
 """
 
 import os
@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from difflib import SequenceMatcher
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from evidence.scripts.fill_tables import pages
+
 VERBS = {"predict", "explain", "plan", "mfu", "gpus", "models", "communication"}
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"Save this as `([\w./-]+)`:\n\n```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -132,8 +133,7 @@ def shell(command: str, folder: Path) -> str:
 
 def main(arguments: list[str]) -> None:
     """Fill the pages that are named, or all."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    for page in map(Path, arguments or pages):
+    for page in map(Path, arguments or pages()):
         before = page.read_text("utf-8")
         after = fill(before, shell)
         if after != before:

@@ -1,4 +1,4 @@
-"""Fill the marked tables and figures of the documentation from the records in ``results/``.
+"""Fill the marked tables and figures of the documentation from the records in ``evidence/records/``.
 
 A page is written by hand. Where it shows figures from records, it holds a marker, and this program writes
 what is between the marker and the next ``<!-- end -->``::
@@ -9,13 +9,13 @@ what is between the marker and the next ``<!-- end -->``::
     <!-- figure: accuracy.errors_plot plots/accuracy-errors.svg "Sizes of the errors" -->
     <!-- end -->
 
-``accuracy.largest`` is the function ``largest`` of ``benchmarks/tables/accuracy.py``; options are passed as
-keyword arguments of type str. A table function returns Markdown, a figure function returns an SVG document,
-which is written to the path given (relative to the page).
+``accuracy.largest`` is the function ``largest`` of ``evidence/scripts/tables/accuracy.py``; options are
+passed as keyword arguments of type str. A table function returns Markdown, a figure function returns an SVG
+document, which is written to the path given (relative to the page).
 
-    python -m benchmarks.fill_tables                 fill every page below docs/ and README.md
-    python -m benchmarks.fill_tables PAGE ...        fill these pages
-    python -m benchmarks.fill_tables --check         write nothing; name the pages that would change, exit 1
+    python -m evidence.scripts.fill_tables             fill README.md and all of docs/ and evidence/
+    python -m evidence.scripts.fill_tables PAGE ...    fill these pages
+    python -m evidence.scripts.fill_tables --check     write nothing; name what would change, exit 1
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MARKED = re.compile(
     r"(?P<open><!-- (?P<kind>table|figure): (?P<name>[\w.]+)(?P<rest>[^\n]*?) -->\n)"
     r"(?P<body>.*?)(?P<close><!-- end -->)",
@@ -87,10 +87,16 @@ def fill(page: Path) -> Filled:
     return filled
 
 
+def pages() -> list[Path]:
+    """Return every page that a reader may open: README.md and those of docs/ and evidence/."""
+    folders = (ROOT / "docs", ROOT / "evidence")
+    return [ROOT / "README.md", *(page for folder in folders for page in sorted(folder.rglob("*.md")))]
+
+
 def _function(page: Path, name: str) -> Callable[..., str]:
     module, _, function = name.rpartition(".")
     try:
-        return getattr(importlib.import_module(f"benchmarks.tables.{module}"), function)
+        return getattr(importlib.import_module(f"evidence.scripts.tables.{module}"), function)
     except (ImportError, AttributeError) as error:
         sys.exit(f"{page}: {name}: {error}")
 
@@ -101,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page would change")
     options = parser.parse_args(arguments)
     stale = False
-    for page in options.pages or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in options.pages or pages():
         filled = fill(page)
         for path in filled.changes(page):
             stale = True

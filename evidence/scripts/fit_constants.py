@@ -1,6 +1,6 @@
 """Compare the ``[operations]`` of catalog/constants.toml with other values: which predict timed rows best.
 
-    python -m benchmarks.fit_constants [--gpu h200] [--only unlike,close]
+    python -m evidence.scripts.fit_constants [--gpu h200] [--only unlike,close]
 
 The rows of a calibration are cut into folds, and each fold is predicted by the rows of the others: products
 and other operations of one size, attention of one length and compiled kernels of one model stay together.

@@ -1,14 +1,16 @@
 """Fit the rates of catalog/rates.toml to the measured steps that may be learned from, and print them.
 
-    python -m benchmarks.fit_rates [--iterations N] [--ledgers FOLDER] [--jobs N] [--bounds] [--small-steps]
+    python -m evidence.scripts.fit_rates [--iterations N] [--ledgers FOLDER] [--jobs N]
+        [--bounds] [--small-steps]
 
 Weighted least squares of the logarithms of predicted over measured steps (Gauss-Newton; the derivatives are
 differences of whole predictions; a step far off weighs little). Each rate is held near its present value, as
 far as the steps say nothing of it. Held-out recipes are not read. The steps' ledgers come from the cache or
-are traced, or are those of a folder (benchmarks/step_time.py). Steps are those of the accuracy suite, of the
-planner's choices (results/plan-choices), which are mostly products, and of machines whose host was calibrated
-(results/step-time): the small steps of the calibration and recipes measured beside it. How much longer each
-such host takes is fitted too, so that a user's ratio of small steps is that of other steps.
+are traced, or are those of a folder (evidence/scripts/step_time.py). Steps are those of the accuracy suite,
+of the planner's choices (evidence/records/plan-choices), which are mostly products, and of machines whose
+host was calibrated (evidence/records/step-time): the small steps of the calibration and recipes measured
+beside it. How much longer each such host takes is fitted too, so that a user's ratio of small steps is that
+of other steps.
 
 With ``--bounds`` each step is predicted with rates fitted without its tenth of the recipes, and the ranges of
 measured over predicted steps are printed.
@@ -35,9 +37,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.step_time import ledger_of, measured
-from benchmarks.tables.joined import RESULTS, join, records
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.step_time import ledger_of, measured
+from evidence.scripts.tables.joined import RESULTS, join, records
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import HostRates, Rates
 from trainfit.ledger.ledger import Ledger

@@ -1,9 +1,9 @@
 """Fit the shares that a GPU sustains (``sustained`` in catalog/gpus.toml) to published runs; print them.
 
-``python -m benchmarks.fit_shares`` takes the predictions of ``benchmarks.published_runs``, of the runs that
-may be learned from alone. It scales their products and their other operations from the catalog's shares to
-others, and finds those with the least mean absolute logarithm of predicted over published steps. Attention's
-share is that of published kernels, and the bandwidth's at most what copies reach.
+``python -m evidence.scripts.fit_shares`` takes the predictions of ``evidence.scripts.published_runs``, of the
+runs that may be learned from alone. It scales their products and their other operations from the catalog's
+shares to others, and finds those with the least mean absolute logarithm of predicted over published steps.
+Attention's share is that of published kernels, and the bandwidth's at most what copies reach.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from math import log
 from typing import NamedTuple
 
-from benchmarks.published_runs import FOLDER, RESULTS, Data, content, is_learned, predictions
+from evidence.scripts.published_runs import FOLDER, RESULTS, Data, content, is_learned, predictions
 
 GPUS = {"A100": ("a100-sxm4-40gb", "a100-sxm4-80gb"), "H100": ("h100-sxm", "h100-sxm-800g")}
 PRODUCTS = [share / 100 for share in range(50, 96)]

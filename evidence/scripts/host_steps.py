@@ -1,11 +1,11 @@
 """Steps measured on machines whose host was calibrated, predicted with the catalog's host and with theirs.
 
-    python -m benchmarks.host_steps records MEASURED.jsonl CALIBRATION.json OUT.jsonl [--ledgers FOLDER]
-    python -m benchmarks.host_steps predict OUT.jsonl CALIBRATION.json [--ledgers FOLDER]
+    python -m evidence.scripts.host_steps records MEASURED.jsonl CALIBRATION.json OUT.jsonl [--ledgers FOLDER]
+    python -m evidence.scripts.host_steps predict OUT.jsonl CALIBRATION.json [--ledgers FOLDER]
 
-``records`` writes a line for each measured step of records (``python -m benchmarks.several_gpus measure``);
-``predict`` writes the lines of results/step-time/other-host.jsonl anew, which were measured otherwise. The
-ledgers are by the versions that were measured (benchmarks/step_time.py).
+``records`` writes a line for each measured step of records (``python -m evidence.scripts.several_gpus
+measure``); ``predict`` writes the lines of evidence/records/step-time/other-host.jsonl anew, which were
+measured otherwise. The ledgers are by the versions that were measured (evidence/scripts/step_time.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.step_time import ledger_of, measured
+from evidence.scripts.step_time import ledger_of, measured
 from trainfit.catalog.load import gpu
 from trainfit.prediction.estimate import estimate
 from trainfit.prediction.time.calibrated import using

@@ -1,6 +1,6 @@
 """Predict the default config of every causal language model of transformers, cut to four layers.
 
-    python -m benchmarks.model_types results/model-types.jsonl
+    python -m evidence.scripts.model_types evidence/records/model-types.jsonl
 
 One H200, a sequence of 128 tokens, bf16. A line a model type: its outcome (predicted, refused, failed, too
 slow, died, or no default config), the peak or the message, and the commit and versions. Types that a file has

@@ -1,8 +1,8 @@
 """Times of operations that ``trainfit calibrate`` does not time: measured on one GPU, and as predicted.
 
-``python -m benchmarks.operations_without_rows measure FILE`` runs on the GPU (a minute on an H100) and writes
-one JSON object. ``python -m benchmarks.operations_without_rows compare FILE [--gpu h100-sxm]`` needs none: it
-traces the same operations and prints measured and predicted milliseconds and their ratio.
+``python -m evidence.scripts.operations_without_rows measure FILE`` runs on the GPU (a minute on an H100) and
+writes one JSON object. ``python -m evidence.scripts.operations_without_rows compare FILE [--gpu h100-sxm]``
+needs none: it traces the same operations and prints measured and predicted milliseconds and their ratio.
 
 ``forward_s`` is the mean of 20 calls between two CUDA events; ``backward_s``, of the gradients of input and
 weight, is that of forward and backward together less ``forward_s``.
@@ -175,7 +175,7 @@ def compare(rows: list[Row], gpu_name: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure or compare; exit code 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.operations_without_rows")
+    parser = argparse.ArgumentParser(prog="python -m evidence.scripts.operations_without_rows")
     parser.add_argument("action", choices=("measure", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--gpu", default="h100-sxm", help="the catalog's name of the GPU")

@@ -1,13 +1,13 @@
 """Does ``plan`` choose the fastest recipe? Its choices and recipes drawn at random, predicted.
 
-    python -m benchmarks.plan_choices results/plan-choices [--jobs N] [--only MODEL]
+    python -m evidence.scripts.plan_choices evidence/records/plan-choices [--jobs N] [--only MODEL]
 
 Writes ``choices.jsonl``, a line for each model and memory limit: the ids of the recipes that
 ``trainfit.plan`` found, the best first; and ``predicted-MODEL-TUNE.jsonl``, records of these and of recipes
 drawn by a seed from the same space. Goals of ``FREE`` have batches of any size and may change the numerics,
 those of ``SEVERAL`` two GPUs, those of ``ONE_H100`` an H100; all others one H200.
 Rows that such a file has stay; choices of today's planner are added, and recipes near the first choice of
-each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python -m benchmarks.several_gpus
+each limit, until as many as ``NUM_WITHIN`` are predicted within it. ``python -m evidence.scripts.several_gpus
 measure`` measures a file in its order: first choices, then the rest.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import trainfit
-from benchmarks.several_gpus import predicted, without_gpu
+from evidence.scripts.several_gpus import predicted, without_gpu
 from trainfit.api.plans import Tune
 from trainfit.planning.combinations import MARGIN
 from trainfit.planning.space import Option, changed, space, value_in

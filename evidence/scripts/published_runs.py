@@ -1,8 +1,8 @@
 """Predict published runs: tokens a second, and memory, against what their pages print.
 
-``python -m benchmarks.published_runs predict [NAME ...]`` predicts the runs of ``accuracy/published``, by
-default all, without a GPU, and writes them below ``results/published-runs``, a line each. ``show`` prints
-published and predicted figures, with errors, and the cause where an error is above 10 %.
+``python -m evidence.scripts.published_runs predict [NAME ...]`` predicts the runs of ``accuracy/published``,
+by default all, without a GPU, and writes them below ``evidence/records/published-runs``, a line each.
+``show`` prints published and predicted figures, with errors, and the cause where an error is above 10 %.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "accuracy" / "published"
 SEVERAL_HOSTS, ONE_HOST = "runs.yaml", "one_host.yaml"
 RESULTS = {
-    SEVERAL_HOSTS: ROOT / "results" / "published-runs" / "predicted.jsonl",
-    ONE_HOST: ROOT / "results" / "published-runs" / "one-host.jsonl",
+    SEVERAL_HOSTS: ROOT / "evidence" / "records" / "published-runs" / "predicted.jsonl",
+    ONE_HOST: ROOT / "evidence" / "records" / "published-runs" / "one-host.jsonl",
 }
 """Predictions by the file of their runs."""
 MPT = {

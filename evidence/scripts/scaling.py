@@ -1,6 +1,6 @@
 """Why a GPU of two is slower than one alone: variants of FSDP2's step of Llama-3.1-8B on two H200s.
 
-    python -m benchmarks.scaling [RESULTS.jsonl] [--seconds 145] [--device cpu]
+    python -m evidence.scripts.scaling [RESULTS.jsonl] [--seconds 145] [--device cpu]
 
 Both ranks first train alone, then together in each variant, in one start of the processes. Prints each
 variant's step (rank 0, median), its speed over that of a GPU alone, and what the kernels of one step took;
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from benchmarks.train_several_gpus import TINY
+from evidence.scripts.train_several_gpus import TINY
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit

@@ -1,8 +1,8 @@
 """Recipes for two H200s of one host, drawn by a seed: predict them without a GPU, then measure them.
 
-    python -m benchmarks.several_gpus predict PREDICTED.jsonl [--jobs N]
-    python -m benchmarks.several_gpus measure PREDICTED.jsonl MEASURED.jsonl [--seconds N]
-    python -m benchmarks.several_gpus compare PREDICTED.jsonl MEASURED.jsonl
+    python -m evidence.scripts.several_gpus predict PREDICTED.jsonl [--jobs N]
+    python -m evidence.scripts.several_gpus measure PREDICTED.jsonl MEASURED.jsonl [--seconds N]
+    python -m evidence.scripts.several_gpus compare PREDICTED.jsonl MEASURED.jsonl
 
 Lines are records (docs/guide/records-and-report.md). ``predict`` draws each recipe until one is allowed, is
 within the card's memory and has a short step; with ``--of FILE`` it predicts the recipes of another file,
@@ -321,7 +321,7 @@ def main() -> None:
     elif chosen.mode == "measure":
         measure_all(chosen.predicted, chosen.measured, chosen.seconds, chosen.steps)
     else:
-        from benchmarks.tables import several_gpus_suite
+        from evidence.scripts.tables import several_gpus_suite
 
         pairs = several_gpus_suite.joined([*load(chosen.predicted), *load(chosen.measured)])
         say(several_gpus_suite.report(pairs))

@@ -1,7 +1,7 @@
 """Predict anew the step time of every recipe that was measured on one H200.
 
-    python -m benchmarks.step_time results/step-time/predicted.jsonl [--jobs N] [--eager | --compiled]
-        [--ledgers FOLDER]
+    python -m evidence.scripts.step_time evidence/records/step-time/predicted.jsonl [--jobs N]
+        [--eager | --compiled] [--ledgers FOLDER]
 
 writes a line a recipe: the expected step, its bounds and its parts, in seconds, with the commit, the library
 versions and a digest. No GPU and no network are needed. What a recipe's operations are is kept in the ledger
@@ -23,8 +23,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.tables.joined import SUITE, join, records
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.tables.joined import SUITE, join, records
 from trainfit.catalog.load import gpu
 from trainfit.ledger.file import load
 from trainfit.ledger.ledger import Ledger

@@ -1,6 +1,6 @@
-"""Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
+"""Recipes of evidence/pages/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes them, one a line, for ``trainfit sweep``.
+``python -m evidence.scripts.technique_suite recipes.jsonl`` writes them, one a line, for ``trainfit sweep``.
 """
 
 import argparse
@@ -178,8 +178,8 @@ def _flow(value: Any) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the suite; exit code 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.technique_suite",
-        description="Write the recipes of docs/results/techniques.md."
+        prog="python -m evidence.scripts.technique_suite",
+        description="Write the recipes of evidence/pages/techniques.md."
     )  # fmt: skip
     parser.add_argument("into", type=Path, help="JSON Lines to write, one recipe each")
     into: Path = parser.parse_args(arguments).into

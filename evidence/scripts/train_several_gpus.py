@@ -1,6 +1,6 @@
 """Failures of a training run on two GPUs: killed, resumed, stopped, signalled.
 
-    python -m benchmarks.train_several_gpus RESULTS.jsonl [--device cpu] [--folder FOLDER]
+    python -m evidence.scripts.train_several_gpus RESULTS.jsonl [--device cpu] [--folder FOLDER]
 
 Trains a model of 0.6B parameters with FSDP2 and with DDP, ends one rank, and compares the losses after a
 resume with those of an unbroken run, bit by bit. Prints a table; RESULTS.jsonl gets a line a case.

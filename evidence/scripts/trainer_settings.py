@@ -1,6 +1,7 @@
 """transformers' Trainer with its users' usual settings: what ``plan``'s choices are compared with.
 
-    python -m benchmarks.trainer_settings OUT.jsonl [--model NAME ...] [--seconds N] [--several] [--tiny]
+    python -m evidence.scripts.trainer_settings OUT.jsonl [--model NAME ...] [--seconds N] [--several]
+        [--tiny]
 
 bf16 weights and autocast, SDPA, fused AdamW, gradient checkpointing for large models; each also with
 torch_compile and with Liger's kernels. With ``--several``, on two GPUs by torchrun: FSDP2, whose weights
@@ -24,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.plan_choices import GOALS, SEVERAL, Goal
+from evidence.scripts.plan_choices import GOALS, SEVERAL, Goal
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, now
 
@@ -151,7 +152,7 @@ def in_process(run: Row, limit_s: float) -> Row:
     command = [sys.executable, "-m"]
     if run.get("count", 1) > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={run['count']}", "-m"]
-    command += ["benchmarks.trainer_settings", "--train", json.dumps(run)]
+    command += ["evidence.scripts.trainer_settings", "--train", json.dumps(run)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:

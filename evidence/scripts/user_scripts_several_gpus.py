@@ -1,7 +1,8 @@
 """Predict and measure peak memory of training scripts for two GPUs that know nothing of trainfit.
 
-``python -m benchmarks.user_scripts_several_gpus predict OUT.jsonl`` traces each script as rank 0 of two,
-without a GPU; ``... measure OUT.jsonl`` runs each under torchrun on two GPUs and writes both ranks' peaks.
+``python -m evidence.scripts.user_scripts_several_gpus predict OUT.jsonl`` traces each script as rank 0 of
+two, without a GPU; ``... measure OUT.jsonl`` runs each under torchrun on two GPUs and writes both ranks'
+peaks.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def measured(script: Callable[[], None]) -> list[Data]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-            "-m", "benchmarks.user_scripts_several_gpus", "rank", folder, "--only", script.__name__,
+            "-m", "evidence.scripts.user_scripts_several_gpus", "rank", folder, "--only", script.__name__,
         ]  # fmt: skip
         environment = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "8", **os.environ}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

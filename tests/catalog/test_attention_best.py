@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from benchmarks import attention_table
-from benchmarks.attention_table import runs_of, text_of
+from evidence.scripts import attention_table
+from evidence.scripts.attention_table import runs_of, text_of
 from trainfit.api.planned import planned
 from trainfit.catalog.attention import (
     FILE,

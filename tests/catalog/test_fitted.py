@@ -29,7 +29,7 @@ def test_the_command_of_a_fit_exists(command: str) -> None:
     if program == "python":
         assert words[0] == "-m"
         assert importlib.util.find_spec(words[1]) is not None
-        assert all(Path(word).is_file() for word in words if word.startswith(("results/", "tests/")))
+        assert all(Path(word).is_file() for word in words if word.startswith(("evidence/records/", "tests/")))
     else:
         assert program == "trainfit"
         assert importlib.util.find_spec(f"trainfit.cli.{words[0]}") is not None

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.bench_records import merged
+from evidence.scripts.bench_records import merged
 from trainfit.spec.bench import BenchResult, BenchRow, Cell, Environment, Spread
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.result import Record

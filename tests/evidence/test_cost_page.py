@@ -1,6 +1,6 @@
 """The guide's figures of published budgets are those of the table, whose recipes are predicted as written."""
 
-from benchmarks.tables import budgets
+from evidence.scripts.tables import budgets
 from page_claims import check
 
 PAGE = "docs/guide/cost.md"

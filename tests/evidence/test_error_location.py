@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import attention_candidates as candidates
-from benchmarks.kernels.attention_candidates import Candidate
-from benchmarks.kernels.error_location import where_wrong
+from evidence.scripts.kernels import attention_candidates as candidates
+from evidence.scripts.kernels.attention_candidates import Candidate
+from evidence.scripts.kernels.error_location import where_wrong
 from trainfit.kernels.flash_attention.hopper.launch import GroupsBackward
 
 

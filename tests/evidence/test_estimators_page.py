@@ -1,10 +1,10 @@
 """The page on pre-flight estimators: its sentences, and that the kept answers are of measured recipes."""
 
-from benchmarks.estimators import question
-from benchmarks.tables import estimators
+from evidence.scripts.estimators import question
+from evidence.scripts.tables import estimators
 from page_claims import check
 
-PAGE = "docs/results/estimators.md"
+PAGE = "evidence/pages/estimators.md"
 
 
 def test_every_answer_is_of_a_measured_recipe_that_the_inputs_express() -> None:

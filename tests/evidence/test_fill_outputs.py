@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fill_outputs import ROOT, commands, fill, refreshed
 from command_worker import Worker
+from evidence.scripts.fill_outputs import commands, fill, refreshed
+from page_claims import ROOT
 
 PAGES = ("docs/guide/mfu.md", "docs/guide/predict.md", "docs/reference/gpus.md", "docs/reference/models.md",
          "docs/internals/communication.md")  # fmt: skip
@@ -25,7 +26,7 @@ def test_the_committed_pages_show_what_is_printed(page: str, worker: Worker) -> 
         return done.out
 
     text = (ROOT / page).read_text("utf-8")
-    assert fill(text, run) == text, f"python -m benchmarks.fill_outputs {page}"
+    assert fill(text, run) == text, f"python -m evidence.scripts.fill_outputs {page}"
 
 
 def test_a_block_keeps_its_trim() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fill_tables
+from evidence.scripts import fill_tables
 
 CONSTRAINTS = Path(__file__).parents[2] / "requirements" / "constraints.txt"
 TABLE = "<!-- table: fakes.rows name=x -->\n<!-- end -->\n"
@@ -29,7 +29,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = fill_tables.importlib.import_module
 
     def load(name: str) -> object:
-        return Fakes if name == "benchmarks.tables.fakes" else real(name)
+        return Fakes if name == "evidence.scripts.tables.fakes" else real(name)
 
     monkeypatch.setattr(fill_tables.importlib, "import_module", load)
     return tmp_path / "page.md"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import first_predicted
-from benchmarks.tables.joined import RESULTS
+from evidence.scripts.accuracy import first_predicted
+from evidence.scripts.tables.joined import RESULTS
 from trainfit.records import load
 
 

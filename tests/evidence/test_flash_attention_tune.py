@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import attention_candidates
-from benchmarks.kernels import attention_tune as tune
-from benchmarks.kernels import loss_and_blocks as kernel_benchmark
-from benchmarks.kernels.attention_candidates import candidates
+from evidence.scripts.kernels import attention_candidates
+from evidence.scripts.kernels import attention_tune as tune
+from evidence.scripts.kernels import loss_and_blocks as kernel_benchmark
+from evidence.scripts.kernels.attention_candidates import candidates
 from trainfit.bench.harness.runner import RULES
 from trainfit.bench.harness.stopwatch import CpuStopwatch
 
@@ -60,7 +60,7 @@ def test_a_check_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -
 def test_a_hanging_kernel_ends_its_process_and_says_so() -> None:
     hangs = """
 import time, torch
-from benchmarks.kernels import attention_candidates as candidates
+from evidence.scripts.kernels import attention_candidates as candidates
 candidates.RUN_LIMIT_S = 0.2
 torch.cuda.synchronize = lambda: time.sleep(200)
 candidates._ended(())

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import cases as kernel_cases
-from benchmarks.kernels import loss_and_blocks as kernel_benchmark
-from benchmarks.kernels.cases import Case
+from evidence.scripts.kernels import cases as kernel_cases
+from evidence.scripts.kernels import loss_and_blocks as kernel_benchmark
+from evidence.scripts.kernels.cases import Case
 from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.catalog.load import gpu
 

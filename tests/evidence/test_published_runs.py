@@ -7,14 +7,14 @@ from statistics import median
 
 import pytest
 
-from benchmarks import published_runs
-from benchmarks.fit_shares import GPUS, fit
-from benchmarks.published_runs import FOLDER, LARGE, ONE_HOST, RESULTS, content, is_learned, predictions
-from benchmarks.tables.published import held_out, kind
+from evidence.scripts import published_runs
+from evidence.scripts.fit_shares import GPUS, fit
+from evidence.scripts.published_runs import FOLDER, LARGE, ONE_HOST, RESULTS, content, is_learned, predictions
+from evidence.scripts.tables.published import held_out, kind
 from page_claims import check
 from trainfit.catalog.load import gpu
 
-PAGE = "docs/results/accuracy.md"
+PAGE = "evidence/pages/accuracy.md"
 
 
 def test_at_least_ten_runs_have_a_source_and_their_large_errors_a_cause() -> None:
@@ -31,9 +31,9 @@ def test_the_predictions_are_of_the_recipes_as_they_are_written() -> None:
     """Their GPUs are rows of an own catalog, which a process reads once: another process."""
     code = """
 import json
-from benchmarks.published_runs import content
+from evidence.scripts.published_runs import content
 from trainfit.spec.parsing.recipe_file import recipe_from
-from benchmarks.published_runs import RESULTS
+from evidence.scripts.published_runs import RESULTS
 runs = [run for file in RESULTS for run in content(file)["runs"]]
 print(json.dumps({run["name"]: recipe_from(run["recipe"]).id for run in runs}))
 """

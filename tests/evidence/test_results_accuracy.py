@@ -1,4 +1,4 @@
-"""Every figure in a sentence on accuracy (docs/results/accuracy.md, README.md) is that of the records."""
+"""Every figure in a sentence on accuracy (evidence/pages/accuracy.md, README.md) is that of the records."""
 
 import math
 import re
@@ -8,16 +8,24 @@ from statistics import median
 
 import pytest
 
-from benchmarks import several_gpus as drawing
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.tables import accuracy, blind, commits, joined, several_gpus, several_gpus_suite, step_time
-from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, suite, verdicts
-from benchmarks.tables.errors import exact, percentile_95, share, worst
-from benchmarks.tables.joined import errors
+from evidence.scripts import several_gpus as drawing
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.tables import (
+    accuracy,
+    blind,
+    commits,
+    joined,
+    several_gpus,
+    several_gpus_suite,
+    step_time,
+)
+from evidence.scripts.tables.accuracy import ANEW, FIRST, PEAKS, suite, verdicts
+from evidence.scripts.tables.errors import exact, percentile_95, share, worst
+from evidence.scripts.tables.joined import errors
 from page_claims import ROOT, check, figures, sentences
 from trainfit.spec.result import Record
 
-PAGE = "docs/results/accuracy.md"
+PAGE = "evidence/pages/accuracy.md"
 Figures = tuple[float, ...]
 
 

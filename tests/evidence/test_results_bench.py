@@ -1,4 +1,4 @@
-"""Every figure in a sentence of docs/results/bench.md and docs/results/kernels.md is that of the records."""
+"""Every figure in a sentence of bench.md and kernels.md (evidence/pages) is that of the records."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.tables import bench, kernels
+from evidence.scripts.tables import bench, kernels
 from page_claims import ROOT, check, sentences
 from trainfit.bench.experiments.autocast import OPERATIONS
 from trainfit.bench.workloads.steps import SIZES
@@ -17,7 +17,7 @@ from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.units import GIB
 
 Figures = tuple[float, ...]
-BENCH, KERNELS = "docs/results/bench.md", "docs/results/kernels.md"
+BENCH, KERNELS = "evidence/pages/bench.md", "evidence/pages/kernels.md"
 FORWARD = {"pass": "forward"}
 WHOLE = {"pass": "whole step"}
 

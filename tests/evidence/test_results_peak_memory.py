@@ -1,16 +1,16 @@
-"""Figures in the sentences of docs/results/peak-memory.md and recompute-budget.md against the records."""
+"""Figures in the sentences of evidence/pages/peak-memory.md and recompute-budget.md against the records."""
 
 from collections.abc import Mapping
 
 import pytest
 
-from benchmarks.tables import peak_memory as tables
+from evidence.scripts.tables import peak_memory as tables
 from page_claims import check, figures
 from trainfit.explanation.difference import difference
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB, MIB
 
-PEAK, BUDGET = "docs/results/peak-memory.md", "docs/results/recompute-budget.md"
+PEAK, BUDGET = "evidence/pages/peak-memory.md", "evidence/pages/recompute-budget.md"
 ROWS = {**tables.sweep("trained"), **tables.sweep("measured")}
 CONTROL, BEST = ROWS["control"], ROWS["best_fast"]
 

@@ -1,12 +1,12 @@
-"""The figures in the sentences of docs/results/plan.md are those of the records."""
+"""The figures in the sentences of evidence/pages/plan.md are those of the records."""
 
 from collections.abc import Sequence
 from statistics import median
 
 import pytest
 
-from benchmarks.plan_choices import FREE, ONE_H100, SEVERAL, Goal
-from benchmarks.tables import plan, plan_choices
+from evidence.scripts.plan_choices import FREE, ONE_H100, SEVERAL, Goal
+from evidence.scripts.tables import plan, plan_choices
 from page_claims import check
 from trainfit.records import load
 from trainfit.report.compare import Comparison
@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 pytest.importorskip("torchao")
 
 
-PAGE = "docs/results/plan.md"
+PAGE = "evidence/pages/plan.md"
 
 
 def estimates(name: str) -> dict[str, Estimate]:

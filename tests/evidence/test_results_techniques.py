@@ -1,4 +1,4 @@
-"""Every figure in a sentence of docs/results/techniques.md is that of the records."""
+"""Every figure in a sentence of evidence/pages/techniques.md is that of the records."""
 
 import re
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import technique_suite
-from benchmarks.tables import examples, joined, techniques
-from benchmarks.technique_suite import COMBINED, REFERENCE, alone, control, suite
+from evidence.scripts import technique_suite
+from evidence.scripts.tables import examples, joined, techniques
+from evidence.scripts.technique_suite import COMBINED, REFERENCE, alone, control, suite
 from page_claims import ROOT, check, figures
 from trainfit.spec.parsing.recipe_file import merge, recipe_from, recipe_lines
 from trainfit.spec.units import GIB
@@ -18,7 +18,7 @@ from trainfit.techniques import registry
 pytest.importorskip("peft")
 pytest.importorskip("torchao")
 
-PAGE = "docs/results/techniques.md"
+PAGE = "evidence/pages/techniques.md"
 REFERENCE_PAGE = ROOT / "docs/reference/techniques.md"
 ALLOCATED, DEVICE, STEP = "peak_allocated_bytes", "peak_device_bytes", "step_s"
 Figures = tuple[float, ...]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.script_steps import fit
+from evidence.scripts.script_steps import fit
 from trainfit.catalog.rates import rates
 
 

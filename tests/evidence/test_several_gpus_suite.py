@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from benchmarks import several_gpus
-from benchmarks.tables import several_gpus_suite as suite
+from evidence.scripts import several_gpus
+from evidence.scripts.tables import several_gpus_suite as suite
 from tiny_recipe import tiny_recipe
 from trainfit.measurement.environment import host_environment
 from trainfit.report.compare import Comparison

@@ -9,9 +9,9 @@ from statistics import median
 
 import pytest
 
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.step_time import measured, predicted
-from benchmarks.tables import several_gpus_suite, step_time
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.step_time import measured, predicted
+from evidence.scripts.tables import several_gpus_suite, step_time
 from page_claims import check
 from tiny_recipe import tiny_recipe
 from trainfit.calibration.host import quick_steps
@@ -74,7 +74,7 @@ def test_errors_bounds_and_order(written: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_pages_order_of_held_out_recipes() -> None:
     tau, pairs = step_time.kendall_tau()
     right = round(pairs * (1 + tau) / 2)
-    check("docs/results/accuracy.md", r"in # of # held-out pairs: Kendall's tau is #", (right, pairs, tau))
+    check("evidence/pages/accuracy.md", r"in # of # held-out pairs: Kendall's tau is #", (right, pairs, tau))
 
 
 def test_what_was_predicted_before_it_was_measured() -> None:
@@ -88,7 +88,7 @@ def test_what_was_predicted_before_it_was_measured() -> None:
     errors = [one.error("peak_allocated_bytes") for one in found]
     sizes = [abs(error) for error in errors if error is not None]
     check(
-        "docs/results/accuracy.md",
+        "evidence/pages/accuracy.md",
         r"# recipes drawn by a seed were predicted with .*? "
         r"Of the same #, # allocated peaks are exact and the worst is off by # %",
         (len(found), len(sizes), sizes.count(0.0), 100 * max(sizes)),
@@ -123,7 +123,7 @@ def test_steps_of_an_h100() -> None:
         assert all(made[one.recipe_id] < one.created_at for one in rows)
     done = [one for one in itertools.chain(*machines) if one.measurement and one.measurement.step_times]
     check(
-        "docs/results/accuracy.md",
+        "evidence/pages/accuracy.md",
         r"# held-out recipes were predicted for one H100 .*, and committed\. # were measured then; one, .*\. "
         r"# of the others .* In all # were measured",
         (len(blind[0]), len(machines[0]), len(blind[1]), len(done)),
@@ -137,7 +137,7 @@ def test_steps_of_an_h100() -> None:
         for kind in ("allocated", "reserved", "device")
     ]
     check(
-        "docs/results/accuracy.md",
+        "evidence/pages/accuracy.md",
         r"Of # allocated peaks # are exact and the worst is off by # %; "
         r"of the reserved ones # and # %; of the device's # and # %",
         (len(found), *(value for some in errors for value in (some.count(0.0), 100 * max(some)))),
@@ -159,7 +159,7 @@ def test_steps_of_an_h100() -> None:
 
 
 def test_an_h100s_operations_against_an_h200s() -> None:
-    page = "docs/results/accuracy.md"
+    page = "evidence/pages/accuracy.md"
     ops = {}
     for name in ("h200", "h100-sxm"):
         text = (FOLDER / "calibrations" / f"{name}.json").read_text("utf-8")
@@ -219,7 +219,7 @@ def test_hosts_of_h100s_before_and_after_their_steps() -> None:
             origin = calibrated(gpu("h100-sxm")).origin
         found.append(float(re.findall(r"takes ([\d.]+) times", origin)[0]))
     check(
-        "docs/results/accuracy.md",
+        "evidence/pages/accuracy.md",
         "These hosts took # to # times as long .* before the steps, and # to # times after",
         [limit(some) for some in ratios.values() for limit in (min, max)],
     )  # fmt: skip
@@ -240,7 +240,7 @@ def test_steps_on_other_hosts() -> None:
     )
     own = errors["calibrated_s"]
     check(
-        "docs/results/accuracy.md",
+        "evidence/pages/accuracy.md",
         r"in autocast \(# % too long\) and OLMoE .* \(# % too short\)",
         (100 * max(own), -100 * min(own)),
     )
@@ -257,7 +257,7 @@ def test_steps_on_other_hosts() -> None:
         assert ratio is not None
         ratios.append(float(ratio[1]))
     assert sum(1.25 < ratio < 1.75 for ratio in ratios) == 4
-    check("docs/results/accuracy.md", "four take # to # times", sorted(ratios)[1::3])
+    check("evidence/pages/accuracy.md", "four take # to # times", sorted(ratios)[1::3])
 
 
 def test_steps_of_tensor_parallel_on_a_slow_host() -> None:
@@ -267,7 +267,7 @@ def test_steps_of_tensor_parallel_on_a_slow_host() -> None:
     found = [row for row in step_time.rows(several_gpus_suite.FOLDER / "own-host-3.jsonl")]
     errors = [-100 * (row["calibrated_s"] / row["step_s"] - 1) for row in found if row["recipe_id"] in tensor]
     assert len(errors) == 3
-    check("docs/results/accuracy.md", "of tensor parallel are # to # % short", (min(errors), max(errors)))
+    check("evidence/pages/accuracy.md", "of tensor parallel are # to # % short", (min(errors), max(errors)))
 
 
 def test_small_compiled_steps_and_short_steps_of_two_gpus() -> None:
@@ -275,7 +275,7 @@ def test_small_compiled_steps_and_short_steps_of_two_gpus() -> None:
     small = [row for name in ("small", "small-again") for row in step_time.rows(folder / f"{name}.jsonl")]
     errors = [100 * (row["calibrated_s"] / row["step_s"] - 1) for row in small]
     assert len(errors) == 8
-    check("docs/results/accuracy.md", "the host decides are # to # % off with", (min(errors), max(errors)))
+    check("evidence/pages/accuracy.md", "the host decides are # to # % off with", (min(errors), max(errors)))
     tensor = {
         one.recipe.id for one in several_gpus_suite.anew() if several_gpus_suite.strategy_of(one) == "tensor"
     }
@@ -285,7 +285,7 @@ def test_small_compiled_steps_and_short_steps_of_two_gpus() -> None:
 
 
 def test_hosts_that_change_and_the_optimizer_in_the_backward() -> None:
-    page, folder = "docs/results/accuracy.md", step_time.FILE.parent
+    page, folder = "evidence/pages/accuracy.md", step_time.FILE.parent
 
     def ratio(file: Path) -> float:
         with using(file):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.error_location import where_wrong
+from evidence.scripts.kernels.error_location import where_wrong
 
 RESULTS = ("out", "dq", "dk", "dv")
 

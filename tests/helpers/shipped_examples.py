@@ -1,4 +1,4 @@
-"""The shipped examples, traced, against what their steps took on an H200 (results/examples/h200.jsonl)."""
+"""The shipped examples, traced, against steps on an H200 (evidence/records/examples/h200.jsonl)."""
 
 import contextlib
 import importlib.util
@@ -16,7 +16,7 @@ import trainfit
 ROOT = Path(__file__).parents[2]
 RECORDS = {
     row["command"].removeprefix("examples/"): row["measured"]
-    for row in map(json.loads, (ROOT / "results" / "examples" / "h200.jsonl").open())
+    for row in map(json.loads, (ROOT / "evidence" / "records" / "examples" / "h200.jsonl").open())
 }
 LOW, HIGH = 0.8, 1.3
 """Measured over predicted; measured with torch 2.11 and transformers 5.17."""

@@ -5,7 +5,7 @@ Compare sets them next to an Estimate.
 
 import pytest
 
-from benchmarks.calculators import Comparison, compare, main, presets_section, put_between_marks, table
+from evidence.scripts.calculators import Comparison, compare, main, presets_section, put_between_marks, table
 from trainfit.catalog import load
 from trainfit.flops.calculators import rules, ultrascale
 from trainfit.spec.errors import InputError

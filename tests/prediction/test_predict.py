@@ -178,7 +178,7 @@ def test_giving_the_cache_back_makes_room() -> None:
 def test_what_offload_holds_outside_the_allocator() -> None:
     """Of every measured choice of the planner, with and without offload, on an H200."""
     differences: dict[bool, list[float]] = {True: [], False: []}
-    for path in sorted(Path("results/plan-choices").glob("measured-*.jsonl")):
+    for path in sorted(Path("evidence/records/plan-choices").glob("measured-*.jsonl")):
         expected = {one.recipe_id: one.estimate for one in load(str(path).replace("measured", "predicted"))}
         for record in load(path):
             found, estimate_ = record.measurement, expected[record.recipe_id]

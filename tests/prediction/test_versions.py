@@ -24,7 +24,7 @@ from trainfit.report.words import holds_for
 from trainfit.spec.recipe import Adapter, Optimizer
 from virtual_runs import recipe_of
 
-PREDICTED = Path(__file__).parents[2] / "results" / "first-predicted" / "h200.jsonl"
+PREDICTED = Path(__file__).parents[2] / "evidence" / "records" / "first-predicted" / "h200.jsonl"
 
 
 def release(library: str) -> str:

@@ -83,7 +83,7 @@ def test_a_layers_number_is_a_star(path: str) -> None:
 
 
 def test_why_fusing_alone_saves_nothing_and_with_recomputation_all_gradients() -> None:
-    """The answer of docs/results/peak-memory.md, on a model small enough to count."""
+    """The answer of evidence/pages/peak-memory.md, on a model small enough to count."""
     plain, fused = explain(adafactor()), explain(adafactor(in_backward=True))
     trained = sum(
         one.num_bytes for one in plain.holders if one.category == "weights" and one.path != "frequencies"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy.held_out import is_held_out, previous_ids
+from evidence.scripts.accuracy.held_out import is_held_out, previous_ids
 from older_records import older_line
 from test_records import record
 from trainfit import records
@@ -20,7 +20,7 @@ from trainfit.spec.recompute import LayerRun
 from trainfit.spec.result import Measurement
 from trainfit.spec.value import Value, parse, short_hash
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "evidence" / "records"
 PLAIN: dict[str, Any] = {"model": {"config": {"model_type": "llama", "hidden_size": 64}}}
 LORA = {"adapter": {"kind": "lora"}}
 DEFAULTS = {

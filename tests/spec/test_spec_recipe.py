@@ -199,7 +199,7 @@ def test_runs_of_blocks_are_joined() -> None:
 def test_ids_of_all_stored_records_are_those_of_their_recipes() -> None:
     """A recipe's id is a hash of its content: what was recorded under it is found by today's code."""
     count = 0
-    for file in (Path(__file__).parents[2] / "results").rglob("*.jsonl"):
+    for file in (Path(__file__).parents[2] / "evidence" / "records").rglob("*.jsonl"):
         for number, line in enumerate(file.read_text().splitlines(), 1):
             data = json.loads(line)
             if data.get("recipe") and data.get("recipe_id"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.truth_techniques import draw_for, drawn_techniques
-from benchmarks.tables.techniques import in_a_recipe, titles
+from evidence.scripts.accuracy.truth_techniques import draw_for, drawn_techniques
+from evidence.scripts.tables.techniques import in_a_recipe, titles
 from outside_package import blocks, installed
 from tiny_recipe import TINY_LLAMA
 from tiny_sweep import sweep_of

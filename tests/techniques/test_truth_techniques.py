@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accuracy import truth_suite
-from benchmarks.accuracy.truth_techniques import PARTNERS, draw_for, drawn_techniques
+from evidence.scripts.accuracy import truth_suite
+from evidence.scripts.accuracy.truth_techniques import PARTNERS, draw_for, drawn_techniques
 from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError

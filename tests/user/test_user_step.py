@@ -145,13 +145,13 @@ def test_flops_as_pytorch_counts_them() -> None:
 
 
 def test_an_example_against_an_h200() -> None:
-    """examples/hf_trainer.py, measured there with torch 2.11 (results/examples/h200.jsonl)."""
+    """examples/hf_trainer.py, measured there with torch 2.11 (evidence/records/examples/h200.jsonl)."""
     spec = importlib.util.spec_from_file_location("hf_trainer", ROOT / "examples" / "hf_trainer.py")
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    rows = [json.loads(line) for line in (ROOT / "results" / "examples" / "h200.jsonl").open()]
+    rows = [json.loads(line) for line in (ROOT / "evidence" / "records" / "examples" / "h200.jsonl").open()]
     measured = next(row["measured"] for row in rows if row["command"] == "examples/hf_trainer.py --steps 7")
     args = argparse.Namespace(
         model="gpt2", tiny=False, checkpointing=False, seq=1024, batch_size=8, accumulate=1, bf16=True,

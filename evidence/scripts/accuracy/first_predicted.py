@@ -1,7 +1,7 @@
 """Extract from the git history the prediction of each recipe as it was first committed.
 
-``python -m benchmarks.accuracy.first_predicted OUT.jsonl FILE ...`` reads every committed version of the
-files of records and writes, for each recipe, the prediction of the oldest version that holds one. Later
+``python -m evidence.scripts.accuracy.first_predicted OUT.jsonl FILE ...`` reads every committed version of
+the files of records and writes, for each recipe, the prediction of the oldest version that holds one. Later
 commits replaced many of them by predictions of corrected code. Each line is as it was committed, with the
 digest that lines carry since and the id that its recipe has today.
 """

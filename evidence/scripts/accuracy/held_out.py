@@ -3,7 +3,7 @@
 import hashlib
 from functools import cache
 
-from benchmarks.tables.joined import RESULTS
+from evidence.scripts.tables.joined import RESULTS
 
 PREVIOUS_IDS = RESULTS / "previous-ids.txt"
 
@@ -16,7 +16,7 @@ def is_held_out(recipe_id: str) -> bool:
 
 @cache
 def previous_ids() -> dict[str, str]:
-    """Return the id that a recipe had until 2026-11-26 -> its id, of all that ``results/`` names."""
+    """Return the id that a recipe had until 2026-11-26 -> its id, of all that ``evidence/records/`` names."""
     lines = PREVIOUS_IDS.read_text("utf-8").splitlines()
     pairs = (line.split() for line in lines if not line.startswith("#"))
     return {before: now for before, now in pairs}

@@ -1,9 +1,9 @@
-"""Give records of ``results/`` the ids that their recipes have today.
+"""Give records of ``evidence/records/`` the ids that their recipes have today.
 
-``python -m benchmarks.accuracy.reidentify`` reads every file there, adds to ``previous-ids.txt`` the recipes
-whose records have ids of the form of before 2026-11-26 (``spec.provenance``), and replaces these ids in every
-line, also in those that name a recipe without holding it. Digests are made anew. A Record keeps its old id as
-``previous_id``. Lines without an old id stay as they are, so a second run changes nothing.
+``python -m evidence.scripts.accuracy.reidentify`` reads every file there, adds to ``previous-ids.txt`` the
+recipes whose records have ids of the form of before 2026-11-26 (``spec.provenance``), and replaces these ids
+in every line, also in those that name a recipe without holding it. Digests are made anew. A Record keeps its
+old id as ``previous_id``. Lines without an old id stay as they are, so a second run changes nothing.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import held_out
+from evidence.scripts.accuracy import held_out
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import write_text
 from trainfit.spec.provenance import DIGEST, digest_of, ids_of_today, with_id_of_today
@@ -23,7 +23,7 @@ KEPT = ("recipe", "planned", "previous_id")
 
 
 def main() -> int:
-    """Re-identify the files of ``results/``; the exit code is 0."""
+    """Re-identify the files of ``evidence/records/``; the exit code is 0."""
     folder = held_out.RESULTS
     files = sorted(folder.rglob("*.jsonl"))
     known = held_out.previous_ids() if held_out.PREVIOUS_IDS.is_file() else {}

@@ -1,7 +1,7 @@
 """Recipes drawn by a seed, not picked: what predictions are held against measurements with.
 
-``python -m benchmarks.accuracy.truth_suite OUT.jsonl --count 200 --seed 1 [--gpu h200]`` draws recipes over
-model families, precisions, optimizers, recomputation, adapters, attention, compile, sequence lengths and
+``python -m evidence.scripts.accuracy.truth_suite OUT.jsonl --count 200 --seed 1 [--gpu h200]`` draws recipes
+over model families, precisions, optimizers, recomputation, adapters, attention, compile, sequence lengths and
 sizes, and keeps those that the techniques allow and whose predicted peak lies between ``SMALLEST`` and the
 card's size. ``--near-card`` draws recipes whose predicted use is within 3 % of the card's size, on both
 sides. ``--technique NAME`` (or ``all``) draws recipes that ask for one technique, half of them for it alone
@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import truth_values
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.accuracy.truth_techniques import LONGEST_STEP_S, draw_for, drawn_techniques
+from evidence.scripts.accuracy import truth_values
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.accuracy.truth_techniques import LONGEST_STEP_S, draw_for, drawn_techniques
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
@@ -176,7 +176,7 @@ def _asked(options: argparse.Namespace) -> Iterator[Recipe]:
 def main(arguments: list[str] | None = None) -> int:
     """Write the drawn recipes, one a line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy.truth_suite", description="Draw recipes by a seed."
+        prog="python -m evidence.scripts.accuracy.truth_suite", description="Draw recipes by a seed."
     )
     parser.add_argument("out", type=Path, help="JSON Lines to write, one recipe each")
     parser.add_argument("--count", type=int, default=200)

@@ -1,6 +1,6 @@
 """Configurations of FlashAttention that attention_tune.py compares, and the process that runs them.
 
-``python -m benchmarks.kernels.attention_candidates check|time NAME...`` prints one JSON line a name. A
+``python -m evidence.scripts.kernels.attention_candidates check|time NAME...`` prints one JSON line a name. A
 candidate is one direction of one implementation on one shape: causal, bf16, one sequence of 16 heads, each
 head with its own keys.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.error_location import where_wrong
+from evidence.scripts.kernels.error_location import where_wrong
 from trainfit.bench.harness.stopwatch import Stopwatch, stopwatch_of
 from trainfit.bench.harness.timing import Rule, take
 from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch

@@ -1,4 +1,4 @@
-"""Check and time configurations of FlashAttention: ``python -m benchmarks.kernels.attention_tune``.
+"""Check and time configurations of FlashAttention: ``python -m evidence.scripts.kernels.attention_tune``.
 
 Every candidate is first compiled and checked, a process each, many at once: a wrong, crashing or hanging one
 costs its own time limit only. Then all that were right are timed one after the other by the experiments'
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.attention_candidates import Candidate, candidates
+from evidence.scripts.kernels.attention_candidates import Candidate, candidates
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, now
 
@@ -66,7 +66,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _process(task: str, names: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.kernels.attention_candidates", task, *names]
+    command = [sys.executable, "-m", "evidence.scripts.kernels.attention_candidates", task, *names]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,7 +1,8 @@
 """Compare loss and block kernels with eager PyTorch, its compiler and cuBLAS: errors, times, memory.
 
-``python -m benchmarks.kernels.loss_and_blocks FILE`` runs on the GPU (minutes on an H200), writes JSON Lines
-and prints a table. ``--tiny`` takes sizes of a few kilobytes and any device, to see that everything runs.
+``python -m evidence.scripts.kernels.loss_and_blocks FILE`` runs on the GPU (minutes on an H200), writes JSON
+Lines and prints a table. ``--tiny`` takes sizes of a few kilobytes and any device, to see that everything
+runs.
 
 Every line has ``case``, its ``size``, ``way`` and ``part``. Times are the harness's of every experiment
 (timing.py), milliseconds: median, and the 10th and 90th percentile; ``samples`` were kept, ``discarded``
@@ -28,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import cases as kernel_cases
-from benchmarks.kernels.cases import Case, Sizes
+from evidence.scripts.kernels import cases as kernel_cases
+from evidence.scripts.kernels.cases import Case, Sizes
 from trainfit.bench.harness.bench import Bench, Part
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.runner import RULES, data_sheet
@@ -196,7 +197,7 @@ def table(row: Row) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write and print; exit code 0, 65 for a bad path, 1 if a way failed or its error is over its limit."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.loss_and_blocks",
+        prog="python -m evidence.scripts.kernels.loss_and_blocks",
         description="Benchmark the loss and block kernels.",
     )
     parser.add_argument("into", type=Path, help="JSON Lines to write")

@@ -1,4 +1,6 @@
-"""Fit the host's costs of scripts: ``python -m benchmarks.script_steps.fit`` (from results/script-steps).
+"""Fit the host's costs of scripts, from evidence/records/script-steps.
+
+    python -m evidence.scripts.script_steps.fit
 
 Weighted least squares of the logarithms of measured over expected steps, of scripts whose step the host
 decides: launches, calls of Python functions and recomputed blocks, each times its cost. A script that is far
@@ -15,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = Path("results/script-steps")
+FOLDER = Path("evidence/records/script-steps")
 MEASURED = ("learned", "held-out", "held-out-again")
 COSTS = ("num_launches", "num_python_calls", "num_recomputed_blocks")
 START_S = (2.5e-5, 2.5e-6, 5e-4)

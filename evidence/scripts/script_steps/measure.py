@@ -1,8 +1,8 @@
 """Measure steps of the scripts on one GPU: each in a process of its own, whole and with a small batch.
 
-``python -m benchmarks.script_steps.measure OUT.jsonl [--only NAME ...]``. The time of a step is that between
-two optimizer steps, as CUDA events on the GPU's own clock see it; kernels are summed up by the profiler in
-later steps, Python's calls are counted in an earlier one.
+``python -m evidence.scripts.script_steps.measure OUT.jsonl [--only NAME ...]``. The time of a step is that
+between two optimizer steps, as CUDA events on the GPU's own clock see it; kernels are summed up by the
+profiler in later steps, Python's calls are counted in an earlier one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.script_steps import scripts
+from evidence.scripts.script_steps import scripts
 
 WARMUP, TIMED, PROFILED = 8, 16, 3
 COUNTED_STEP = 4
@@ -122,7 +122,14 @@ def main() -> None:
     for name in options.only or [script.__name__ for script in scripts.LEARNED]:
         for size in ("small", "whole"):
             draft = options.into.with_suffix(".one")
-            command = [sys.executable, "-m", "benchmarks.script_steps.measure", str(draft), "--only", name]
+            command = [
+                sys.executable,
+                "-m",
+                "evidence.scripts.script_steps.measure",
+                str(draft),
+                "--only",
+                name,
+            ]
             command += ["--one", size]
             row: dict[str, Any] = {"script": name, "size": size, "commit": commit(), "made_at": now()}
             try:

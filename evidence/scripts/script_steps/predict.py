@@ -1,4 +1,4 @@
-"""Predict steps of the scripts on an H100: ``python -m benchmarks.script_steps.predict OUT.jsonl``."""
+"""Predict steps of the scripts on an H100: ``python -m evidence.scripts.script_steps.predict OUT.jsonl``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.script_steps import scripts
+from evidence.scripts.script_steps import scripts
 
 GPU = "h100-sxm"
 STEPS = 3

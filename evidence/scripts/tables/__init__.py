@@ -1,1 +1,1 @@
-"""Tables and figures of the documentation, computed from the records in ``results/``. One module a page."""
+"""Tables and figures of the pages, computed from ``evidence/records/``."""

@@ -1,4 +1,4 @@
-"""Tables and figures of docs/results/accuracy.md."""
+"""Tables and figures of evidence/pages/accuracy.md."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.tables.errors import exact, in_head, share, worst
-from benchmarks.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, errors, join, records
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.tables.errors import exact, in_head, share, worst
+from evidence.scripts.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, errors, join, records
 from trainfit.catalog.load import model as find_model
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import Panel, Series, draw

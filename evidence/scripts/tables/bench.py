@@ -1,10 +1,10 @@
-"""Tables of docs/results/bench.md and docs/results/kernels.md from ``results/bench.jsonl``."""
+"""Tables of evidence/pages/bench.md and evidence/pages/kernels.md from ``evidence/records/bench.jsonl``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from benchmarks.bench_records import merged
+from evidence.scripts.bench_records import merged
 from trainfit.bench.harness.discovery import experiment
 from trainfit.bench.workloads.steps import PRECISIONS, SIZES
 from trainfit.records import load
@@ -13,7 +13,7 @@ from trainfit.report.table import markdown_grid
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
 from trainfit.spec.units import GIB, KIB, format_bytes
 
-FILE = Path(__file__).parents[2] / "results/bench.jsonl"
+FILE = Path(__file__).parents[2] / "records/bench.jsonl"
 Text = Callable[[BenchRow], str]
 BODIES: dict[Cell, str] = {
     "ours": "trainfit",

@@ -1,4 +1,4 @@
-"""Recipes predicted before they were measured, of docs/results/accuracy.md."""
+"""Recipes predicted before they were measured, of evidence/pages/accuracy.md."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from benchmarks.tables.errors import exact, in_head, share, worst
-from benchmarks.tables.joined import FIRST_FILE, records, versions_of
+from evidence.scripts.tables.errors import exact, in_head, share, worst
+from evidence.scripts.tables.joined import FIRST_FILE, records, versions_of
 from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.result import Estimate, Record
 

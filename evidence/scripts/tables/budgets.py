@@ -1,12 +1,13 @@
 """Published GPU-hours of Llama 3.1's pretraining, the MFU that they imply, and predictions at these tokens.
 
-``python -m benchmarks.tables.budgets`` predicts the recipes anew into results/published-runs/budgets.jsonl.
+``python -m evidence.scripts.tables.budgets`` predicts the recipes anew into
+evidence/records/published-runs/budgets.jsonl.
 """
 
 import json
 from typing import Any, NamedTuple
 
-from benchmarks.published_runs import RESULTS, ROOT, SEVERAL_HOSTS
+from evidence.scripts.published_runs import RESULTS, ROOT, SEVERAL_HOSTS
 from trainfit.catalog.load import gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.report.table import markdown_grid

@@ -1,4 +1,4 @@
-"""Commits that records name and this repository does not hold, of docs/results/accuracy.md."""
+"""Commits that records name and this repository does not hold, of evidence/pages/accuracy.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from functools import cache
 
-from benchmarks.tables.joined import RESULTS
+from evidence.scripts.tables.joined import RESULTS
 
 
 def lost() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Pre-flight estimators against measured peaks: the table of docs/results/estimators.md."""
+"""Pre-flight estimators against measured peaks: the table of evidence/pages/estimators.md."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from functools import cache
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from benchmarks.estimators import FILE
-from benchmarks.tables.accuracy import ANEW, suite
+from evidence.scripts.estimators import FILE
+from evidence.scripts.tables.accuracy import ANEW, suite
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
 

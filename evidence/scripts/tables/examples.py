@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.tables.joined import RESULTS
+from evidence.scripts.tables.joined import RESULTS
 
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 

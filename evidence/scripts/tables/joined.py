@@ -1,4 +1,4 @@
-"""Records of ``results/``, and predictions joined with measurements of the same library versions."""
+"""Records of ``evidence/records/``, and predictions joined with measurements of the same library versions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
 from trainfit.spec.value import parse
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "records"
 SUITE = "h200-*.jsonl"
 FIRST_FILE = "first-predicted/h200.jsonl"
 """The accuracy suite, and its predictions as first committed."""
 UNNAMED = ("2.11.0", "5.17.0")
-"""Versions of torch and transformers of the records that name none (results/README.md)."""
+"""Versions of torch and transformers of the records that name none (evidence/README.md)."""
 
 
 @cache
 def records(*patterns: str) -> tuple[Record, ...]:
-    """Return the records of the files of ``results/`` that match the patterns, ordered by file name."""
+    """Return the records of the files below ``evidence/records/`` that match, ordered by file name."""
     files = sorted({file for pattern in patterns for file in RESULTS.glob(pattern)})
     return tuple(record for file in files for record in load(file))
 

@@ -1,4 +1,4 @@
-"""Tables of docs/results/kernels.md from ``results/kernels/h200.jsonl``."""
+"""Tables of evidence/pages/kernels.md from ``evidence/records/kernels/h200.jsonl``."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 from trainfit.report.table import markdown_grid
 
-FILE = Path(__file__).parents[2] / "results/kernels/h200.jsonl"
+FILE = Path(__file__).parents[2] / "records/kernels/h200.jsonl"
 OPERATIONS = {
     "norm": "RMSNorm",
     "gates": "SwiGLU",

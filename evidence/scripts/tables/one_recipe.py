@@ -1,6 +1,6 @@
 """The figure of README.md: one recipe, predicted without a GPU and measured on one."""
 
-from benchmarks.tables.joined import SUITE, join, records
+from evidence.scripts.tables.joined import SUITE, join, records
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import CATEGORY_COLORS, INK, MUTED, Panel, Series, draw
 from trainfit.spec.units import GIB

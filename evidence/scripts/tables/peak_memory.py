@@ -1,7 +1,7 @@
-"""Tables and figures of docs/results/peak-memory.md and docs/results/recompute-budget.md.
+"""Tables and figures of evidence/pages/peak-memory.md and evidence/pages/recompute-budget.md.
 
-Each reads a sweep's file in ``recipes/`` and ``results/NAME/records.jsonl``, which ``trainfit sweep`` writes.
-A row without a measurement shows its prediction alone, and is filled once it has one.
+Each reads a sweep's file in ``recipes/`` and ``evidence/records/NAME/records.jsonl``, which ``trainfit
+sweep`` writes. A row without a measurement shows its prediction alone, and is filled once it has one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainfit.spec.value import parse
 from trainfit.sweeps.read import read_sweep
 from trainfit.sweeps.rows import rows_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXPERIMENT = ROOT / "recipes" / "peak-memory"
 SWEEPS = {
     "trained": EXPERIMENT / "sweep.yaml",
@@ -50,7 +50,7 @@ LADDERS = {"Llama": "llama-3.2-1b", "Qwen": "qwen3-4b"}
 def sweep(name: str) -> dict[str, Row]:
     """Return the rows of a sweep of ``SWEEPS`` by variant."""
     read = read_sweep(SWEEPS[name])
-    records = ROOT / "results" / read.name / "records.jsonl"
+    records = ROOT / "evidence" / "records" / read.name / "records.jsonl"
     return {row.variant: row for row in rows_of(read, load(records) if records.is_file() else [])}
 
 
@@ -63,14 +63,16 @@ def published() -> dict[str, dict[str, Any]]:
 @cache
 def device_bytes() -> dict[str, int]:
     """Return the measured peak of the whole process on the device by recipe id, where it was measured."""
-    records = load(ROOT / "results" / "peak-memory" / "device" / "h200.jsonl")
+    records = load(ROOT / "evidence" / "records" / "peak-memory" / "device" / "h200.jsonl")
     return {one.recipe_id: one.measurement.peak_device_bytes or 0 for one in records if one.measurement}
 
 
 @cache
 def explained() -> dict[str, Explanation]:
     """Return the explanations of the experiment's recipes by row."""
-    lines = (ROOT / "results" / "peak-memory" / "explained.jsonl").read_text("utf-8").splitlines()
+    lines = (
+        (ROOT / "evidence" / "records" / "peak-memory" / "explained.jsonl").read_text("utf-8").splitlines()
+    )
     found = {one.recipe_id: one for one in (parse(Explanation, json.loads(line)) for line in lines)}
     files = [file for file in EXPERIMENT.glob("*.yaml") if file not in SWEEPS.values()]
     ids = {file.stem: load_recipe(file).id for file in sorted(files)}

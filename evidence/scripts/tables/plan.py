@@ -1,11 +1,11 @@
-"""Tables of docs/results/plan.md: the order of measured recipes by prediction, and the first choice by it."""
+"""Tables of evidence/pages/plan.md: measured recipes ordered by prediction, and the first choice."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
 
-from benchmarks.tables.joined import join, records
+from evidence.scripts.tables.joined import join, records
 from trainfit.planning.combinations import MARGIN
 from trainfit.report.compare import Comparison
 from trainfit.report.table import NOTHING, markdown_grid

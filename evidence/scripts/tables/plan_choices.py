@@ -1,4 +1,4 @@
-"""Tables of docs/results/plan.md: what ``plan`` chose, measured beside recipes drawn from its space."""
+"""Tables of evidence/pages/plan.md: what ``plan`` chose, measured beside recipes drawn from its space."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.plan_choices import FREE, GOALS, ONE_H100, SEVERAL, Goal
-from benchmarks.tables.joined import RESULTS
+from evidence.scripts.plan_choices import FREE, GOALS, ONE_H100, SEVERAL, Goal
+from evidence.scripts.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.result import Measurement

@@ -1,11 +1,11 @@
-"""Tables of published runs, of docs/results/accuracy.md."""
+"""Tables of published runs, of evidence/pages/accuracy.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.published_runs import FIGURES, LARGE, ONE_HOST, Figure, content, figures, is_learned
+from evidence.scripts.published_runs import FIGURES, LARGE, ONE_HOST, Figure, content, figures, is_learned
 from trainfit.report.table import NOTHING, markdown_grid
 
 

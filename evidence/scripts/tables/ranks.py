@@ -1,8 +1,8 @@
-"""Tables of docs/results/bench.md on several processes, from ``results/bench.jsonl``."""
+"""Tables of evidence/pages/bench.md on several processes, from ``evidence/records/bench.jsonl``."""
 
 from collections.abc import Sequence
 
-from benchmarks.tables.bench import having, milliseconds, of_number, results, rows
+from evidence.scripts.tables.bench import having, milliseconds, of_number, results, rows
 from trainfit.bench.experiments.ddp import STRATEGIES
 from trainfit.bench.harness.discovery import experiment
 from trainfit.report.bench_plot import TIMELINE, in_order, plot_of

@@ -1,4 +1,4 @@
-"""Chosen recipes and scripts for several GPUs, of docs/results/accuracy.md."""
+"""Chosen recipes and scripts for several GPUs, of evidence/pages/accuracy.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from functools import cache
 from typing import Any, NamedTuple
 
-from benchmarks.tables.joined import RESULTS
+from evidence.scripts.tables.joined import RESULTS
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES
@@ -30,7 +30,7 @@ RECIPES: tuple[Data, ...] = (
     {**LARGE},
     {**LARGE, "recompute": "full", "batch": {"micro": 2, "seq": 8192}},
 )
-"""The recipes of results/several-gpus/peaks-*.jsonl, whose rows name them by their ids."""
+"""The recipes of evidence/records/several-gpus/peaks-*.jsonl, whose rows name them by their ids."""
 
 
 class Comparison(NamedTuple):

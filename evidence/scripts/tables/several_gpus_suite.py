@@ -1,4 +1,4 @@
-"""Predictions against measurements of the drawn recipes for two GPUs (benchmarks/several_gpus.py)."""
+"""Predictions against measurements of the drawn recipes for two GPUs (evidence/scripts/several_gpus.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from datetime import datetime
 from functools import cache
 from statistics import median
 
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.tables import joined as records_of
-from benchmarks.tables.errors import exact, share, worst
-from benchmarks.tables.joined import RESULTS
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.tables import joined as records_of
+from evidence.scripts.tables.errors import exact, share, worst
+from evidence.scripts.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid

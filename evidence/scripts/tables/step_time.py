@@ -1,4 +1,4 @@
-"""Step times on one H200, predicted anew and measured, of docs/results/accuracy.md."""
+"""Step times on one H200, predicted anew and measured, of evidence/pages/accuracy.md."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.accuracy.held_out import is_held_out
-from benchmarks.step_time import measured
-from benchmarks.tables.errors import percentile_95, worst
-from benchmarks.tables.joined import RESULTS, join
+from evidence.scripts.accuracy.held_out import is_held_out
+from evidence.scripts.step_time import measured
+from evidence.scripts.tables.errors import percentile_95, worst
+from evidence.scripts.tables.joined import RESULTS, join
 from trainfit.catalog.rates import Band
 from trainfit.prediction.time.roofline import HOST_BOUND, Roofline
 from trainfit.records import load

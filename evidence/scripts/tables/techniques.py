@@ -1,4 +1,4 @@
-"""Tables and figures of docs/results/techniques.md and docs/reference/techniques.md."""
+"""Tables and figures of evidence/pages/techniques.md and docs/reference/techniques.md."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.joined import recipe_of, records, versions_of
-from benchmarks.technique_suite import (
+from evidence.scripts.tables.joined import recipe_of, records, versions_of
+from evidence.scripts.technique_suite import (
     COMBINED,
     REFERENCE,
     Data,
@@ -40,7 +40,7 @@ MS = 1e-3
 NEAREST, FARTHEST = 0.04, 1.0
 """Changes within and beyond which a technique is not drawn; beyond are fp32 and eager attention."""
 
-REFERENCE_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "techniques.md"
+REFERENCE_PAGE = Path(__file__).parents[3] / "docs" / "reference" / "techniques.md"
 
 
 def titles() -> dict[str, str]:

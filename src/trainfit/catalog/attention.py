@@ -1,7 +1,7 @@
 """Measured speed of attention kernels by GPU, dtype, head size and length.
 
 ``attention: best`` chooses by the shapes, predicted times use the rates. ``python -m
-benchmarks.attention_table`` writes attention.toml from records.
+evidence.scripts.attention_table`` writes attention.toml from records.
 """
 
 import functools

@@ -14,7 +14,7 @@ from trainfit.spec.recipe import Recipe
 
 MARGIN = 0.02
 """Share of the memory that stays free by default. The worst predicted peak was off by 0.08 %, a compiled
-model's by up to 1 % (docs/results/accuracy.md); other processes' contexts take some hundred MiB."""
+model's by up to 1 % (evidence/pages/accuracy.md); other processes' contexts take some hundred MiB."""
 TOKENS_OFF = 0.05
 """Share by which the tokens of a step may differ from those requested."""
 GRID = (*range(1, 9), 10, 12, 14, *range(16, 33, 4), *range(40, 65, 8), *range(80, 129, 16))

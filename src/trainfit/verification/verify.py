@@ -1,7 +1,7 @@
 """Predict and measure a small suite of recipes, drawn by a seed, on this machine's device.
 
-Recipes are drawn as for the truth suite (benchmarks/accuracy/truth_suite.py), smaller and quicker ones, one
-of each model family before a family repeats.
+Recipes are drawn as for the truth suite (evidence/scripts/accuracy/truth_suite.py), smaller and quicker ones,
+one of each model family before a family repeats.
 """
 
 import os

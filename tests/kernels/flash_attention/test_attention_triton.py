@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.accuracy import truth_values
+from evidence.scripts.accuracy import truth_values
 from kernel_runs import interpreted_loops
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import model_config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_runs import computed, inputs, largest_error, plain, wrong_results
-from benchmarks.kernels.attention_candidates import candidates
+from evidence.scripts.kernels.attention_candidates import candidates
 from kernel_runs import interpreted_loops
 from trainfit.kernels.flash_attention import op as flash
 from trainfit.kernels.flash_attention import reference as tiled

@@ -134,7 +134,7 @@ def test_single_costs_count_where_no_small_step_was_measured(tmp_path: Path, led
 
 
 def test_the_catalog_has_what_its_rates_expect_of_small_steps() -> None:
-    """Else: python -m benchmarks.fit_rates --small-steps."""
+    """Else: python -m evidence.scripts.fit_rates --small-steps."""
     steps = json.loads(SHIPPED.read_text("utf-8"))["host_steps"]
     expected = {canonical_json(one["recipe"]): one.get("expected_s") for one in steps}
     eager = [data for data in small_steps() if not data.get("compile")]

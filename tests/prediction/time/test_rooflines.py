@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import trainfit
-from benchmarks.operations_without_rows import predict
+from evidence.scripts.operations_without_rows import predict
 from trainfit.catalog.load import gpu
 from trainfit.catalog.operation_kinds import operation_kinds
 from trainfit.ledger.ledger import Op
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 H200 = gpu("h200")
 MB = 2**20
 ROOT = Path(__file__).parents[3]
-H100_ROWS = ROOT / "results" / "script-steps" / "h100-operations-without-rows.json"
+H100_ROWS = ROOT / "evidence" / "records" / "script-steps" / "h100-operations-without-rows.json"
 ADD = OpTime("aten.add.Tensor", "bfloat16", "", (), "", 0, 0, False, 0.0, 64 * MB, 2e-5, "")
 CONVOLUTION = Op(
     "aten.convolution.default", "", 0, 0, 1e12, 1e12, 1e12, 1e12, 64 * MB, "bfloat16",

@@ -32,7 +32,7 @@ from trainfit.spec.errors import InputError
 
 LOGITS_BYTES = 2**29
 """Limit of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. On an H200 twice the limit takes 1 % less
-time, half of it 3.5 % more (docs/results/kernels.md): each chunk reads and writes the weight's gradient."""
+time, half of it 3.5 % more (evidence/pages/kernels.md): each chunk reads and writes the weight's gradient."""
 ALIGNMENT = 128  # Multiple of a chunk's tokens: a tile of the matrix products
 ROW_ALIGNMENT = 16
 """Multiple of the row stride of logits, so that tensor cores can read rows of any vocabulary."""

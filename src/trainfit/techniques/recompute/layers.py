@@ -1,7 +1,7 @@
 """Plan by block: each decoder block recomputes nothing, its elementwise operations or everything.
 
 A share of what a block keeps can wait in pinned host memory. The planner makes such plans of a budget
-(``recompute: {budget_gib: x}``, docs/results/recompute-budget.md); they can also be written by hand.
+(``recompute: {budget_gib: x}``, evidence/pages/recompute-budget.md); they can also be written by hand.
 """
 
 from __future__ import annotations
