@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import trainfit
 from evidence.scripts.several_gpus import predicted, without_gpu
 from trainfit.api.plans import Tune
-from trainfit.planning.combinations import MARGIN
-from trainfit.planning.space import Option, changed, space, value_in
+from trainfit.planning.search.candidate import MARGIN
+from trainfit.planning.search.space import Option, changed, space, value_in
 from trainfit.records import load
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from

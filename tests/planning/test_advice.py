@@ -18,11 +18,11 @@ from trainfit.planning.advice import (
     is_as_good,
     more_gpus,
 )
-from trainfit.planning.combinations import MARGIN, Combinations, Goal
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.expected import expected
-from trainfit.planning.recompute import OutOfTimeError
-from trainfit.planning.recompute import plan as plan_recompute
+from trainfit.planning.recompute.solver import OutOfTimeError
+from trainfit.planning.recompute.solver import plan as plan_recompute
+from trainfit.planning.search.candidate import MARGIN, Combinations, Goal
 from trainfit.report.prediction_text import show_advice
 from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Hardware

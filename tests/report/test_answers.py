@@ -7,8 +7,8 @@ import pytest
 
 import trainfit
 from trainfit.api.results import drawn
-from trainfit.planning.combinations import Candidate, Combinations, Goal, Traced
 from trainfit.planning.estimates import Estimates, Result
+from trainfit.planning.search.candidate import Candidate, Combinations, Goal, Traced
 from trainfit.report import gpus
 from trainfit.report.console import progress
 from trainfit.report.plan_text import show as show_plan

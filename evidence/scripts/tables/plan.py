@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 
 from evidence.scripts.tables.joined import join, records
-from trainfit.planning.combinations import MARGIN
+from trainfit.planning.search.candidate import MARGIN
 from trainfit.report.compare import Comparison
 from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.units import GIB

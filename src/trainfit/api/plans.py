@@ -117,9 +117,9 @@ def plan_recipe(
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Return the plan of a recipe; ``given``: fields that stay as they are, unless ``vary`` names them."""
-    from trainfit.planning.combinations import MARGIN, Goal
     from trainfit.planning.estimates import Estimates
-    from trainfit.planning.search import plan as search
+    from trainfit.planning.search.candidate import MARGIN, Goal
+    from trainfit.planning.search.search import plan as search
 
     _check(memory_gib, host_memory_gib, margin)
     parts = [part.strip() for one in texts(vary, field="vary") for part in one.split(",")]
@@ -170,7 +170,7 @@ def _check(memory_gib: float | None, host_memory_gib: float | None, margin: floa
 
 def _tuned(recipe: Recipe, tune: Tune | None, given: Sequence[str]) -> Recipe:
     """Return the recipe with the adapter and base of ``tune``; refuse ``given`` fields that contradict it."""
-    from trainfit.planning.space import changed
+    from trainfit.planning.search.space import changed
 
     adapter = recipe.adapter
     values: dict[str, Any] = {}

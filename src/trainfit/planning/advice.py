@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import gpus
-from trainfit.planning.assembly import found as as_found
-from trainfit.planning.combinations import MARGIN, Combinations, Goal, Key, Traced
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.expected import TOLERANCE, Expected, expected
-from trainfit.planning.space import OWN_FAMILY, Option, agree, changed
+from trainfit.planning.search.candidate import MARGIN, Combinations, Goal, Key, Traced
+from trainfit.planning.search.plan import found as as_found
+from trainfit.planning.search.space import OWN_FAMILY, Option, agree, changed
 from trainfit.prediction.device_overhead import group_bytes
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
@@ -80,7 +80,7 @@ def advise(
         limit_s: time after which nothing more is tried.
 
     Raises:
-        InputError: as ``planning.search.plan``.
+        InputError: as ``planning.search.search.plan``.
     """
     deadline = Deadline(time.monotonic() + limit_s)
     say("a larger GPU")
@@ -330,7 +330,7 @@ def changes_that_fit(
         deadline: nothing is tried later; None: all is tried.
 
     Raises:
-        InputError: as ``planning.search.plan``.
+        InputError: as ``planning.search.search.plan``.
     """
     if goal.tokens_per_step is None:
         goal = Goal(**{**vars(goal), "tokens_per_step": recipe.batch.tokens * recipe.mesh.data_ranks})

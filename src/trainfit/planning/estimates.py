@@ -234,7 +234,7 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
     recipe = request.recipe
     try:
         if recipe.plans_recompute:
-            from trainfit.planning.recompute import OutOfTimeError, plan
+            from trainfit.planning.recompute.solver import OutOfTimeError, plan
 
             try:
                 planned = plan(recipe, request.until_s)

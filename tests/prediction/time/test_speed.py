@@ -12,7 +12,7 @@ import pytest
 import counted_calls
 from counted_calls import within
 from tiny_recipe import tiny_recipe
-from trainfit.planning.recompute import plan
+from trainfit.planning.recompute.solver import plan
 from trainfit.prediction.predict import predict
 from trainfit.spec.recipe import Batch
 from trainfit.spec.recompute import BudgetGib, Layers

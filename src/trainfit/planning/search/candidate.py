@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.estimates import Estimates, Request, Result
-from trainfit.planning.space import Option, Options, Space, agree, changed, space
+from trainfit.planning.search.space import Option, Options, Space, agree, changed, space
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 

@@ -1,19 +1,101 @@
-"""Assemble a Plan from what a search traced: the best recipes exactly, the frontier, and why others lost."""
+"""Make a Plan of what a search traced: the best recipe, the fastest others, the frontier, why others lost."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
-from trainfit.planning.combinations import Combinations, Traced
-from trainfit.planning.composed import Sizes
-from trainfit.planning.frontier import pareto
-from trainfit.planning.ranking import Ranking
-from trainfit.planning.space import Option
+from trainfit.planning.search.candidate import MIX, Combinations, Key, Traced
+from trainfit.planning.search.ranking import Ranking, Sizes
+from trainfit.planning.search.space import OWN_FAMILY, Option, Options, value_in
 from trainfit.spec.plan import Found, Plan, Rejection, flat, written
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB, format_bytes
 
+T = TypeVar("T")
+
+
+TIE = 0.01
+"""Relative difference of speed below which two recipes count as tied; the simpler one is chosen."""
+NUMERICS_GAIN = 0.02
+"""Least gain of speed, as a share, for which the numerics are changed."""
+NUM_FILLED = 2
+"""Most recipes that are traced to fill gaps of the frontier."""
 NUM_FOUND = 4
 """Recipes reported as the best."""
+
+
+def discounted(rate: float, options: Options) -> float:
+    """Return the speed, reduced by the least gain for each change of the numerics."""
+    return rate * (1 - NUMERICS_GAIN) ** _num_changes(options)
+
+
+def best_of(combinations: Combinations) -> Traced | None:
+    """Return the fastest traced recipe that fits; of ties the simplest, then the smallest."""
+    fitting = [one for one in combinations.traced.values() if combinations.fits(one)]
+    if not fitting:
+        return None
+    speeds = {one.candidate.key: discounted(one.rate, one.candidate.options) for one in fitting}
+    highest = max(fitting, key=lambda one: speeds[one.candidate.key])
+    changes = _num_changes(highest.candidate.options)
+    tied = [
+        one
+        for one in fitting
+        if _num_changes(one.candidate.options) == changes and one.rate >= (1 - TIE) * highest.rate
+    ]
+    return min(tied, key=lambda one: (_complexity(one, combinations), one.device_bytes))
+
+
+def _num_changes(options: Options) -> int:
+    """Return how many options change the numerics."""
+    return sum(bool(option.numerics) for option in options)
+
+
+def _complexity(one: Traced, combinations: Combinations) -> int:
+    """Return how many fields differ from the given recipe's, without batches and the implementation."""
+    options = [option for option in one.candidate.options if option.family != OWN_FAMILY]
+    own = json.dumps(value_in(combinations.recipe, "recompute"))
+    level = {own: 0, MIX: 2}.get(one.candidate.level, 1)
+    return sum(len(option.values) for option in options) + level
+
+
+def simpler(ranking: Ranking, at: Key) -> Key:
+    """Return a combination without the options that, dropped together, cost no speed."""
+    start = ranking.levels[ranking.level]
+    losses = {one: sizes.step_s(1) / start.step_s(1) - 1 for one, sizes in ranking.without.items()}
+    needless: set[Option] = set()
+    for option in sorted(set(losses) & set(at[0]), key=lambda one: (losses[one], one.label)):
+        smaller = ranking.without[option].device_bytes > start.device_bytes * (1 + TIE)
+        if not smaller and sum(map(losses.__getitem__, needless), losses[option]) < TIE:
+            needless.add(option)
+    return (ranking.ordered(set(at[0]) - needless), *at[1:])
+
+
+def frontier(ranking: Ranking) -> list[Key]:
+    """Return recipes between the smallest and the largest known ones, where the frontier has gaps."""
+    ranked, usable_bytes = ranking.ranked(), ranking.combinations.usable_bytes
+    if not ranked:
+        return []
+    least = min(one.device_bytes for one in ranked)
+    targets = [least + (usable_bytes - least) * step / NUM_FILLED for step in range(NUM_FILLED)]
+    pure = [one for one in ranked if one.level != MIX and not any(each.is_long for each in one.options)]
+    inside = ((one for one in pure if one.device_bytes <= target) for target in targets)
+    keys = dict.fromkeys(best.key for some in inside if (best := next(some, None)) is not None)
+    return [key for key in keys if key not in ranking.combinations.traced]
+
+
+def pareto(items: Iterable[T], of: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Return the items that no other beats in both, by ascending memory.
+
+    Args:
+        of: memory (less is better) and speed (more is better) of an item.
+    """
+    kept: list[T] = []
+    most = float("-inf")
+    for item in sorted(items, key=lambda one: (of(one)[0], -of(one)[1])):
+        if of(item)[1] > most:
+            kept.append(item)
+            most = of(item)[1]
+    return kept
 
 
 def assembled(

@@ -3,8 +3,8 @@
 ``recompute: {budget_gib: x}`` -> ``recompute: {layers: [...]}``. The budget bounds the highest allocated
 bytes (``torch.cuda.max_memory_allocated``) at every point of the step; ``recompute: fit`` bounds the bytes on
 the device, which hold the CUDA context, NCCL and the allocator's unused memory too. One short trace measures
-a block's cost in each way (``probe``), many assignments are evaluated from it (``candidates``,
-``assignments``), and the fastest that fits is traced whole, as ``predict`` does. Only a plan whose own
+a block's cost in each way (``probe``), many assignments are evaluated from it
+(``assignment``), and the fastest that fits is traced whole, as ``predict`` does. Only a plan whose own
 prediction is within the bound is returned.
 
 A larger budget is never predicted slower: the candidates and their order do not depend on the budget.
@@ -17,9 +17,17 @@ from typing import NamedTuple
 import numpy as np
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.planning.assignments import Array, Option, evaluate, table
-from trainfit.planning.candidates import Assignments, assignments, options, runs_of
-from trainfit.planning.probe import probe
+from trainfit.planning.recompute.assignment import (
+    Array,
+    Assignments,
+    Option,
+    assignments,
+    evaluate,
+    options,
+    runs_of,
+    table,
+)
+from trainfit.planning.recompute.probe import probe
 from trainfit.prediction.device_overhead import offload_bytes
 from trainfit.prediction.predict import predict
 from trainfit.prediction.time.roofline import copy_bytes_per_s

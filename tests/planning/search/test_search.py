@@ -17,13 +17,12 @@ from trainfit.api.plans import Plan as PrintedPlan
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
-from trainfit.planning.choice import discounted
-from trainfit.planning.combinations import Goal
-from trainfit.planning.composed import Batches, Sizes, within
 from trainfit.planning.estimates import Estimates, Request, Result
-from trainfit.planning.frontier import pareto
-from trainfit.planning.search import plan as search
-from trainfit.planning.space import Option, least_bytes
+from trainfit.planning.search.candidate import Goal
+from trainfit.planning.search.plan import discounted, pareto
+from trainfit.planning.search.ranking import Batches, Sizes, within
+from trainfit.planning.search.search import plan as search
+from trainfit.planning.search.space import Option, least_bytes
 from trainfit.planning.workers import CAN_FORK, NICENESS, Workers
 from trainfit.prediction.predict import predict
 from trainfit.report.plan_text import frontier_panel

@@ -17,11 +17,10 @@ from tiny_step import gradients, same_bits
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.checkpointing.rematerialize import SavedTensorMode
 from trainfit.measurement.run import measure
-from trainfit.planning import recompute as planning
-from trainfit.planning.assignments import Option, evaluate, gone_bytes, table
-from trainfit.planning.candidates import assignments, options
-from trainfit.planning.probe import Probe, probe
-from trainfit.planning.recompute import LEVELS, candidates, plan, resolve
+from trainfit.planning.recompute import solver as planning
+from trainfit.planning.recompute.assignment import Option, assignments, evaluate, gone_bytes, options, table
+from trainfit.planning.recompute.probe import Probe, probe
+from trainfit.planning.recompute.solver import LEVELS, candidates, plan, resolve
 from trainfit.prediction import predict as predicting
 from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace

@@ -3,7 +3,7 @@ exact traces of those that rank highest.
 
 1. The start is the recipe with every option that usually costs nothing.
 2. It is traced at several micro-batches and levels of recomputation, and with each further option added.
-3. All combinations are ranked by the composed estimate (composed.py).
+3. All combinations are ranked by the composed estimate (ranking.py).
 4. The highest are traced. Each trace corrects the estimate of its structure, until none left ranks higher.
 5. Options without which the best recipe is as fast are left out of it.
 6. Options that are slow to trace (compilation) are added to the best recipe, or to what it would be without
@@ -15,13 +15,11 @@ exact traces of those that rank highest.
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
-from trainfit.planning.assembly import assembled, fastest
-from trainfit.planning.choice import TIE, best_of, discounted, frontier, simpler
-from trainfit.planning.combinations import MIX, Candidate, Combinations, Goal, Key, Traced
-from trainfit.planning.composed import Batches
 from trainfit.planning.estimates import Estimates
-from trainfit.planning.ranking import Ranking, sizes_of_traced
-from trainfit.planning.space import OWN_FAMILY, Option, Options, agree, changed, least_bytes
+from trainfit.planning.search.candidate import MIX, Candidate, Combinations, Goal, Key, Traced
+from trainfit.planning.search.plan import TIE, assembled, best_of, discounted, fastest, frontier, simpler
+from trainfit.planning.search.ranking import Batches, Ranking, sizes_of_traced
+from trainfit.planning.search.space import OWN_FAMILY, Option, Options, agree, changed, least_bytes
 from trainfit.spec.errors import InputError
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe

@@ -1,0 +1,1 @@
+"""Search for the fastest recipe within a memory limit."""
