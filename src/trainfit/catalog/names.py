@@ -15,6 +15,7 @@ from trainfit.spec.errors import InputError
 
 FOLDER = Path(__file__).parent
 GPUS, LINKS, MODELS, MODEL_TYPES = "gpus.toml", "links.toml", "models.toml", "model_types.toml"
+COLLECTIVES = "collectives.toml"
 CPU = "cpu"  # This machine's own processor, which is no row
 
 MAKERS = frozenset("nvidia amd google intel instinct geforce tesla gpu".split())

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.checkpointing.expression import Call, Expression, mapped
 from trainfit.spec.errors import InputError
-from trainfit.virtual.cuda.op_kinds import ELSEWHERE, FACTORIES, base_name, does_no_matrix_work, written
+from trainfit.virtual.cuda.op_kinds import FACTORIES, base_name, does_no_matrix_work, is_elsewhere, written
 from trainfit.virtual.trace.tensors import tensors_of
 
 SMALL = 1 / 16  # Share of the block's input; smaller tensors are always saved
@@ -191,7 +191,7 @@ def can_run_again(func: Any) -> bool:
         and does_no_matrix_work(func)
         and not func._schema.is_mutable
         and base_name(func) not in FACTORIES
-        and not func._schema.name.startswith(ELSEWHERE)
+        and not is_elsewhere(func)
         and torch.Tag.nondeterministic_seeded not in func.tags
     )
 

@@ -9,6 +9,8 @@ models have one run. A model whose layers recompute differently has several; run
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from trainfit.catalog.collectives import CollectiveKind, collective_kinds
+
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
 GROUPS_PER_RUN = 3
 ALLOCATE, FREE = 1, 0
@@ -128,16 +130,11 @@ class Op(NamedTuple):
     """Python functions that a traced script called since the entry before; 0 in a recipe's ledger."""
 
 
-COPIED = ("copied_gather", "copied_scatter")
-"""Collectives that copy engines run: they take neither SMs nor a communicator of NCCL."""
-
-
 class Collective(NamedTuple):
     """One collective operation of this rank."""
 
     name: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``; of COPIED by copy
-    engines."""
+    """A row of catalog/collectives.toml, such as ``all_gather``."""
     segment: int
     group: int
     """Group of layers, as of an operation."""
@@ -157,6 +154,11 @@ class Collective(NamedTuple):
     end."""
     num_parameters: int = 0
     """Parameters that FSDP2 gathers or reduces with it; 0: another's."""
+
+    @property
+    def kind(self) -> CollectiveKind:
+        """What passes through links."""
+        return collective_kinds()[self.name]
 
 
 class Event(NamedTuple):

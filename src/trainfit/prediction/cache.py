@@ -26,6 +26,8 @@ ROOMS = (
     "catalog/constants.toml",
     "catalog/model_types.toml",
     "catalog/model_types.py",
+    "catalog/collectives.toml",
+    "catalog/collectives.py",
     "ledger",
     "kernels",
     "optim",

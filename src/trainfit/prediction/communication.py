@@ -7,19 +7,14 @@ g ranks in each host, (g - 1) / n through the link inside it and (n - g) / n thr
 
 from typing import NamedTuple
 
+from trainfit.catalog.collectives import share_of
 from trainfit.catalog.load import device_memory, link, reference, transfers
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.ledger.ledger import COPIED, Collective, Ledger
+from trainfit.ledger.ledger import Collective, Ledger
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
 from trainfit.spec.units import MIB
-
-BUS_SHARE = {
-    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1, "send": 2,
-    "copied_gather": 1, "copied_scatter": 1,
-}  # fmt: skip
-"""Multiples of (n - 1) / n of the tensor that pass through each GPU's link."""
 
 
 class Ring(NamedTuple):
@@ -83,8 +78,8 @@ def traffic(ledger: Ledger, gpu: Gpu) -> tuple[Traffic, ...]:
 def sent(one: Collective, gpu: Gpu) -> list[tuple[Ring, int]]:
     """Return the links that a collective uses at the same time, and the bytes through each GPU's."""
     used = ring(one.num_ranks, one.span, gpu)
-    if one.name != "all_to_all" or not used.between_hosts:
-        return [(used, round(BUS_SHARE[one.name] * one.num_bytes * (one.num_ranks - 1) / one.num_ranks))]
+    if one.kind.pattern != "exchange" or not used.between_hosts:
+        return [(used, round(one.kind.passes * one.num_bytes * (one.num_ranks - 1) / one.num_ranks))]
     in_host, port, to_each = (
         _in_host(one.num_ranks, one.span, gpu),
         link(gpu.network),
@@ -103,9 +98,10 @@ def _in_host(num_ranks: int, span: int, gpu: Gpu) -> int:
 def collective_s(one: Collective, gpu: Gpu) -> float:
     """Return the seconds of a collective alone."""
     # A ring's bytes pass from rank to rank, an all-to-all's all at once.
-    turns, start_s = 1 if one.name == "all_to_all" else one.num_ranks - 1, transfers(gpu).start_s
+    turns, start_s = 1 if one.kind.pattern == "exchange" else one.num_ranks - 1, transfers(gpu).start_s
     return max(
-        (one.num_bytes if one.name == "broadcast" else num_bytes) / sustained_bytes_per_s(one.name, used, gpu)
+        (one.num_bytes if one.kind.pattern == "chain" else num_bytes)
+        / sustained_bytes_per_s(one.name, used, gpu)
         + turns * used.latency_s
         + start_s
         for used, num_bytes in sent(one, gpu)
@@ -115,7 +111,7 @@ def collective_s(one: Collective, gpu: Gpu) -> float:
 def sustained_bytes_per_s(name: str, used: Ring, gpu: Gpu) -> float:
     """Return the rate that a kind of collective reaches on a link of a GPU."""
     known = transfers(gpu)
-    return used.bytes_per_s * (known.between_hosts if used.between_hosts else known.collectives[name])
+    return used.bytes_per_s * (known.between_hosts if used.between_hosts else share_of(name, known))
 
 
 def load(one: Collective, gpu: Gpu) -> float:
@@ -123,7 +119,7 @@ def load(one: Collective, gpu: Gpu) -> float:
 
     What it takes from the computation, SMs and bandwidth, is in proportion to the bytes that it moves.
     """
-    inside = link(gpu.link).bytes_per_s * transfers(gpu).collectives[one.name]
+    inside = link(gpu.link).bytes_per_s * share_of(one.name, transfers(gpu))
     return min(1.0, max(sustained_bytes_per_s(one.name, used, gpu) for used, _ in sent(one, gpu)) / inside)
 
 
@@ -154,13 +150,13 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     between = (
         f", {gpu.gpus_per_host} GPUs a host and {gpu.network} for each GPU between hosts" if hosts else ""
     )
-    exchanges = any(one.name == "all_to_all" for one in ledger.collectives)
+    exchanges = any(one.kind.pattern == "exchange" for one in ledger.collectives)
     repeated = (
         ("FSDP2 with layers traced once: within 0.03 % (allocated) of all traced, for llama-3.1-70b over 64",)
         if ledger.repeat > 1 and not all(one.is_synchronous for one in ledger.collectives)
         else ()
     )
-    copied = all(one.name in COPIED for one in ledger.collectives)
+    copied = all(one.kind.by_copy_engines for one in ledger.collectives)
     known, measured_on = device_memory(gpu), gpu if gpu.device_memory else reference(gpu)
     nccl = (
         f"NCCL takes what it does for two {measured_on.name.upper()}s: {known.nccl_bytes // MIB} MiB, "
@@ -168,7 +164,7 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     )
     exchanged = f", {known.exchange_bytes // MIB} MiB more where it exchanges tokens" * exchanges
     by_nccl = () if copied else (nccl + exchanged,)
-    shares = {one.name: f"{transfers(gpu).collectives[one.name]:.0%}" for one in ledger.collectives}
+    shares = {one.name: f"{share_of(one.name, transfers(gpu)):.0%}" for one in ledger.collectives}
     rate = ", ".join(f"{name.replace('_', '-')} {share}" for name, share in sorted(shares.items()))
     return (
         *repeated,

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainfit.catalog.constants import constants
 from trainfit.catalog.load import device_memory
-from trainfit.ledger.ledger import COPIED, Ledger
+from trainfit.ledger.ledger import Ledger
 from trainfit.spec.hardware import Gpu
 
 
@@ -35,8 +35,8 @@ def group_bytes(gpu: Gpu) -> int:
 
 def nccl_bytes(gpu: Gpu, ledger: Ledger) -> int:
     """Return the device memory of NCCL; groups of as many ranks and as wide a span count as one."""
-    communicators = {(one.num_ranks, one.span) for one in ledger.collectives if one.name not in COPIED}
-    exchanging = {(one.num_ranks, one.span) for one in ledger.collectives if one.name == "all_to_all"}
+    communicators = {(one.num_ranks, one.span) for one in ledger.collectives if not one.kind.by_copy_engines}
+    exchanging = {(one.num_ranks, one.span) for one in ledger.collectives if one.kind.pattern == "exchange"}
     if not communicators:
         return 0
     known = device_memory(gpu)

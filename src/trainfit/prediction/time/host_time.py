@@ -132,7 +132,7 @@ def collective_issue_s(one: Collective, rates: HostRates, *, counts_python: bool
     """
     if counts_python or not one.num_parameters:
         return rates.collective
-    if one.name in ("all_gather", "copied_gather"):
+    if one.kind.gathers:
         return rates.unshard + one.num_parameters * rates.unshard_parameter
     return rates.reduce + one.num_parameters * rates.reduce_parameter
 

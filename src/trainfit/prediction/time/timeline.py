@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from trainfit.catalog.constants import constants
-from trainfit.ledger.ledger import COPIED, Collective, Ledger, Op
+from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 STEPS = 2
@@ -110,7 +110,7 @@ class _Replay:
         overlap: Overlap,
         load: Callable[[Collective], float],
     ):
-        copied = all(one.name in COPIED for one in ledger.collectives)  # Copy engines slow nothing.
+        copied = all(one.kind.by_copy_engines for one in ledger.collectives)  # Copy engines slow nothing.
         self.ledger, self.host, self.load = ledger, host, load
         self.overlap = Overlap() if copied else overlap
         self.order = list(_order(ledger))

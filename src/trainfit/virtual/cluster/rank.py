@@ -20,6 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainfit.catalog.collectives import kinds_by_schema
 from trainfit.ledger.ledger import Collective
 from trainfit.spec.errors import InputError
 from trainfit.virtual.trace.exclusive import replaced
@@ -30,20 +31,6 @@ PROPAGATE = "_propagate_tensor_meta_non_cached"
 """Runs an operation on whole tensors for the shape of its result."""
 RESIZED = "resized"
 """Name of the allocation that replaces a storage which is resized in place."""
-COLLECTIVES = {
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::allgather_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "c10d::allreduce_": "all_reduce",
-    "c10d::allreduce_coalesced_": "all_reduce",
-    "c10d::broadcast_": "broadcast",
-    "c10d::alltoall_base_": "all_to_all",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
-    "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_reduce_": "all_reduce",
-}
-"""Schema name -> name in the ledger."""
 
 
 @contextmanager
@@ -79,22 +66,22 @@ class Collectives(Observer):
         self._pools = pools
 
     def communicates(self, func: Any, args: Any) -> None:
-        name = COLLECTIVES.get(func._schema.name)
-        if name is None:
+        kind = kinds_by_schema().get(func._schema.name)
+        if kind is None:
             return
         is_functional = func.namespace != "c10d"
-        group = _named(args[-1]) if is_functional else _group(args)
+        group = _named(args) if is_functional else _group(args)
         if group is None or group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
         num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
-        if is_functional and name == "all_gather":
+        if is_functional and kind.gathers:
             num_bytes *= len(ranks)  # The result is no argument.
         is_asynchronous = not any(arg is False for arg in args)  # True is the default, which is left out.
         live = self.tracer.live
         live.ledger.collectives.append(
             Collective(
-                name,
+                kind.name,
                 live.segment,
                 live.current_group,
                 len(live.ledger.ops) - 1,
@@ -173,8 +160,9 @@ def _group(args: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _named(group: Any) -> dist.ProcessGroup:
-    """Return the process group that a functional collective names."""
+def _named(args: Any) -> dist.ProcessGroup | None:
+    """Return the process group that a functional collective takes, itself or by its name."""
+    group = next((arg for arg in reversed(args) if isinstance(arg, str | dist.ProcessGroup)), None)
     if not isinstance(group, str):
         return group
     return distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trainfit.virtual.cuda.op_kinds import (
     BY_ONE,
-    ELSEWHERE,
     FACTORIES,
     FREE,
     GATHERS,
@@ -20,6 +19,7 @@ from trainfit.virtual.cuda.op_kinds import (
     MAY_COPY,
     UNWRITTEN,
     base_name,
+    is_elsewhere,
 )
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -74,8 +74,8 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
         return "convolution backward", ()
     if name in WHOLE and func._overloadname == "default":
         return "whole", ()
-    is_elsewhere = func._schema.name.startswith(ELSEWHERE) and func.namespace != "fsdp"
-    if func.is_view or name in FREE | BY_ONE | UNWRITTEN or is_elsewhere:
+    moves_nothing = is_elsewhere(func) and func.namespace != "fsdp"
+    if func.is_view or name in FREE | BY_ONE | UNWRITTEN or moves_nothing:
         return "free", ()
     for kind, names in KINDS.items():
         if name in names:

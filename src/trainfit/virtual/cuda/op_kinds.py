@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from trainfit.catalog.collectives import kinds_by_schema
+
 FACTORIES = frozenset(
     """
     arange bartlett_window bernoulli blackman_window cauchy _efficientzerotensor empty empty_like
@@ -153,12 +155,17 @@ def base_name(func: Any) -> str:
 _NO_MATRIX_WORK = FACTORIES | FREE | GATHERS | MOVES | VECTOR_WORK | HOST_COPIES | OWN_VECTOR_WORK
 
 
+def is_elsewhere(func: Any) -> bool:
+    """Return whether an operation is a collective, which is modelled separately, or a query."""
+    return func._schema.name.startswith(ELSEWHERE) or func._schema.name in kinds_by_schema()
+
+
 @lru_cache(maxsize=4096)
 def does_no_matrix_work(func: Any) -> bool:
     """Return whether an operation is known to multiply no matrices."""
     name = base_name(func)
     if func.is_view or name in _NO_MATRIX_WORK:
         return True
-    if name.startswith(LISTS) or func._schema.name.startswith(ELSEWHERE):
+    if name.startswith(LISTS) or is_elsewhere(func):
         return True
     return any(tag.name in TAGS for tag in func.tags)

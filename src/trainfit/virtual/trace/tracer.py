@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainfit.catalog.collectives import namespaces
 from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Ledger, Op, part_of
 from trainfit.virtual.cuda.attention_kernel import attention_kernel
 from trainfit.virtual.cuda.fake_impls import READS_VALUE, are_equal, read, run
@@ -184,7 +185,7 @@ class Tracer(TorchDispatchMode):
         return all(is_host(t) for t in tensors)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in namespaces():
             for observer in self.observers:
                 observer.communicates(func, args)
         outputs = tensors_of(out)
