@@ -211,6 +211,19 @@ def combinations() -> str:
     return markdown_grid(["technique", "in a recipe", "refused with (*: some variants)"], rows, num_text=3)
 
 
+def application_order() -> str:
+    """Return the techniques in the order in which they are applied, with the fields that turn them on."""
+    rows = [
+        [
+            str(one.order),
+            f"[{one.title}](#{_anchor(one.title)})",
+            ", ".join(f"`{name}`" for name in one.fields),
+        ]
+        for one in registry.in_order()
+    ]
+    return markdown_grid(["order", "technique", "fields"], rows, num_text=3)
+
+
 def _anchor(title: str) -> str:
     return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
 
