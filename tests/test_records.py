@@ -15,10 +15,10 @@ import pytest
 
 from trainfit import records
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import commit, new_record
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
-from trainfit.spec.value import parse
 
 
 def record(index: int = 0, kind: str = "train", gpu: str = "h200", model: str = "gpt2") -> Record:

@@ -19,10 +19,10 @@ from trainfit.catalog.load import gpus
 from trainfit.records import load, replace_text
 from trainfit.spec.bench import BenchResult, BenchRow, Spread
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import AttentionKernel
 from trainfit.spec.result import Record
-from trainfit.spec.value import parse
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 
 MADE_BY = "python -m evidence.scripts.attention_table RECORDS"

@@ -13,16 +13,15 @@ is not asked about what its own inputs cannot say: custom kernels and losses, co
 import json
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from evidence.scripts.tables.estimators import FILE, measured
 from trainfit.catalog.load import gpu, model_config
 from trainfit.report.compare import Comparison
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Adapter, LossTerms, Offload, Recipe
 from trainfit.spec.units import GIB, MIB
 
-FILE = Path(__file__).parents[1] / "records" / "estimators" / "h200.jsonl"
 CARD = "h200"
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED_ATTENTION = ("sdpa", "flash", "cudnn", "efficient")
@@ -239,8 +238,6 @@ ESTIMATORS: dict[str, Callable[[Question], Answer | None]] = {
 
 def rows() -> Iterator[dict[str, Any]]:
     """Yield every estimator's answer to each measured recipe that it can express."""
-    from evidence.scripts.tables.estimators import measured
-
     for pair in measured():
         asked = question(pair)
         for name, estimator in ESTIMATORS.items() if asked else ():

@@ -21,9 +21,9 @@ from trainfit.catalog.load import gpu
 from trainfit.prediction.estimate import estimate
 from trainfit.prediction.time.calibrated import using
 from trainfit.records import load
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import DIGEST, commit, digest_of
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.value import parse
 
 
 def predict(out: Path, calibration: Path, ledgers: Path | None) -> None:

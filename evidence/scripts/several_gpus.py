@@ -27,12 +27,12 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import gpu, model, model_config
 from trainfit.records import load
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, installed_version, now, to_line
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Record
-from trainfit.spec.value import parse
 
 Data = dict[str, Any]
 

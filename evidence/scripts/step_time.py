@@ -28,10 +28,10 @@ from evidence.scripts.tables.joined import SUITE, join, records
 from trainfit.catalog.load import gpu
 from trainfit.ledger.file import load
 from trainfit.ledger.ledger import Ledger
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import DIGEST, commit, digest_of
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.value import parse
 
 Data = dict[str, Any]
 

@@ -28,10 +28,10 @@ from trainfit.prediction.predict import predict
 from trainfit.records import append
 from trainfit.spec.bench import BenchResult, BenchRow, Environment, Spread
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.recipe import AttentionKernel, Recipe
-from trainfit.spec.value import parse
 from trainfit.sweeps import trial
 from trainfit.sweeps.parts import PartRequest
 from trainfit.techniques import registry

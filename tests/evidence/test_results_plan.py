@@ -10,9 +10,9 @@ from evidence.scripts.tables import plan, plan_choices
 from page_claims import check
 from trainfit.records import load
 from trainfit.report.compare import Comparison
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement
-from trainfit.spec.value import parse
 
 pytest.importorskip("peft")
 pytest.importorskip("torchao")

@@ -23,10 +23,11 @@ from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.spec.calibration import Calibration, OpTime
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import DIGEST, digest_of
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import StepTime
-from trainfit.spec.value import canonical_json, parse
+from trainfit.spec.value import canonical_json
 
 
 @pytest.fixture

@@ -24,17 +24,17 @@ from typing import NamedTuple
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import replay
-from trainfit.measurement import trial
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.process import die_with_parent, run_in
-from trainfit.measurement.trial import TrialRequest
+from trainfit.measurement.trial import run_trial
+from trainfit.measurement.trial_files import TrialRequest
 from trainfit.prediction.predict import ledger_of
 from trainfit.records import read_jsonl
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.recipe_file import recipe_from, recipe_lines
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement, Phases, Record
-from trainfit.spec.value import parse
 
 ADDRESSES = "addresses.json"
 
@@ -154,7 +154,7 @@ def main(folder: Path) -> int:
     for module in ("trainfit.models.hf", "transformers.models.llama.modeling_llama"):
         importlib.import_module(module)
     held = torch.cuda.memory_allocated()
-    code = trial.main(folder)
+    code = run_trial(folder)
     events = torch.cuda.memory._snapshot()["device_traces"][0]
     segments = [(event["addr"], event["size"]) for event in events if event["action"] == "segment_alloc"]
     (folder / ADDRESSES).write_text(json.dumps({"segments": segments, "held_bytes": held}))

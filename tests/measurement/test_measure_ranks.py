@@ -17,7 +17,7 @@ from trainfit.measurement import ranks
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.run import measure
-from trainfit.measurement.trial import RESULT
+from trainfit.measurement.trial_files import RESULT
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel
 from trainfit.spec.result import Measurement, PhasePeaks, Phases, Spread

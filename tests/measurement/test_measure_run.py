@@ -18,13 +18,14 @@ from trainfit.measurement.environment import host_environment
 from trainfit.measurement.meter import is_out_of_memory
 from trainfit.measurement.nvml import visible_device
 from trainfit.measurement.run import measure, with_utilisation
-from trainfit.measurement.trial import RESULT, TrialRequest, compiled_before
+from trainfit.measurement.trial import compiled_before
+from trainfit.measurement.trial_files import RESULT, TrialRequest
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
 from trainfit.spec.units import MIB
-from trainfit.spec.value import parse
 from trainfit.step import assemble
 from trial_start import forked
 

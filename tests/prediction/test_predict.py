@@ -24,11 +24,11 @@ from trainfit.prediction.trace import trace
 from trainfit.records import load
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.plain_data import read_json
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Recipe
 from trainfit.spec.result import CATEGORIES, Estimate
 from trainfit.spec.units import GIB, MIB
-from trainfit.spec.value import parse
 from virtual_runs import recipe_of, with_layers
 
 SMALL = {

@@ -14,6 +14,7 @@ from trainfit.report.compare import Comparison, compare, summarise
 from trainfit.report.comparisons import markdown_table, text_table
 from trainfit.report.html import report_page as page
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import new_record
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import (
@@ -27,7 +28,6 @@ from trainfit.spec.result import (
     Spread,
 )
 from trainfit.spec.units import GIB
-from trainfit.spec.value import parse
 from trainfit.techniques.registry import describe
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$ | [red]&amp; \"q\""

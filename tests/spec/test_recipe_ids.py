@@ -12,13 +12,14 @@ from older_records import older_line
 from test_records import record
 from trainfit import records
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.provenance import DIGEST, digest_of, from_line, to_line
 from trainfit.spec.quantize import Quantized
 from trainfit.spec.recipe import Adapter, Optimizer, Parallel, Recipe
 from trainfit.spec.recompute import LayerRun
 from trainfit.spec.result import Measurement
-from trainfit.spec.value import Value, parse, short_hash
+from trainfit.spec.value import Value, short_hash
 
 RESULTS = Path(__file__).parents[2] / "evidence" / "records"
 PLAIN: dict[str, Any] = {"model": {"config": {"model_type": "llama", "hidden_size": 64}}}

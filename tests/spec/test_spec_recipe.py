@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.recipe_file import apply_settings, load_recipe, recipe_from
 from trainfit.spec.recipe import Batch, ModelSpec, Parallel, Recipe
 from trainfit.spec.recompute import Budget, Every, Layers
-from trainfit.spec.value import parse
 
 CONFIG = {"model_type": "llama", "rope_theta": 1e6, "text": "1e-4", "flag": None}
 WHOLE = {

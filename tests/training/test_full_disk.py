@@ -19,7 +19,7 @@ from tiny_sweep import BASE, sweep_of
 from tiny_training import Listener, losses_in_log, options_for, tiny
 from trainfit import records
 from trainfit.cli.main import guarded
-from trainfit.measurement.trial import ended_by_storage
+from trainfit.measurement.trial_files import ended_by_storage
 from trainfit.spec.files import Appender, StorageError, one_line, storage_failure, writing
 from trainfit.sweeps import parts
 from trainfit.sweeps.journal import RECORDS, Journal

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from evidence.scripts.estimators import FILE
 from evidence.scripts.tables.accuracy import ANEW, suite
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
+
+FILE = Path(__file__).parents[2] / "records" / "estimators" / "h200.jsonl"
 
 OURS = "trainfit"
 RAN, OUT = "done", "out-of-memory"

@@ -9,10 +9,10 @@ from pathlib import Path
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_cell
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
-from trainfit.spec.value import parse
 
 RESULTS = Path(__file__).parents[2] / "records"
 SUITE = "h200-*.jsonl"

@@ -17,11 +17,11 @@ from trainfit.catalog.load import model_config
 from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, markdown_grid, or_dash
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.recipe_file import load_recipe
 from trainfit.spec.result import Explanation
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB
-from trainfit.spec.value import parse
 from trainfit.sweeps.read import read_sweep
 from trainfit.sweeps.rows import rows_of
 

@@ -20,10 +20,10 @@ from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import DIGEST, REPAIR, digest_of
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import StepTime
-from trainfit.spec.value import parse
 
 FILE = RESULTS / "step-time" / "predicted.jsonl"
 HOSTS = {

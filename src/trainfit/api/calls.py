@@ -16,8 +16,8 @@ from trainfit.report.console import progress as show_progress
 from trainfit.report.words import assumed
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.optional import is_installed
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.value import parse
 
 if TYPE_CHECKING:
     from trainfit.training.observer import Observer, StepFlops

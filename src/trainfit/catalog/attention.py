@@ -16,8 +16,9 @@ from pydantic import Field, model_validator
 from trainfit.catalog.load import FOLDER, gpus
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PositiveFloat
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import AttentionKernel
-from trainfit.spec.value import PositiveInt, Value, disagreement, parse
+from trainfit.spec.value import PositiveInt, Value, disagreement
 
 FILE = FOLDER / "attention.toml"
 Dtype = Literal["bf16", "fp32"]  # bf16 includes fp16: kernels and tensor-core rates are the same

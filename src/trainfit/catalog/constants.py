@@ -8,7 +8,8 @@ import functools
 from trainfit.catalog.fitted import fitted_table
 from trainfit.catalog.load import FOLDER
 from trainfit.spec.hardware import PositiveFloat, Share
-from trainfit.spec.value import PositiveInt, Seconds, Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import PositiveInt, Seconds, Value
 
 FILE = FOLDER / "constants.toml"
 

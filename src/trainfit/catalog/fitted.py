@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import Value
 
 FITS = "fits"
 

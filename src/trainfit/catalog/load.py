@@ -19,10 +19,11 @@ from trainfit.catalog import names
 from trainfit.catalog.config_checks import check_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, DeviceMemory, Gpu, Link, Source, Sustained, Transfers
+from trainfit.spec.parsing.parse import V, parse
 from trainfit.spec.parsing.plain_data import read_config
 from trainfit.spec.recipe import Hardware
 from trainfit.spec.units import read_count
-from trainfit.spec.value import V, Value, parse
+from trainfit.spec.value import Value
 
 FOLDER = Path(__file__).parent
 MAX_NAMES_LISTED = 50  # An error line that lists more names is no longer read

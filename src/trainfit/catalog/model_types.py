@@ -7,7 +7,8 @@ import functools
 from typing import Literal
 
 from trainfit.catalog import names
-from trainfit.spec.value import PositiveInt, Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import PositiveInt, Value
 
 Parallel = Literal["tensor", "context", "pipeline", "expert"]
 

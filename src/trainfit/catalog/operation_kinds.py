@@ -12,7 +12,8 @@ from pydantic import NonNegativeFloat
 
 from trainfit.catalog.load import FOLDER
 from trainfit.spec.hardware import PositiveFloat, Share, Source
-from trainfit.spec.value import Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import Value
 
 FILE = FOLDER / "operation_kinds.toml"
 OTHER = "other"

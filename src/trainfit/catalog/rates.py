@@ -5,7 +5,8 @@ import functools
 from trainfit.catalog.fitted import fitted_table
 from trainfit.catalog.load import FOLDER
 from trainfit.spec.hardware import PositiveFloat
-from trainfit.spec.value import Seconds, Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import Seconds, Value
 
 FILE = FOLDER / "rates.toml"
 

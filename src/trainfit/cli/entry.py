@@ -4,19 +4,11 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
 
+from trainfit.cli.resumable import saved_by
 from trainfit.spec.errors import EXIT_INTERRUPTED
-from trainfit.spec.stop import NOTHING_SAVED, Stopped, StopSignal
+from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.virtual import forked
-
-RESUMABLE = ("train", "sweep")
-"""Verbs whose work is saved and resumed."""
-
-
-def saved_by(words: Sequence[str]) -> str:
-    """Return what a command line has saved before its verb begins; empty: it saves nothing."""
-    return NOTHING_SAVED if words[:1] and words[0] in RESUMABLE else ""
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import typer
 
 import trainfit
 from trainfit.cli import options
-from trainfit.cli.entry import saved_by
+from trainfit.cli.resumable import saved_by
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.models.quiet_torchao import LOGGERS
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, InputError

@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
+from trainfit.measurement.trial_files import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import EXIT_IO, InputError
 from trainfit.spec.files import write_text
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.result import Measurement
-from trainfit.spec.value import parse
 
 LOG = "output.txt"
-TRIAL = "trainfit.measurement.trial"  # The module whose main(folder) runs a measurement's trial
+TRIAL = "trainfit.measurement.run"  # The module whose main(folder) runs a measurement's trial
 PROGRAM = """import importlib, pathlib, sys
 from trainfit.measurement.process import die_with_parent
 die_with_parent(int(sys.argv[3]))  # Before the slow imports.

@@ -24,20 +24,22 @@ from typing import TYPE_CHECKING, Any
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.machine import check_processes
 from trainfit.measurement.process import LOG, StoppedProcesses
-from trainfit.measurement.trial import (
+from trainfit.measurement.trial import run_trial
+from trainfit.measurement.trial_files import (
     ERROR,
     REQUEST,
     RESULT,
     ResultFile,
     TrialRequest,
     ended_by_storage,
-    run_trial,
-)  # fmt: skip
+    opened,
+    refused,
+)
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, InputError
 from trainfit.spec.files import write_text
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement, RankMeasurement
-from trainfit.spec.value import parse
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +58,17 @@ OF_HIGHEST = (
 """Fields that a Measurement of several ranks has from the rank with the highest peak."""
 
 
-def launch(folder: Path, request: TrialRequest, result: ResultFile) -> int:
-    """Run every rank of the trial of ``folder``, combine their results and return the exit code.
+def launch(folder: Path) -> int:
+    """Run every rank of the trial of ``folder``, combine their results and return the exit code."""
+    request, result = opened(folder)
+    try:
+        return _launched(folder, request, result)
+    except InputError as error:
+        return refused(folder, error)
+
+
+def _launched(folder: Path, request: TrialRequest, result: ResultFile) -> int:
+    """Return the exit code of a launch.
 
     Raises:
         InputError: the recipe cannot be assembled, or this machine has too few GPUs.

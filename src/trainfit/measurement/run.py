@@ -1,12 +1,16 @@
-"""``measure``: run a recipe's step in a process of its own, and return a Measurement in every case."""
+"""``measure``: run a recipe's step in a process of its own, and return a Measurement in every case.
 
+``main`` is that process: it runs the trial itself (trial.py), or launches one process a GPU (ranks.py).
+"""
+
+import json
 import re
 import tempfile
 from pathlib import Path
 
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.process import Start, run_in, spawned
-from trainfit.measurement.trial import TrialRequest
+from trainfit.measurement.trial_files import REQUEST, TrialRequest, ended_by_storage
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
@@ -74,3 +78,18 @@ def with_utilisation(
         for name, flops in (("mfu", model_flops), ("hfu", hardware_flops))
     }
     return measured.model_copy(update=known | shares)
+
+
+def main(folder: Path) -> int:
+    """Run the trial of ``folder`` and return the exit code."""
+    return ended_by_storage(lambda: _trial(folder))
+
+
+def _trial(folder: Path) -> int:
+    if json.loads((folder / REQUEST).read_text())["recipe"]["hardware"]["count"] > 1:
+        from trainfit.measurement.ranks import launch
+
+        return launch(folder)
+    from trainfit.measurement.trial import run_trial
+
+    return run_trial(folder)

@@ -1,8 +1,4 @@
-"""Run one trial of a measurement in its own process: ``main(folder)``.
-
-FOLDER/request.json holds the task. FOLDER/result.json is always a valid Measurement: until the trial ends
-its status is "crashed" and its message names the last stage reached, so a killed process keeps its results.
-Bad input goes to FOLDER/error.json.
+"""Run the trial of a folder on one device.
 
 Order: build; warm-up steps that read the memory at each phase's start (the first step, then steady steps);
 timed steps without any instrumentation; on CUDA one more step for the breakdown of the peak (one GPU).
@@ -11,28 +7,21 @@ A recipe for several GPUs is measured by as many processes (ranks.py), each of w
 """
 
 import importlib
-import json
-import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import Field
-
-from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, InputError
-from trainfit.spec.files import one_line, storage_failure, write_text
-from trainfit.spec.printable import say
+from trainfit.measurement.trial_files import ResultFile, TrialRequest, opened, refused
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import PHASES, Environment, Measurement, MemoryBreakdown, PhasePeaks, Phases, Spread
+from trainfit.spec.result import PHASES, Environment, MemoryBreakdown, PhasePeaks, Phases, Spread
 from trainfit.spec.units import format_seconds
-from trainfit.spec.value import Count, Value, parse
 
 if TYPE_CHECKING:
-    from trainfit.measurement.ranks import Rank
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 MIN_UNTIMED = 2  # The first step, and one steady step whose phases are measured
 MODULES = ("trainfit.measurement.meter", "trainfit.models.hf", "transformers.models.llama.modeling_llama")
 FROM_CACHE = "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
@@ -43,76 +32,29 @@ StepMemory = tuple[PhasePeaks, MemoryBreakdown | None]
 """Peak of each phase of one step, and what held the highest."""
 
 
-class TrialRequest(Value):
-    """The task of a trial; ``environment`` is the host's."""
+class Rank(Protocol):
+    """This process as one of several ranks (ranks.py)."""
 
-    recipe: Recipe
-    steps: Count
-    warmup: Count
-    device: str
-    memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None
-    environment: Environment
+    def join(self, recipe: Recipe, device: "torch.device") -> "DeviceMesh":
+        """Join the process group and return the mesh of the recipe's ranks."""
+        ...
 
-
-class ResultFile:
-    """The trial's result file. It is replaced atomically, so a reader never sees part of it."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self.measurement = parse(Measurement, json.loads(path.read_text()))
-
-    def update(self, **known: Any) -> None:
-        """Set fields of the Measurement and write the file."""
-        self.measurement = self.measurement.model_copy(update=known)
-        draft = self._path.with_suffix(".tmp")
-        write_text(draft, self.measurement.model_dump_json())
-        os.replace(draft, self._path)
+    def align(self, device: "torch.device") -> None:
+        """Wait until every rank's device is idle."""
+        ...
 
 
-def main(folder: Path) -> int:
-    """Run the trial of ``folder`` and return the exit code."""
-    return ended_by_storage(lambda: run_trial(folder))
-
-
-def run_trial(folder: Path, rank: "Rank | None" = None) -> int:
+def run_trial(folder: Path, rank: Rank | None = None) -> int:
     """Run the trial of ``folder``, or its part of one rank, and return the exit code."""
-    request = parse(TrialRequest, json.loads((folder / REQUEST).read_text()))
-    result = ResultFile(folder / RESULT)
-    result.update(message="ended before the model was built")
+    request, result = opened(folder)
     try:
-        if request.recipe.hardware.count > 1 and rank is None:
-            from trainfit.measurement.ranks import launch
-
-            return launch(folder, request, result)
         _measure(request, result, rank)
     except InputError as error:
         return refused(folder, error)
     return 0
 
 
-def refused(folder: Path, error: InputError) -> int:
-    """Write the error for the process that started the trial, and return the exit code."""
-    fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file", "value")}
-    write_text(folder / ERROR, json.dumps(fields, default=repr))
-    return EXIT_BAD_INPUT
-
-
-def ended_by_storage(run: Callable[[], int]) -> int:
-    """Return ``run``'s exit code, or 74 and one line on standard error if a file cannot be written.
-
-    A storage failure is not a result of the recipe: the command that started the trial ends with it too.
-    """
-    try:
-        return run()
-    except Exception as error:
-        failure = storage_failure(error)
-        if failure is None:
-            raise
-        say(one_line(OSError(failure.errno, failure.strerror, failure.filename)), err=True)
-        return EXIT_IO
-
-
-def _measure(request: TrialRequest, result: ResultFile, rank: "Rank | None") -> None:
+def _measure(request: TrialRequest, result: ResultFile, rank: Rank | None) -> None:
     """Measure and update ``result`` after each stage. Out of memory ends it with that status."""
     from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 
@@ -165,7 +107,7 @@ def _meter(request: TrialRequest) -> Any:
     return CpuMeter(torch.device("cpu"), tracked=tracked)
 
 
-def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: "Rank | None") -> None:
+def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: Rank | None) -> None:
     from trainfit.measurement.feed import measured_batches
     from trainfit.models.layers import num_weights
     from trainfit.step import assemble

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainfit.parallel.collectives import Group
-
-if TYPE_CHECKING:
-    from trainfit.parallel.peer_copies import PeerMemory
+from trainfit.parallel.peer_memory import PeerMemory
 
 
 class Cluster:
@@ -19,8 +15,6 @@ class Cluster:
 
     def peer_memory(self, num_bytes: int, device: torch.device) -> PeerMemory:
         """Return memory of this rank that the other ranks of its host can read and write."""
-        from trainfit.parallel.peer_copies import PeerMemory  # Imports FSDP2.
-
         return PeerMemory(num_bytes, device)
 
     def read_sizes(self, sizes_2n: Tensor, num_pairs: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 from trainfit.ledger.ledger import ALLOCATE, Ledger
 from trainfit.parallel.cluster import Cluster
 from trainfit.parallel.collectives import Group
-from trainfit.parallel.peer_copies import PeerMemory
+from trainfit.parallel.peer_memory import PeerMemory
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
 from trainfit.techniques.parallel.fsdp import not_compared

@@ -11,10 +11,10 @@ from typing import Any
 
 from trainfit.report.words import batch_text
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Estimate, Measurement, Record, WhichPeak
-from trainfit.spec.value import parse
 from trainfit.techniques.registry import describe
 
 GOAL = 0.03  # Predictions are to lie this close to the measured peak (a share)

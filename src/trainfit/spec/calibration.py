@@ -6,7 +6,8 @@ from pydantic import AfterValidator, Field
 
 from trainfit.spec.bench import Environment
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import PositiveInt, Seconds, Value, disagreement, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import PositiveInt, Seconds, Value, disagreement
 
 FORMAT = 1
 MAX_FILE_BYTES = 2**27

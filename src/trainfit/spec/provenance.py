@@ -18,9 +18,10 @@ from typing import Any, Literal
 import trainfit
 from trainfit.spec.bench import BenchResult
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import HELD_BUCKETS, Record
-from trainfit.spec.value import canonical_json, parse, short_hash
+from trainfit.spec.value import canonical_json, short_hash
 
 DIGEST = "digest"
 REPAIR = "restore the file from a copy, or keep its whole rows: trainfit records recover FILE NEW.jsonl"

@@ -1,4 +1,4 @@
-"""The base of every noun, and how a plain mapping becomes one with a one-line error.
+"""The base of every noun, and the types of its fields.
 
 A value is frozen, strict (no silent conversion of text to numbers), refuses unknown keys, NaN and infinity.
 """
@@ -6,11 +6,12 @@ A value is frozen, strict (no silent conversion of text to numbers), refuses unk
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from trainfit.spec.errors import InputError
 from trainfit.spec.units import read_share
 
 FromPercent = BeforeValidator(
@@ -41,32 +42,12 @@ class Value(BaseModel):
         return copied
 
 
-V = TypeVar("V", bound=BaseModel)
-
-
-def parse(kind: type[V], data: Any, *, file: str = "") -> V:
-    """Return plain ``data`` (mappings, lists, numbers, text) as a ``kind``.
-
-    Raises:
-        InputError: naming the first wrong field, its value and what to write instead.
-    """
-    try:
-        # JSON mode is strict about numbers and text, and takes a list for a tuple.
-        return kind.model_validate_json(json.dumps(data, allow_nan=True))
-    except ValidationError as error:
-        from trainfit.spec.parsing.refusal import as_input_error
-
-        raise as_input_error(kind, data, error, file) from None
-
-
 def texts(given: Any, *, field: str, remedy: str = "write one text, or a list of texts") -> tuple[str, ...]:
     """Return an argument that takes several texts, of which one alone is a text, not its letters.
 
     Raises:
         InputError: neither text nor a sequence of text.
     """
-    from trainfit.spec.errors import InputError
-
     if isinstance(given, str):
         return (given,)
     if isinstance(given, Iterable) and not isinstance(given, Mapping | bytes):

@@ -14,13 +14,14 @@ from typing import Any
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.process import LOG, TRIAL, TrialStorageError, last_lines, run_in, run_to_end
 from trainfit.measurement.run import with_utilisation
-from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
+from trainfit.measurement.trial_files import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import one_line, storage_failure, write_text
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
 from trainfit.spec.sweep import MeasurePart, Part, TrainPart
-from trainfit.spec.value import Value, parse, short_hash
+from trainfit.spec.value import Value, short_hash
 
 PART_TRIAL = "trainfit.sweeps.trial"  # The module that predicts or trains in a process of its own
 MAX_OUTPUT_CHARS = 20_000

@@ -15,7 +15,7 @@ from typing import Any
 from trainfit.measurement.process import spawned
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
-from trainfit.spec.value import parse
+from trainfit.spec.parsing.parse import parse
 from trainfit.sweeps.parts import (
     OnStart,
     PartRequest,

@@ -15,6 +15,7 @@ from trainfit.catalog import load as catalog
 from trainfit.catalog.config_notes import config_notes
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.plain_data import read_yaml
 from trainfit.spec.parsing.recipe_file import (
     merge,
@@ -25,7 +26,6 @@ from trainfit.spec.parsing.recipe_file import (
     with_model_config,
 )
 from trainfit.spec.sweep import FOLDER_NAME, SweepFile, TrainPart, Variant
-from trainfit.spec.value import parse
 from trainfit.training.options import TrainOptions, data_from, is_there
 
 MAX_VARIANTS = 1000  # Of a file that varies recipes

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import StorageError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Record
 from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
 from trainfit.spec.units import GIB
-from trainfit.spec.value import parse
 from trainfit.sweeps.journal import Journal
 from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, Stop, ended
 from trainfit.sweeps.read import Sweep

@@ -1,7 +1,7 @@
 """The process of a sweep's prediction or training run: ``main(folder)``.
 
 Reads FOLDER/request.json; writes a PartResult to FOLDER/result.json, or bad input to FOLDER/error.json.
-(A measurement's process is ``trainfit.measurement.trial``.)
+(A measurement's process is ``trainfit.measurement.run``.)
 """
 
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.measurement.environment import runs_on_cuda
-from trainfit.measurement.trial import REQUEST, RESULT, ended_by_storage, refused
+from trainfit.measurement.trial_files import REQUEST, RESULT, ended_by_storage, refused
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import write_text
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.sweep import LATE_FROM_STEP
-from trainfit.spec.value import parse
 from trainfit.sweeps.parts import PartRequest, PartResult, ended
 from trainfit.sweeps.read import train_options
 from trainfit.training.observer import Observer, StepFlops, StepMetrics

@@ -20,8 +20,8 @@ from typing import IO
 
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.process import die_with_parent, forked
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.printable import say
-from trainfit.spec.value import parse
 from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, ended, run_part
 
 READY = b"ready\n"

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from trainfit.models.layers import code_names
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
-from trainfit.spec.value import parse
+from trainfit.spec.parsing.parse import parse
 from trainfit.step import Step
 from trainfit.training import durable, shards, state
 from trainfit.training.folder import RUN, existing

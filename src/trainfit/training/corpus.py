@@ -16,7 +16,8 @@ import numpy as np
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
-from trainfit.spec.value import Count, Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import Count, Value
 from trainfit.training import documents, durable
 from trainfit.training.options import TrainOptions
 from trainfit.training.tokenizer import (

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.stop import NOTHING_SAVED
-from trainfit.spec.value import parse
 from trainfit.training import durable
 from trainfit.training.options import MAY_CHANGE, TrainOptions
 

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from trainfit.models.hf import NOT_THE_ARCHITECTURE
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import Count, PositiveInt, Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import Count, PositiveInt, Value
 
 Activation = Literal["silu", "silu_unfused", "gelu", "gelu_tanh", "relu"]
 PositiveFloat = Annotated[float, Field(gt=0)]

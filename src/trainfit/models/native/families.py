@@ -12,7 +12,7 @@ from trainfit.catalog.model_types import model_type as find_type
 from trainfit.models.hf import hf_config_from
 from trainfit.models.native.config import NativeConfig, Rope, activation, from_own_keys
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import parse
+from trainfit.spec.parsing.parse import parse
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 EQUAL_KEYS = (

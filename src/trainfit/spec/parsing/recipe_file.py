@@ -11,10 +11,10 @@ from typing import Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_config, read_yaml
 from trainfit.spec.parsing.synonyms import main_key, with_exact_choices, written_out
 from trainfit.spec.recipe import Recipe, names
-from trainfit.spec.value import parse
 
 MAX_CHAIN = 32
 MAX_LINES_BYTES = 100 * 10**6

@@ -1,13 +1,15 @@
-"""Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy.
+"""Turn plain data into a value, and a ValidationError into one InputError.
 
-Where that is an unknown key, the others are named too.
+The error names the first wrong field, its value, problem and remedy. Where that is an unknown key, the others
+are named too.
 """
 
 import functools
+import json
 import operator
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,7 +30,23 @@ MAX_KEYS = 20  # Unknown keys that a message names after the first
 BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
-def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, file: str) -> InputError:
+V = TypeVar("V", bound=BaseModel)
+
+
+def parse(kind: type[V], data: Any, *, file: str = "") -> V:
+    """Return plain ``data`` (mappings, lists, numbers, text) as a ``kind``.
+
+    Raises:
+        InputError: naming the first wrong field, its value and what to write instead.
+    """
+    try:
+        # JSON mode is strict about numbers and text, and takes a list for a tuple.
+        return kind.model_validate_json(json.dumps(data, allow_nan=True))
+    except ValidationError as error:
+        raise _as_input_error(kind, data, error, file) from None
+
+
+def _as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, file: str) -> InputError:
     """Return the InputError of the first wrong field of ``data``."""
     placed = [(_path(item["loc"], item["type"], data), item) for item in error.errors()]
     path, same = _first_field(placed)
