@@ -9,7 +9,8 @@ from typing import Literal
 from trainfit.catalog import names
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Transfers
-from trainfit.spec.value import PositiveInt, Value, parse
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.value import PositiveInt, Value
 
 
 class CollectiveKind(Value):
