@@ -51,6 +51,17 @@ class Comparison(NamedTuple):
         errors += [self.predicted["phases"]["after_init"] - rank["after_init"] for rank in self.ranks]
         return max(errors, key=abs)
 
+    def allocated_error(self) -> float:
+        """Return the error of the allocated peak over the measured one, a share; of the first rank."""
+        first = self.ranks[0]
+        measured = max(first[step][phase] for step in ("first", "steady") for phase in PHASES)
+        return (self.predicted_peak() - measured) / measured
+
+    def predicted_peak(self) -> int:
+        """Return the largest of the predicted phases, which the measured rows have too."""
+        phases = self.predicted["phases"]
+        return max(phases[step][phase] for step in ("first", "steady") for phase in PHASES)
+
     def reserved_error(self) -> float:
         """Return the error of the reserved peak over the measured one, a share; of the first rank."""
         measured = self.ranks[0]["reserved"]

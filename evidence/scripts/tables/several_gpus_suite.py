@@ -242,6 +242,7 @@ MEASURED_LATER = {
     "meta": "models built on meta",
     "experts": "expert parallel, and the same model without it",
     "context": "context parallel",
+    "nf4": "LoRA on a 4-bit base, on H100s",
 }
 """Groups of recipes that were measured after the suite, and their titles."""
 

@@ -40,6 +40,8 @@ TWO_GPUS = {
     "../several-gpus/own-host-3": "seventh",
 }
 """The same of two GPUs' steps."""
+H100 = ("h100", "h100-again", "h100-third")
+"""Machines with one H100."""
 
 
 class Step(NamedTuple):
@@ -202,15 +204,39 @@ def two_gpus_table() -> str:
     return _by_machine({title: on_host(name, waits=None) for name, title in TWO_GPUS.items()})
 
 
+def h100() -> list[Comparison]:
+    """Return the recipes measured on one H100, each with the newest prediction that was committed before."""
+    before = [
+        *load(FILE.with_name("h100-predicted.jsonl")),
+        *load(FILE.with_name("h100-calibrated-predicted.jsonl")),
+    ]
+    known = {one.recipe_id: one.estimate for one in before}
+    rows = [one for name in H100 for one in load(FILE.with_name(f"{name}-measured.jsonl"))]
+    return [
+        Comparison(parse(Recipe, one.recipe), known[one.recipe_id], one.measurement)
+        for one in rows
+        if one.measurement is not None and one.measurement.step_times is not None
+    ]
+
+
+def h100_rows() -> dict[bool, list[dict[str, Any]]]:
+    """Return the rows of one H100 by whether the catalog's host is expected to decide them."""
+    every = rows(FILE.with_name("h100.jsonl"))
+    return {
+        waits: [row for row in every if (row["host_s"] > HOST_BOUND * row["predicted_s"]) == waits]
+        for waits in (False, True)
+    }
+
+
 def h100_table() -> str:
     """Return the errors of steps of one H100: by an H200's operations, by its own, and with its host too."""
     folder = FILE.parent
     before = {one.recipe_id: one.estimate for one in load(folder / "h100-predicted.jsonl")}
     first = {one.recipe_id for one in load(folder / "h100-calibrated-predicted.jsonl")}
-    every = rows(folder / "h100.jsonl")
+    found = h100_rows()
     lines = []
     for title, waits in {"the GPU decides": False, "the host decides": True}.items():
-        mine = [row for row in every if (row["host_s"] > HOST_BOUND * row["predicted_s"]) == waits]
+        mine = found[waits]
         blind = [row for row in mine if row["recipe_id"] in first]
         lines += [_of_h100(title, mine, before), _of_h100(f"{title}, predicted first", blind, before)]
     heads = ["steps", "recipes", "an H200's operations: median, %", "worst, %", "an H100's: median, %",
