@@ -21,7 +21,6 @@ from trainfit.prediction.time.calibrated import calibrated, using
 from trainfit.records import load
 from trainfit.spec.calibration import Calibration, OpTime
 from trainfit.spec.errors import InputError
-from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import DIGEST, digest_of
 from trainfit.spec.result import StepTime
 from trainfit.spec.value import canonical_json
