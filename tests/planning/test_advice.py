@@ -9,20 +9,21 @@ import trainfit
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.planning.advice import (
-    Change,
     Deadline,
     _Search,
     advise,
+    as_offered,
     changes_that_fit,
+    expected,
     first_fitting,
     is_as_good,
     more_gpus,
 )
 from trainfit.planning.estimates import Estimates
-from trainfit.planning.expected import expected
 from trainfit.planning.recompute.solver import OutOfTimeError
 from trainfit.planning.recompute.solver import plan as plan_recompute
 from trainfit.planning.search.candidate import MARGIN, Combinations, Goal
+from trainfit.planning.search.space import Option
 from trainfit.report.prediction_text import show_advice
 from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Hardware
@@ -122,8 +123,8 @@ def test_where_the_loss_keeps_no_logits_the_blocks_hold_the_activations() -> Non
     own = trainfit.predict({**LARGE, "loss": "fused"}, gpu="rtx-4090")
     held = own.breakdown.activations + own.breakdown.temporary
     full, chunked = (
-        expected(own.recipe, own, own.recipe.model_copy(update=change)).device_bytes
-        for change in ({"recompute": "full"}, {"loss": "chunked"})
+        expected(own.recipe, own, as_offered(own.recipe, Option("", (change,)))).device_bytes
+        for change in (("recompute", "full"), ("loss", "chunked"))
     )
     assert own.peak_device_bytes - full > 0.6 * held
     assert chunked == pytest.approx(own.peak_device_bytes, rel=0.01)
@@ -134,7 +135,7 @@ def test_ranks_that_share_a_batch_take_as_many_more_of_them() -> None:
     combinations = Combinations(own, Goal(), Estimates(0))
     search = _Search(combinations, trainfit.predict(LARGE, gpu="rtx-4090"), most=3)
     two = [one for one in combinations.space.options if one.values == (("parallel.tensor", 2),)]
-    changed = combinations.recipe_of(*search.key(tuple(map(Change, two))))
+    changed = combinations.recipe_of(*search.key(tuple(two)))
     assert changed.mesh.tensor == 2
     assert changed.batch.tokens * changed.mesh.data_ranks == own.batch.tokens * own.mesh.data_ranks
 

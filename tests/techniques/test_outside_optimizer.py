@@ -11,6 +11,10 @@ from rank_processes import Ranks
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from tiny_training import options_for, tiny
 from trainfit.api.plans import plan_recipe
+from trainfit.planning.advice import changes_that_fit, expected
+from trainfit.planning.estimates import Estimates
+from trainfit.planning.search.candidate import Goal
+from trainfit.planning.search.space import Option, offered
 from trainfit.prediction.predict import predict
 from trainfit.report.precision import meaning, storage
 from trainfit.spec.errors import InputError
@@ -44,6 +48,22 @@ def test_it_is_planned() -> None:
     kept = plan_recipe(given, (), vary=("optimizer.name",), processes=0, keep_quality=True)
     reasons = {one.choice: one.reason for one in kept.rejected}
     assert reasons["optimizer.name: lion"] == "changes the numerics (sign updates)"
+
+
+def test_its_expected_state_makes_it_a_remedy() -> None:
+    config = TINY_LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000}
+    given = recipe_from({"model": {"config": config}, "batch": {"micro": 2, "seq": 16}})
+    own = predict(given)
+    limit = own.peak_device_bytes - own.breakdown.optimizer // 4
+    goal = Goal(memory_bytes=limit, margin=0.0, vary=("optimizer.name",))
+    with Estimates(0) as estimates:
+        found = {one.changes: one.estimate for one in changes_that_fit(given, own, goal, estimates, most=9)}
+    lion = found["optimizer.name: lion",]
+    assert lion.breakdown.optimizer == pytest.approx(own.breakdown.optimizer / 2, rel=0.05)
+    silent = Option("lion", (("optimizer.name", "lion"),))
+    stated = next(one for one in offered(given) if one.values == silent.values)
+    assert expected(given, own, stated.expected).device_bytes < limit
+    assert expected(given, own, silent.expected).device_bytes > limit  # Such an offer is not traced.
 
 
 def test_a_resumed_run_has_the_losses_of_an_unbroken_one(tmp_path: Path) -> None:

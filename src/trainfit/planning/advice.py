@@ -1,7 +1,6 @@
 """The changes with which a recipe that is too large fits, and the GPUs on which it does."""
 
 import itertools
-import json
 import math
 import time
 from collections import Counter
@@ -10,23 +9,36 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.load import gpus
+from trainfit.catalog.load import gpus, model_config
 from trainfit.planning.estimates import Estimates, Request, Result
-from trainfit.planning.expected import TOLERANCE, Expected, expected
 from trainfit.planning.search.candidate import MARGIN, Combinations, Goal, Key, Traced
 from trainfit.planning.search.plan import found as as_found
-from trainfit.planning.search.space import OWN_FAMILY, Option, agree, changed
+from trainfit.planning.search.space import (
+    MICRO_BATCH,
+    OWN_FAMILY,
+    RECOMPUTE,
+    Option,
+    Options,
+    agree,
+    changed,
+    offered,
+)
 from trainfit.prediction.device_overhead import group_bytes
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.plan import Advice, Found, written
 from trainfit.spec.recipe import Parallel, Recipe
 from trainfit.spec.result import Estimate
+from trainfit.techniques.base import AS_BEFORE, Expected
 
 MOST_CHANGES = 3
 TRIES = 2
 """Most kinds of GPU, numbers of GPUs and doubtful changes that are predicted."""
-FULL = '"full"'
+FULL = Option(RECOMPUTE, ((RECOMPUTE, "full"),))
+LOGITS_BYTES = 14
+"""Most bytes that a logit holds at once: its value, its fp32 copy, log-softmax and gradient."""
+TOLERANCE = 0.8
+"""Share of the expected device memory that a change may turn out to take."""
 ENOUGH = 2
 """Number of changes that fit from which doubtful changes, and pairs of changes, are not traced any more."""
 LIMIT_S = 60.0
@@ -35,6 +47,55 @@ HOST_BYTES = 256 * 2**30
 """Pinned memory for each GPU that a change may take: a host of eight GPUs with 2 TiB has so much."""
 MOST_OF_FAMILY = 2
 """Most options of one technique that are named, such as two and four tensor-parallel ranks."""
+
+
+class Size(NamedTuple):
+    """Expected memory of a changed recipe, and its step time over that before."""
+
+    device_bytes: float
+    host_bytes: float
+    time_ratio: float
+
+
+def expected(recipe: Recipe, own: Estimate, effect: Expected) -> Size:
+    """Return the size that a recipe is expected to have after a change with an effect.
+
+    Args:
+        own: estimate of the recipe before the change.
+    """
+    held = own.breakdown
+    others = held.activations + held.temporary
+    logits = min(others, _logits_bytes(recipe))
+    allocated = (
+        held.weights * effect.weights
+        + held.gradients * effect.gradients
+        + held.optimizer * effect.optimizer
+        + (others - logits) * effect.activations
+        + logits * effect.logits
+        + held.communication * effect.communication
+        + held.workspace
+    )
+    highest = own.highest
+    other = highest.device - highest.reserved
+    # What the allocator cannot use grows with what it holds.
+    unused = highest.reserved / max(1, highest.allocated)
+    host = (held.weights + held.optimizer) * effect.to_host
+    return Size(allocated * unused + other, host, effect.time)
+
+
+def _logits_bytes(recipe: Recipe) -> int:
+    """Return the most that logits take; 0 where few are there at once, or the fullest GPU may have none."""
+    if recipe.loss != "standard" or recipe.mesh.pipeline > 1:
+        return 0
+    tokens = recipe.batch.tokens // recipe.batch.accumulate
+    vocabulary = model_config(recipe.model.config).get("vocab_size", 2**15)
+    vocabulary = vocabulary if isinstance(vocabulary, int) else 2**15
+    return LOGITS_BYTES * tokens * vocabulary // (recipe.mesh.tensor * recipe.mesh.context)
+
+
+def as_offered(recipe: Recipe, option: Option) -> Expected:
+    """Return what is expected of an option in a recipe, which may have other changes already."""
+    return next((one.expected for one in offered(recipe) if one.values == option.values), option.expected)
 
 
 class Deadline:
@@ -127,8 +188,8 @@ def more_gpus(recipe: Recipe, found: Estimate) -> list[dict[str, object]]:
     peaks: list[tuple[dict[str, object], float]] = [({}, found.highest.device)]
     if recipe.recompute == "none":
         with suppress(InputError):
-            recomputed = changed(recipe, {"recompute": "full"})
-            peaks.append(({"recompute": "full"}, expected(recipe, found, recomputed).device_bytes))
+            changed(recipe, dict(FULL.values))
+            peaks.append((dict(FULL.values), expected(recipe, found, as_offered(recipe, FULL)).device_bytes))
     tried: list[dict[str, object]] = []
     for values, peak_bytes in peaks:
         room = own.usable_bytes * (1 - MARGIN) - (peak_bytes - sharded / count) - nccl
@@ -173,31 +234,6 @@ def _found(result: Result, values: dict[str, object]) -> Found | None:
     return Found(recipe=result.recipe.content(), changes=changes, numerics=(), estimate=estimate)
 
 
-class Change(NamedTuple):
-    """One change of a recipe; a field of None leaves the recipe's value."""
-
-    option: Option | None = None
-    level: str | None = None
-    batch: tuple[int, int] | None = None
-
-    @property
-    def label(self) -> str:
-        """The change as a recipe writes it."""
-        if self.option is not None:
-            return self.option.label
-        return (
-            f"recompute: {json.loads(self.level)}" if self.level else f"batch.micro: {(self.batch or [0])[0]}"
-        )
-
-    @property
-    def family(self) -> str:
-        """Kind of the change; a recipe takes at most one change of a family."""
-        return self.option.family if self.option else "recompute" if self.level else "batch"
-
-
-Changes = tuple[Change, ...]
-
-
 class _Search:
     """Traces changes of one recipe until enough of them fit.
 
@@ -218,45 +254,51 @@ class _Search:
         self.combinations, self.own, self.most = combinations, own, most
         self.say, self.deadline = say, deadline or Deadline()
         self.fitting: list[Found] = []
-        self.alone: dict[Change, Traced] = {}
+        self.alone: dict[Option, Traced] = {}
         """Changes that were traced alone."""
         self._families: Counter[str] = Counter()
 
-    def key(self, changes: Changes) -> Key:
+    def key(self, changes: Options) -> Key:
         """Return the combination of changes, with as many tokens a step as the recipe has."""
         space, batch = self.combinations.space, self.combinations.recipe.batch
-        chosen = [one.option for one in changes if one.option]
-        options = tuple(one for one in space.options if one in chosen)
-        level = next((one.level for one in changes if one.level), space.levels[0])
-        micro, count = next((one.batch for one in changes if one.batch), (batch.micro, batch.accumulate))
+        options = tuple(one for one in space.options if one in changes)
+        level = next((json for json, one in space.levels.items() if one in changes), next(iter(space.levels)))
+        batches = (tuple(value for _, value in one.values) for one in changes if one.family == MICRO_BATCH)
+        micro, count = next(batches, (batch.micro, batch.accumulate))
         in_all, ranks = count * self.combinations.data_ranks(()), self.combinations.data_ranks(options)
         return options, level, micro, count if in_all % ranks else in_all // ranks
 
-    def expected(self, changes: Changes) -> Expected | None:
-        """Return the expected memory with changes; None: no less than without, or they are refused."""
+    def expected(self, changes: Options) -> Size | None:
+        """Return the expected size with changes; None: no less than without, or they are refused."""
         key = self.key(changes)
         if agree(key[0]) is None:
             return None
-        before, own = self.combinations.recipe, self.own
-        for found in map(self.alone.get, changes):
+        before, own, known = self.combinations.recipe, self.own, None
+        for change in changes:
+            found = self.alone.get(change)
             at = found and found.result.estimate
             if found and at and at.highest.device < own.highest.device:
-                before, own = found.result.recipe, at
+                before, own, known = found.result.recipe, at, change
         try:
-            one = expected(before, own, self.combinations.recipe_of(*key))
+            self.combinations.recipe_of(*key)
         except InputError:
             return None
+        effect, at = AS_BEFORE, before
+        for change in changes:
+            if change != known:
+                effect = effect.then(as_offered(at, change))
+                with suppress(InputError):  # Two changes may only be possible together.
+                    at = changed(at, dict(change.values))
+        one = expected(before, own, effect)
         is_less = one.device_bytes < own.highest.device
         return one if is_less and one.host_bytes <= self.combinations.host_bytes else None
 
-    def trace(self, several: Iterable[Changes]) -> None:
+    def trace(self, several: Iterable[Options]) -> None:
         """Trace the changes that are expected to fit, the fastest first, and a few doubtful ones."""
         usable = self.combinations.usable_bytes
         found = [(changes, one) for changes in several if (one := self.expected(changes)) is not None]
         ranked = [each for each in found if TOLERANCE * each[1].device_bytes <= usable]
-        numerics = {
-            changes: sum(bool(one.option and one.option.numerics) for one in changes) for changes, _ in ranked
-        }
+        numerics = {changes: sum(bool(one.numerics) for one in changes) for changes, _ in ranked}
         ranked.sort(key=lambda each: (numerics[each[0]], each[1].time_ratio, each[1].device_bytes))
         for changes, one in ranked:
             if one.device_bytes <= usable and len(self.fitting) < self.most:
@@ -268,8 +310,8 @@ class _Search:
             if len(self.fitting) < ENOUGH:
                 self._trace(ranked[at][0])
 
-    def _trace(self, changes: Changes) -> None:
-        families = [one.family for one in changes if one.option]
+    def _trace(self, changes: Options) -> None:
+        families = [one.family for one in changes if one.family not in (RECOMPUTE, MICRO_BATCH)]
         if any(self._families[each] >= MOST_OF_FAMILY for each in families) or self.deadline.skips():
             return
         self.say(" and ".join(one.label for one in changes))
@@ -291,11 +333,12 @@ class _Search:
 
         It is the fastest of all that recomputation alone can do, and takes several times as long to find.
         """
-        combinations, full = self.combinations, (Change(level=FULL),)
-        if combinations.goal.memory_bytes is not None or FULL not in combinations.space.levels[1:]:
+        combinations = self.combinations
+        full = next((one for one in _levels(combinations) if one.values == FULL.values), None)
+        if combinations.goal.memory_bytes is not None or full is None:
             return
-        known = self.alone.get(full[0])
-        one = self.expected(full)
+        known = self.alone.get(full)
+        one = self.expected((full,))
         size = known.device_bytes if known else TOLERANCE * one.device_bytes if one else math.inf
         if size > combinations.usable_bytes or self.deadline.skips():
             return
@@ -340,12 +383,10 @@ def changes_that_fit(
     dividing = [
         each for each in combinations.batches(()) if each[0] < micro and each[0] * each[1] == micro * count
     ]
-    smaller = [Change(batch=each) for each in dividing]
+    smaller = [_batch(recipe, *each) for each in dividing]
     enough = [one for one in smaller if (found := search.expected((one,))) and found.device_bytes <= usable]
-    changes = [Change(level=each) for each in combinations.space.levels[1:]]
-    changes += dict.fromkeys([*smaller[:1], *enough[-1:]])
-    options = [one for one in combinations.space.options if not one.is_slow and one.family != OWN_FAMILY]
-    changes += [Change(option=each) for each in options]
+    changes = [*_levels(combinations), *dict.fromkeys([*smaller[:1], *enough[-1:]])]
+    changes += [one for one in combinations.space.options if not one.is_slow and one.family != OWN_FAMILY]
     search.trace((one,) for one in changes)
     if len(search.fitting) < ENOUGH:
         known = search.alone
@@ -354,6 +395,18 @@ def changes_that_fit(
         search.trace((one, other) for one, other in pairs if one.family != other.family)
     search.plan_recompute()
     return sorted(search.fitting, key=lambda one: (bool(one.numerics), -_rate(one)))[:most]
+
+
+def _levels(combinations: Combinations) -> list[Option]:
+    """Return the levels of recomputation other than the recipe's own."""
+    return list(combinations.space.levels.values())[1:]
+
+
+def _batch(recipe: Recipe, micro: int, count: int) -> Option:
+    """Return a smaller micro-batch, with as many more of them a step."""
+    share = micro / recipe.batch.micro
+    fewer = Expected(activations=share, logits=share, time=1.02)
+    return Option(MICRO_BATCH, (("batch.micro", micro), ("batch.accumulate", count)), fewer)
 
 
 def is_as_good(one: Found, other: Found) -> bool:

@@ -8,7 +8,7 @@ kernels/flash_attention. ``best``: the fastest by the catalog's measurements on 
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import _triton_gpus
-from trainfit.techniques.base import Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 BACKENDS = {
@@ -64,6 +64,11 @@ def _describe(recipe: Recipe) -> str:
     return "" if recipe.attention == "sdpa" else f"{recipe.attention} attention"
 
 
+def expected(recipe: Recipe) -> Expected:
+    """Return what is expected of a recipe with a fused kernel: it keeps no scores."""
+    return Expected(activations=0.5) if recipe.attention == "eager" else Expected()
+
+
 TECHNIQUE = Technique(
     name="attention",
     order=200,
@@ -80,5 +85,5 @@ TECHNIQUE = Technique(
     draw=Draw(
         weights={"attention": {"sdpa": 8, "eager": 1, "math": 1, "flash": 1, "efficient": 1, "cudnn": 1}}
     ),
-    offers=lambda recipe: (Offer({"attention": "best"}, is_start=True),),
+    offers=lambda recipe: (Offer({"attention": "best"}, expected(recipe), is_start=True),),
 )

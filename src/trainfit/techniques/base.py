@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainfit.spec.errors import InputError
 
@@ -33,11 +33,45 @@ class Draw:
     """Further keys next to a drawn value, such as an optimizer's implementation."""
 
 
+class Expected(NamedTuple):
+    """What an offer is expected to do to a recipe's memory and time: factors of what each was before.
+
+    They decide what the planner traces first where a recipe does not fit, and leave out what is far from
+    enough. A user reads only what was traced. Those of this package are rounded from predicted recipes of
+    Llama models with 1 to 405 billion parameters.
+    """
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+    """Of the optimizer's state."""
+    activations: float = 1.0
+    """Of what the blocks save and compute with, the logits aside."""
+    logits: float = 1.0
+    communication: float = 1.0
+    """Of buffers of collectives."""
+    time: float = 1.0
+    """Of a step with as many tokens."""
+    to_host: float = 0.0
+    """Share of the weights and the optimizer's state that moves to pinned memory of the host."""
+
+    def then(self, other: Expected) -> Expected:
+        """Return the effect of both."""
+        factors = (a * b for a, b in zip(self[:-1], other[:-1], strict=True))
+        return Expected(*factors, to_host=min(1.0, self.to_host + other.to_host))
+
+
+AS_BEFORE = Expected()
+
+
 @dataclass(frozen=True)
 class Offer:
     """Fields that the planner may set together, to make a recipe smaller or faster."""
 
     fields: Data
+    expected: Expected = AS_BEFORE
+    """Memory and time of the recipe for which it is offered, with the fields. By default as without them, so
+    that it is never proposed as a remedy for a recipe that does not fit."""
     numerics: str = ""
     """What they change in the mathematics, in a few words; empty: nothing beyond rounding."""
     is_start: bool = False

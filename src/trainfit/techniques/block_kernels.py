@@ -11,7 +11,7 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.model_types import native_types
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
-from trainfit.techniques.base import Data, Draw, Offer, Technique
+from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique
 from trainfit.techniques.draft import Draft
 
 
@@ -41,5 +41,7 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "block kernels",
     draw=Draw(alone=_draw),
-    offers=lambda recipe: (Offer({"block_kernels": "triton"}, is_start=True),),
+    offers=lambda recipe: (
+        Offer({"block_kernels": "triton"}, Expected(activations=0.7, time=0.9), is_start=True),
+    ),
 )

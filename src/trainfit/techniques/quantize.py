@@ -7,7 +7,7 @@ are those of the weights that the seed gives unquantised.
 import random
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
 
 
 def check(recipe: Recipe) -> None:
@@ -26,7 +26,8 @@ def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     if recipe.adapter is None:
         return ()
     bits = {"nf4": "4-bit", "int8": "8-bit", "fp8": "8-bit"}
-    return tuple(Offer({"quantize": name}, numerics=f"{bits[name]} base") for name in bits)
+    small = Expected(weights=0.3)
+    return tuple(Offer({"quantize": name}, small, numerics=f"{bits[name]} base") for name in bits)
 
 
 TECHNIQUE = Technique(

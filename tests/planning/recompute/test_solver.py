@@ -18,7 +18,14 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.checkpointing.rematerialize import SavedTensorMode
 from trainfit.measurement.run import measure
 from trainfit.planning.recompute import solver as planning
-from trainfit.planning.recompute.assignment import Option, assignments, evaluate, gone_bytes, options, table
+from trainfit.planning.recompute.assignment import (
+    Policy,
+    assignments,
+    evaluate,
+    gone_bytes,
+    policies_of,
+    table,
+)
 from trainfit.planning.recompute.probe import Probe, probe
 from trainfit.planning.recompute.solver import LEVELS, candidates, plan, resolve
 from trainfit.prediction import predict as predicting
@@ -194,7 +201,7 @@ def test_measure_and_train_run_the_plan_of_a_budget(monkeypatch: pytest.MonkeyPa
 def test_compiled_blocks_keep_everything_or_only_their_input() -> None:
     recipe = plain(4, batch=Batch(micro=4, seq=64), compile="block")
     found = candidates(budget(recipe, GIB))
-    assert found.choices == [Option("none"), Option("full")]
+    assert found.policies == [Policy("none"), Policy("full")]
     assert found.recipe(recipe, 0).recompute == "none"
     assert found.recipe(recipe, int(found.peak_bytes.argmin())).recompute == layers(("full", 0.0, 4))
 
@@ -245,21 +252,21 @@ def test_a_candidates_peak_is_that_of_its_whole_trace() -> None:
 def test_the_search_follows_memory_and_copies_as_one_plan_at_a_time_would() -> None:
     """All plans are evaluated at once in arrays; here one by one, in plain numbers."""
     found = probe(budget(DEEP, GIB), LEVELS)
-    choices = options(found, LEVELS, offload_levels=LEVELS)
-    rows = assignments(found, choices, COPIES_PER_S, 1)
+    policies = policies_of(found, LEVELS, offload_levels=LEVELS)
+    rows = assignments(found, policies, COPIES_PER_S, 1)
     rows = rows[:: max(1, len(rows) // 200)]
-    evaluated = evaluate(found, table(found, choices), rows, COPIES_PER_S, 1)
+    evaluated = evaluate(found, table(found, policies), rows, COPIES_PER_S, 1)
     assert len({int(bytes_) for bytes_ in evaluated.peak_bytes}) > 20
-    assert any(gone_bytes(found.costs[0, o.level], o.share) for o in choices)
+    assert any(gone_bytes(found.costs[0, o.level], o.share) for o in policies)
     for row, peak, gone in zip(rows, evaluated.peak_bytes, evaluated.gone_bytes, strict=True):
-        saved = [choices[index] for index in row]
+        saved = [policies[index] for index in row]
         assert int(peak) == _peak_by_hand(found, saved)
         assert gone == sum(
             gone_bytes(found.costs[k, o.level], o.share) for k, o in zip(found.kinds, saved, strict=True)
         )
 
 
-def _peak_by_hand(found: Probe, saved: list[Option]) -> int:
+def _peak_by_hand(found: Probe, saved: list[Policy]) -> int:
     costs = [found.costs[kind, option.level] for kind, option in zip(found.kinds, saved, strict=True)]
     gone = [gone_bytes(cost, option.share) for cost, option in zip(costs, saved, strict=True)]
     level = found.start_bytes + found.before.net_bytes

@@ -407,8 +407,8 @@ def test_short_sequences_get_batches_that_fill_the_gpu() -> None:
 
 def test_each_change_of_the_numerics_must_gain_its_share() -> None:
     """With 0, 1 and 2 changes: the second gains less than 2 % over the first, and is not chosen."""
-    change = Option("optimizer", (("optimizer.name", "adafactor"),), "factored", False, False, "")
-    other = Option("precision", (("precision", "fp8"),), "fp8", False, False, "")
+    change = Option("optimizer", (("optimizer.name", "adafactor"),), numerics="factored")
+    other = Option("precision", (("precision", "fp8"),), numerics="fp8")
     names = {(): 0.95, (change,): 0.985, (change, other): 1.0}
     assert max(names, key=lambda options: discounted(names[options], options)) == (change,)
     assert discounted(1.0, (change, other)) == pytest.approx(0.98**2)
@@ -424,7 +424,7 @@ def test_the_least_bytes_of_what_a_mesh_keeps_on_every_gpu() -> None:
 
     def least(fields: dict[str, Any], **of_recipe: Any) -> float:
         own = {"hardware": {"gpu": "h200", "count": 16}, **of_recipe}
-        option = Option("fsdp", tuple(fields.items()), "", False, False, "")
+        option = Option("fsdp", tuple(fields.items()))
         return least_bytes(option, recipe(**own), 8 * 10**9, 2 * 10**9) / 1e9
 
     kept = {"parallel.reshard_after_forward": False}

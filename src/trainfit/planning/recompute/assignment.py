@@ -1,7 +1,7 @@
 """Assignments of saving policies to a model's blocks: peak memory and time of many, and which are tried.
 
-Legend: an option is a level of recomputation and a share to offload; an assignment gives each of L blocks
-one option; C assignments are evaluated together as an integer array [C, L]. Internal arrays are [L, C], so
+Legend: a policy is a level of recomputation and a share to offload; an assignment gives each of L blocks
+one policy; C assignments are evaluated together as an integer array [C, L]. Internal arrays are [L, C], so
 that a step over the blocks reads rows.
 
 Evaluation. Memory is followed through the step, piece by piece of the probe: block by block through the
@@ -43,8 +43,8 @@ SLACK = 1.25
 """Offloads whose copies take more than this share of the compute time are not evaluated."""
 
 
-class Option(NamedTuple):
-    """Saving policy of one block."""
+class Policy(NamedTuple):
+    """How one block saves what its backward needs."""
 
     level: str
     share: float = 0.0
@@ -74,52 +74,52 @@ def gone_bytes(cost: Cost, share: float) -> int:
     return total
 
 
-COLUMNS: dict[str, Callable[[Cost, Option], float]] = {
-    "keeps": lambda cost, option: cost.forward.net_bytes,
-    "late": lambda cost, option: cost.late_bytes,
-    "forward_peak": lambda cost, option: cost.forward.peak_bytes,
-    "backward_peak": lambda cost, option: cost.backward.peak_bytes,
-    "backward_net": lambda cost, option: cost.backward.net_bytes,
-    "gone": lambda cost, option: gone_bytes(cost, option.share),
-    "forward_s": lambda cost, option: cost.forward_work.gpu_s,
-    "backward_s": lambda cost, option: cost.backward_work.gpu_s,
-    "num_ops": lambda cost, option: cost.forward_work.num_ops + cost.backward_work.num_ops,
-    "num_forward_ops": lambda cost, option: cost.forward_work.num_ops,
-    "num_products": lambda cost, option: cost.forward_work.num_products,
-    "num_again": lambda cost, option: cost.backward_work.num_again,
+COLUMNS: dict[str, Callable[[Cost, Policy], float]] = {
+    "keeps": lambda cost, policy: cost.forward.net_bytes,
+    "late": lambda cost, policy: cost.late_bytes,
+    "forward_peak": lambda cost, policy: cost.forward.peak_bytes,
+    "backward_peak": lambda cost, policy: cost.backward.peak_bytes,
+    "backward_net": lambda cost, policy: cost.backward.net_bytes,
+    "gone": lambda cost, policy: gone_bytes(cost, policy.share),
+    "forward_s": lambda cost, policy: cost.forward_work.gpu_s,
+    "backward_s": lambda cost, policy: cost.backward_work.gpu_s,
+    "num_ops": lambda cost, policy: cost.forward_work.num_ops + cost.backward_work.num_ops,
+    "num_forward_ops": lambda cost, policy: cost.forward_work.num_ops,
+    "num_products": lambda cost, policy: cost.forward_work.num_products,
+    "num_again": lambda cost, policy: cost.backward_work.num_again,
 }
 
 
 class Table(NamedTuple):
-    """Numbers of every block (first axis) under every option (second axis), by name as in COLUMNS."""
+    """Numbers of every block (first axis) under every policy (second axis), by name as in COLUMNS."""
 
-    options: tuple[Option, ...]
+    policies: tuple[Policy, ...]
     columns: dict[str, Array]
 
 
-def table(probe: Probe, options: Sequence[Option]) -> Table:
+def table(probe: Probe, policies: Sequence[Policy]) -> Table:
     """Lay out the probe's numbers for ``evaluate``."""
 
-    def column(read: Callable[[Cost, Option], float]) -> Array:
+    def column(read: Callable[[Cost, Policy], float]) -> Array:
         rows = {
-            kind: [float(read(probe.costs[kind, o.level], o)) for o in options] for kind in set(probe.kinds)
+            kind: [float(read(probe.costs[kind, o.level], o)) for o in policies] for kind in set(probe.kinds)
         }
         return np.array([rows[kind] for kind in probe.kinds])
 
-    return Table(tuple(options), {name: column(read) for name, read in COLUMNS.items()})
+    return Table(tuple(policies), {name: column(read) for name, read in COLUMNS.items()})
 
 
 def evaluate(
     probe: Probe, numbers: Table, assignments: NDArray[np.intp], copy_bytes_per_s: float, accumulate: int
 ) -> Evaluation:
-    """Return time and peak of each assignment ([C, L], indices of options; the last block offloads nothing).
+    """Return time and peak of each assignment ([C, L], indices of policies; the last block offloads nothing).
 
     Args:
         copy_bytes_per_s: between GPU and host, each way.
         accumulate: micro-batches a step. The pieces' bytes are of one micro-batch, their work of all.
     """
-    num_options = len(numbers.options)
-    at = np.ascontiguousarray(assignments.T) + num_options * np.arange(len(probe.kinds))[:, None]
+    num_policies = len(numbers.policies)
+    at = np.ascontiguousarray(assignments.T) + num_policies * np.arange(len(probe.kinds))[:, None]
 
     def pick(name: str) -> Array:
         return np.take(numbers.columns[name], at)
@@ -206,31 +206,32 @@ class Offload(NamedTuple):
     stop: int
 
 
-def options(probe: Probe, levels: Sequence[str], *, offload_levels: Sequence[str]) -> list[Option]:
+def policies_of(probe: Probe, levels: Sequence[str], *, offload_levels: Sequence[str]) -> list[Policy]:
     """Return every level without offload, and with each share that frees other bytes."""
-    found = [Option(level) for level in levels]
+    found = [Policy(level) for level in levels]
     for level in offload_levels:
         seen: set[tuple[int, ...]] = set()
         for share in SHARES:
             gone = tuple(gone_bytes(probe.costs[kind, level], share) for kind in sorted(set(probe.kinds)))
             if any(gone) and gone not in seen:
                 seen.add(gone)
-                found.append(Option(level, share))
+                found.append(Policy(level, share))
     return found
 
 
 def assignments(
-    probe: Probe, choices: Sequence[Option], copy_bytes_per_s: float, accumulate: int
+    probe: Probe, policies: Sequence[Policy], copy_bytes_per_s: float, accumulate: int
 ) -> Assignments:
     """Return all candidates; the last block never offloads."""
     depth = len(probe.kinds)
-    levels = [option.level for option in choices if not option.share]
-    offloads = list(_offloads(probe, choices, copy_bytes_per_s, accumulate))
+    levels = [policy.level for policy in policies if not policy.share]
+    offloads = list(_offloads(probe, policies, copy_bytes_per_s, accumulate))
     whole = [offload for offload in offloads if offload.stop in (depth // 2, depth - 1)]
-    plain = np.array([choices.index(Option(level)) for level in levels])
-    shared = {share: _with_share(choices, levels, share) for share in {offload.share for offload in offloads}}
+    plain = np.array([policies.index(Policy(level)) for level in levels])
+    shares = {offload.share for offload in offloads}
+    shared = {share: _with_share(policies, levels, share) for share in shares}
     # A wholly recomputed block saves its input alone, so only one share is possible.
-    inputs_go = _with_share(choices, levels, 1.0)[-1]
+    inputs_go = _with_share(policies, levels, 1.0)[-1]
     rows: list[Assignments] = []
     for counts in _mixes(depth, len(levels)):
         rows += [plain[np.repeat(order, [counts[level] for level in order])] for order in _orders(counts)]
@@ -246,13 +247,13 @@ def assignments(
     return np.array(rows)
 
 
-def _with_share(choices: Sequence[Option], levels: Sequence[str], share: float) -> Assignments:
-    """Return, by level, its option of the largest share up to this one."""
+def _with_share(policies: Sequence[Policy], levels: Sequence[str], share: float) -> Assignments:
+    """Return, by level, its policy of the largest share up to this one."""
     best = [
-        max((o for o in choices if o.level == level and o.share <= share), key=lambda o: o.share)
+        max((o for o in policies if o.level == level and o.share <= share), key=lambda o: o.share)
         for level in levels
     ]
-    return np.array([choices.index(option) for option in best])
+    return np.array([policies.index(policy) for policy in best])
 
 
 def _mixes(depth: int, num_levels: int) -> Iterator[tuple[int, ...]]:
@@ -289,19 +290,19 @@ def _orders(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _offloads(
-    probe: Probe, choices: Sequence[Option], copy_bytes_per_s: float, accumulate: int
+    probe: Probe, policies: Sequence[Policy], copy_bytes_per_s: float, accumulate: int
 ) -> Iterator[Offload]:
     """Yield the patterns whose copies take at most about as long as the blocks compute."""
     depth = len(probe.kinds)
-    shared = [option for option in choices if option.share and option.level != choices[-1].level]
-    for share in sorted({option.share for option in shared}):
+    shared = [policy for policy in policies if policy.share and policy.level != policies[-1].level]
+    for share in sorted({policy.share for policy in shared}):
         for every in EVERY:
             fits = any(
                 gone_bytes(cost, share) / copy_bytes_per_s
                 <= SLACK * every * cost.forward_work.gpu_s / accumulate
-                for option in shared
-                if option.share == share
-                for cost in _costs(probe, option.level)
+                for policy in shared
+                if policy.share == share
+                for cost in _costs(probe, policy.level)
             )
             if fits:
                 yield from (Offload(share, every, stop) for stop in range(1, depth))
@@ -313,9 +314,9 @@ def _costs(probe: Probe, level: str) -> list[Cost]:
     return [cost for (_, of), cost in probe.costs.items() if of == level]
 
 
-def runs_of(row: Sequence[int], choices: Sequence[Option]) -> tuple[LayerRun, ...]:
+def runs_of(row: Sequence[int], policies: Sequence[Policy]) -> tuple[LayerRun, ...]:
     """Return an assignment as a recipe states it, in the longest runs from the front."""
-    chosen = [choices[index] for index in row]
+    chosen = [policies[index] for index in row]
     runs: list[LayerRun] = []
     start = 0
     while start < len(chosen):
@@ -325,10 +326,10 @@ def runs_of(row: Sequence[int], choices: Sequence[Option]) -> tuple[LayerRun, ..
     return tuple(runs)
 
 
-def _run(chosen: Sequence[Option], start: int, every: int) -> LayerRun:
+def _run(chosen: Sequence[Policy], start: int, every: int) -> LayerRun:
     level, share = chosen[start]
     count = 0
-    while start + count < len(chosen) and chosen[start + count] == Option(
+    while start + count < len(chosen) and chosen[start + count] == Policy(
         level, 0.0 if count % every else share
     ):
         count += 1

@@ -20,10 +20,10 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.recompute.assignment import (
     Array,
     Assignments,
-    Option,
+    Policy,
     assignments,
     evaluate,
-    options,
+    policies_of,
     runs_of,
     table,
 )
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 class Candidates(NamedTuple):
     """All plans of the blocks, the fastest first."""
 
-    choices: list[Option]
+    policies: list[Policy]
     rows: Assignments
     peak_bytes: Array
     offload_bytes: Array
@@ -77,7 +77,7 @@ class Candidates(NamedTuple):
 
     def recipe(self, recipe: Recipe, index: int) -> Recipe:
         """The recipe with this assignment."""
-        runs = runs_of(self.rows[index].tolist(), self.choices)
+        runs = runs_of(self.rows[index].tolist(), self.policies)
         plain = len(runs) == 1 and runs[0].recompute == "none" and not runs[0].offload
         return recipe.model_copy(update={"recompute": "none" if plain else Layers(layers=runs)})
 
@@ -188,11 +188,11 @@ def candidates(recipe: Recipe) -> Candidates:
     gpu = find_gpu(recipe.hardware.gpu)
     levels = COMPILED_LEVELS if recipe.compile else LEVELS
     found = probe(recipe, levels)
-    choices = options(found, levels, offload_levels=_offload_levels(recipe))
+    policies = policies_of(found, levels, offload_levels=_offload_levels(recipe))
     copy_rate = 1.0 if gpu.vendor == "host" else copy_bytes_per_s(gpu) * COPY_SHARE
     accumulate = recipe.batch.accumulate
-    rows = assignments(found, choices, copy_rate, accumulate)
-    numbers = table(found, choices)
+    rows = assignments(found, policies, copy_rate, accumulate)
+    numbers = table(found, policies)
     parts = [
         evaluate(found, numbers, rows[start : start + BATCH], copy_rate, accumulate)
         for start in range(0, len(rows), BATCH)
@@ -203,7 +203,7 @@ def candidates(recipe: Recipe) -> Candidates:
         seconds / seconds.min(), 9
     )  # The same numbers summed in another order differ in the last bits, and count as equal.
     order = kept[np.lexsort((peak_bytes[kept], gone_bytes[kept], seconds[kept]))]
-    return Candidates(choices, rows[order], peak_bytes[order], offload_bytes(gpu, gone_bytes[order]))
+    return Candidates(policies, rows[order], peak_bytes[order], offload_bytes(gpu, gone_bytes[order]))
 
 
 def _offload_levels(recipe: Recipe) -> tuple[str, ...]:

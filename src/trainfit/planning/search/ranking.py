@@ -158,7 +158,7 @@ class Ranking:
         self.combinations = combinations
         space = combinations.space
         self.start: Options = ()
-        self.level = next((one for one in space.levels if one == '"none"'), space.levels[0])
+        self.level = '"none"' if '"none"' in space.levels else next(iter(space.levels))
         self.at: tuple[int, int] = (1, 1)
         """Micro-batch, and micro-batches a step, at which options are compared."""
         self.grown = Batches({}, {})

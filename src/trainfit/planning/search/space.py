@@ -10,10 +10,11 @@ from trainfit.spec.parsing.recipe_file import recipe_from, set_field
 from trainfit.spec.plan import written
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
-from trainfit.techniques.base import Offer
+from trainfit.techniques.base import AS_BEFORE, Expected, Offer
 
 BATCH = ("batch.micro", "batch.accumulate")
-RECOMPUTE = "recompute"
+RECOMPUTE, MICRO_BATCH = "recompute", "batch"
+"""Families of options that stand for a level of recomputation and for a micro-batch."""
 OWN_FAMILY = "model"
 OWN = (Offer({"model": {"implementation": "native"}}, is_start=True),)
 """Choices of recipe fields that no technique offers."""
@@ -22,16 +23,18 @@ KERNELS = 2
 
 
 class Option(NamedTuple):
-    """Fields of one offer."""
+    """Values of a recipe's fields that the planner may choose together; most are an offer of a technique."""
 
     family: str
     """Name of the technique that offers it; of each family at most one option is chosen."""
     values: tuple[tuple[str, Any], ...]
     """Dotted fields and their values."""
-    numerics: str
-    is_start: bool
-    is_slow: bool
-    speeds_up: str
+    expected: Expected = AS_BEFORE
+    """Memory and time with it, over those of the recipe without it."""
+    numerics: str = ""
+    is_start: bool = False
+    is_slow: bool = False
+    speeds_up: str = "all"
 
     @property
     def is_long(self) -> bool:
@@ -52,8 +55,8 @@ class Space(NamedTuple):
     """Options of a search, and those left out with the reason."""
 
     options: Options
-    levels: tuple[str, ...]
-    """Values of ``recompute`` that may be tried, as JSON, the recipe's own first."""
+    levels: dict[str, Option]
+    """Values of ``recompute`` that may be tried, by their JSON, the recipe's own first."""
     solves_recompute: bool
     """A budget may decide what each block recomputes."""
     varies_batch: bool
@@ -129,9 +132,7 @@ def space(
     Raises:
         InputError: ``vary`` names a field of which nothing is offered.
     """
-    offers = [(OWN_FAMILY, offer) for offer in OWN if recipe.model.implementation == "hf"]
-    offers += [(one.name, offer) for one in registry.in_order() for offer in one.offers(recipe)]
-    every = [option for family, offer in offers for option in _options(recipe, family, offer)]
+    every = offered(recipe)
     _check_names(vary, {field for option in every for field, _ in option.values})
 
     def may_vary(field: str) -> bool:
@@ -140,7 +141,7 @@ def space(
 
     options: list[Option] = []
     excluded: list[tuple[Option, str]] = []
-    levels = [json.dumps(value_in(recipe, RECOMPUTE))]
+    levels = [_level(value_in(recipe, RECOMPUTE))]
     solves = False
     for option in every:
         values = dict(option.values)
@@ -148,7 +149,7 @@ def space(
             continue
         if list(values) == [RECOMPUTE]:
             solves = solves or isinstance(values[RECOMPUTE], dict)
-            levels += [] if isinstance(values[RECOMPUTE], dict) else [json.dumps(values[RECOMPUTE])]
+            levels += [] if isinstance(values[RECOMPUTE], dict) else [option._replace(family=RECOMPUTE)]
         elif keep_quality and option.numerics:
             excluded.append((option, f"changes the numerics ({option.numerics})"))
         elif all(value_in(recipe, field) == value for field, value in values.items()):
@@ -156,9 +157,24 @@ def space(
         else:
             options.append(option)
     if may_vary(RECOMPUTE):
-        levels.append(json.dumps("none"))
+        levels.append(_level("none"))
     varies_batch = all(may_vary(field) for field in BATCH[:1])
-    return Space(tuple(options), tuple(dict.fromkeys(levels)), solves, varies_batch, tuple(excluded))
+    by_value: dict[str, Option] = {}
+    for level in levels:
+        by_value.setdefault(json.dumps(dict(level.values)[RECOMPUTE]), level)
+    return Space(tuple(options), by_value, solves, varies_batch, tuple(excluded))
+
+
+def offered(recipe: Recipe) -> list[Option]:
+    """Return everything that techniques offer in place of the recipe's own values."""
+    offers = [(OWN_FAMILY, offer) for offer in OWN if recipe.model.implementation == "hf"]
+    offers += [(one.name, offer) for one in registry.in_order() for offer in one.offers(recipe)]
+    return [option for family, offer in offers for option in _options(recipe, family, offer)]
+
+
+def _level(value: Any) -> Option:
+    """Return a value of ``recompute`` that no technique offers."""
+    return Option(RECOMPUTE, ((RECOMPUTE, value),))
 
 
 def _options(recipe: Recipe, family: str, offer: Offer) -> Iterator[Option]:
@@ -167,7 +183,9 @@ def _options(recipe: Recipe, family: str, offer: Offer) -> Iterator[Option]:
     if dict(values).get("attention") == "best":
         several = [(("attention", kernel),) for kernel in fastest_kernels(recipe)[:KERNELS]]
     for one in several:
-        yield Option(family, one, offer.numerics, offer.is_start, offer.is_slow, offer.speeds_up)
+        yield Option(
+            family, one, offer.expected, offer.numerics, offer.is_start, offer.is_slow, offer.speeds_up
+        )
 
 
 def _check_names(vary: Sequence[str], offered: set[str]) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import refusal
+from trainfit.techniques.base import Expected, refusal
 from trainfit.techniques.draft import Draft, LossFunction
 
 if TYPE_CHECKING:
@@ -25,6 +25,11 @@ def refuse_own_forward(recipe: Recipe, field: str = "loss", instead: str = "use 
     if recipe.adapter is not None and recipe.adapter.kind in ("prompt", "prefix", "p-tuning"):
         problem = f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss"
         raise refusal(recipe, field, problem, f"{instead}, or adapter.kind: lora")
+
+
+def without_logits(recipe: Recipe) -> Expected:
+    """Return what is expected of a recipe whose loss never holds all logits."""
+    return Expected(logits=0.3) if recipe.loss == "standard" else Expected()
 
 
 def loss_of(draft: Draft, parts: LanguageHead, function: Callable[..., Tensor]) -> LossFunction:

@@ -10,7 +10,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
+from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward, without_logits
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -34,5 +34,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "chunked loss",
     draw=Draw(alone=lambda chance, _: {"loss": "chunked"}),
-    offers=lambda recipe: (Offer({"loss": "chunked"}),),
+    offers=lambda recipe: (Offer({"loss": "chunked"}, without_logits(recipe)),),
 )

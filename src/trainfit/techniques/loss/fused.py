@@ -12,7 +12,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Data, Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
+from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward, without_logits
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -48,5 +48,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "fused loss",
     draw=Draw(alone=_draw),
-    offers=lambda recipe: (Offer({"loss": "fused"}, is_start=True),),
+    offers=lambda recipe: (Offer({"loss": "fused"}, without_logits(recipe), is_start=True),),
 )

@@ -5,8 +5,9 @@ https://pytorch.org/blog/activation-checkpointing-techniques/
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.recompute import full
 
 FIELD = "offload.activations"
 
@@ -41,6 +42,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     BlockRecompute(blocks, CopyStreams(draft.device), offload=True).install()
 
 
+def expected(recipe: Recipe) -> Expected:
+    """Return what is expected of a recipe that recomputes its blocks and offloads their inputs."""
+    found = full.expected(recipe)
+    return found if recipe.offload.activations else found.then(Expected(activations=0.5, time=1.05))
+
+
 TECHNIQUE = Technique(
     name="offload_activations",
     order=180,
@@ -51,5 +58,5 @@ TECHNIQUE = Technique(
     describe=lambda recipe: "activations on the host",
     needs={"recompute": "full"},
     draw=Draw(alone=lambda chance, _: {"recompute": "full", "offload": {"activations": True}}),
-    offers=lambda recipe: (Offer({"offload": {"activations": True}, "recompute": "full"}),),
+    offers=lambda recipe: (Offer({"offload": {"activations": True}, "recompute": "full"}, expected(recipe)),),
 )

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.offload import activations
 from trainfit.techniques.offload.activations import require_recomputed_blocks
+from trainfit.techniques.optimizer import in_backward
+from trainfit.techniques.recompute import full
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,8 +72,18 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     trained = {} if recipe.adapter else {"optimizer": {"in_backward": "block"}}
-    offloads = ({"weights": True}, {"weights": True, "activations": True})
-    return tuple(Offer({"offload": offload, "recompute": "full", **trained}) for offload in offloads)
+    offloads: tuple[Data, ...] = ({"weights": True}, {"weights": True, "activations": True})
+    return tuple(
+        Offer({"offload": one, "recompute": "full", **trained}, _expected(recipe, one, trained))
+        for one in offloads
+    )
+
+
+def _expected(recipe: Recipe, offload: Data, trained: Data) -> Expected:
+    found = activations.expected(recipe) if offload.get("activations") else full.expected(recipe)
+    if not recipe.offload.weights:
+        found = found.then(Expected(weights=0.1, gradients=0.1, optimizer=0.1, time=2.0, to_host=1.0))
+    return found.then(in_backward.expected(recipe)) if trained else found
 
 
 TECHNIQUE = Technique(

@@ -10,7 +10,7 @@ from functools import partial
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Offer, OptimizerFacts, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer
+from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer, smaller_state
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 
@@ -73,6 +73,7 @@ TECHNIQUE = Technique(
     offers=lambda recipe: (
         Offer(
             {"optimizer": {"name": "adafactor", "implementation": "fused"}},
+            smaller_state(recipe, "adafactor"),
             numerics="factored second moments",
         ),
     ),

@@ -13,6 +13,7 @@ from trainfit.techniques.optimizer.adamw import (
     describe_optimizer,
     in_words,
     refuse_momentum,
+    smaller_state,
 )
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
@@ -66,8 +67,8 @@ TECHNIQUE = Technique(
     examples=({"optimizer": {"name": "adamw8bit"}}, {"optimizer": {"name": "adamw4bit"}}),
     draw=Draw(alone=lambda chance, _: {"optimizer": {"name": chance.choice(tuple(BITS))}}),
     offers=lambda recipe: (
-        Offer({"optimizer": {"name": "adamw8bit"}}, numerics="moments in 8 bits"),
-        Offer({"optimizer": {"name": "adamw4bit"}}, numerics="moments in 4 bits"),
+        Offer({"optimizer": {"name": name}}, smaller_state(recipe, name), numerics=f"moments in {bits} bits")
+        for name, bits in BITS.items()
     ),
     optimizer=OptimizerFacts(
         moments=_moments,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ def _describe(recipe: Recipe) -> str:
     return "optimizer in backward" + (" by block" if recipe.optimizer.in_backward == "block" else "")
 
 
+def expected(recipe: Recipe) -> Expected:
+    """Return what is expected of a recipe whose gradients are freed in the backward."""
+    return Expected() if recipe.optimizer.in_backward else Expected(gradients=0.1)
+
+
 TECHNIQUE = Technique(
     name="optimizer_in_backward",
     order=300,
@@ -110,5 +115,5 @@ TECHNIQUE = Technique(
         weights={"optimizer.in_backward": {True: 1}},
         share=0.2,
     ),
-    offers=lambda recipe: (Offer({"optimizer": {"in_backward": "block"}}),),
+    offers=lambda recipe: (Offer({"optimizer": {"in_backward": "block"}}, expected(recipe)),),
 )

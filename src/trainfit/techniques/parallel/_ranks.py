@@ -8,7 +8,32 @@ from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Parallel, Recipe
 from trainfit.techniques import registry
-from trainfit.techniques.base import refusal, value_at
+from trainfit.techniques.base import Data, Expected, refusal, value_at
+
+NOT_SPLIT = 0.1
+"""Share of activations that tensor and context parallel ranks do not divide (0.09 to 0.11)."""
+
+
+def expected(recipe: Recipe, parallel: Data) -> Expected:
+    """Return what is expected of a recipe with other fields of ``parallel``."""
+    before = recipe.mesh
+    after = recipe.parallel.model_copy(update=parallel).over(recipe.hardware.count)
+    ranks = after.tensor * after.context / (before.tensor * before.context)
+    part, time = (NOT_SPLIT + (1 - NOT_SPLIT) / ranks, 1 + 0.04 * ranks) if ranks > 1 else (1.0, 1.0)
+    weights, state = (old / new for old, new in zip(_sharing(before), _sharing(after), strict=True))
+    gradients = weights
+    if not after.reshard_after_forward and before.reshard_after_forward:
+        weights *= max(1, after.shard)
+    return Expected(weights, gradients, state, part, part, part, time)
+
+
+def _sharing(mesh: Parallel) -> tuple[int, int]:
+    """Return over how many ranks the weights and gradients, and the optimizer's state, are divided."""
+    split = mesh.tensor * mesh.pipeline
+    if mesh.shards_weights:
+        ranks = mesh.shard * mesh.context * split
+        return ranks, ranks
+    return split, split * (mesh.data_ranks if mesh.strategy == "zero1" else 1)
 
 
 def check_gpus(recipe: Recipe) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from trainfit.catalog.load import model_config
 from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Offer, Technique, refusal
+from trainfit.techniques import attention
+from trainfit.techniques.base import Data, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
+from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values, expected
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "parallel.tensor": (1,),
@@ -70,7 +71,12 @@ LONG = 32768
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     ranks = [n for n in (2, 4, 8) if recipe.hardware.count % n == 0 and recipe.batch.seq >= LONG]
-    return tuple(Offer({"parallel": {"context": n}, "attention": "triton"}) for n in ranks)
+    meshes: list[Data] = [{"context": n} for n in ranks]
+    kernel = attention.expected(recipe)
+    return tuple(
+        Offer({"parallel": mesh, "attention": "triton"}, kernel.then(expected(recipe, mesh)))
+        for mesh in meshes
+    )
 
 
 TECHNIQUE = Technique(

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Offer, Technique, refusal
+from trainfit.techniques.base import Data, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_buckets, check_gpus, check_processes, check_values
+from trainfit.techniques.parallel._ranks import (
+    check_buckets,
+    check_gpus,
+    check_processes,
+    check_values,
+    expected,
+)
 
 if TYPE_CHECKING:
     from trainfit.parallel.data_parallel import Strategy
@@ -103,8 +109,9 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    meshes: tuple[Data, ...] = ({"strategy": "ddp"}, {"strategy": "zero1"})
     return tuple(
-        Offer({"parallel": {"strategy": name}}) for name in ("ddp", "zero1") if recipe.hardware.count > 1
+        Offer({"parallel": mesh}, expected(recipe, mesh)) for mesh in meshes if recipe.hardware.count > 1
     )
 
 

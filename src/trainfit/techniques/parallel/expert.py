@@ -5,9 +5,15 @@ from __future__ import annotations
 from trainfit.catalog.load import model_config
 from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Offer, Technique, refusal
+from trainfit.techniques.base import Data, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_gpus, check_optimizer, check_processes, check_values
+from trainfit.techniques.parallel._ranks import (
+    check_gpus,
+    check_optimizer,
+    check_processes,
+    check_values,
+    expected,
+)
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
@@ -89,7 +95,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     if model_config(recipe.model.config).get("model_type") not in tried_with("expert"):
         return ()
-    return tuple(Offer({"parallel": {"expert": n}}) for n in (2, 4, 8) if recipe.hardware.count % n == 0)
+    meshes: tuple[Data, ...] = tuple({"expert": n} for n in (2, 4, 8) if recipe.hardware.count % n == 0)
+    return tuple(Offer({"parallel": mesh}, expected(recipe, mesh)) for mesh in meshes)
 
 
 TECHNIQUE = Technique(

@@ -21,6 +21,7 @@ from trainfit.techniques.parallel._ranks import (
     check_optimizer,
     check_processes,
     check_values,
+    expected,
 )
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     meshes: list[Data] = [gathered, {**gathered, "sync_each_batch": False}]
     if count > in_host and count % in_host == 0:
         meshes.append({"replicate": count // in_host, "shard": in_host})
-    return tuple(Offer({"parallel": mesh}) for mesh in meshes)
+    return tuple(Offer({"parallel": mesh}, expected(recipe, mesh)) for mesh in meshes)
 
 
 TECHNIQUE = Technique(

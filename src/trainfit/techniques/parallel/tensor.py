@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 from trainfit.catalog.load import gpu, model_config
 from trainfit.catalog.model_types import tried_with
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Offer, Technique, refusal
+from trainfit.techniques.base import Data, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.parallel._ranks import check_gpus, check_optimizer, check_processes, check_values
+from trainfit.techniques.parallel._ranks import (
+    check_gpus,
+    check_optimizer,
+    check_processes,
+    check_values,
+    expected,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -153,7 +159,8 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     """Offer 2, 4 and 8 ranks within a host."""
     in_host = min(recipe.hardware.count, gpu(recipe.hardware.gpu).gpus_per_host)
-    return tuple(Offer({"parallel": {"tensor": ranks}}) for ranks in (2, 4, 8) if in_host % ranks == 0)
+    meshes: tuple[Data, ...] = tuple({"tensor": ranks} for ranks in (2, 4, 8) if in_host % ranks == 0)
+    return tuple(Offer({"parallel": mesh}, expected(recipe, mesh)) for mesh in meshes)
 
 
 TECHNIQUE = Technique(

@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
@@ -35,9 +35,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     """Offer lower precisions than the recipe's."""
-    amp = Offer({"precision": "amp-bf16"}, numerics="products in bf16")
-    whole = Offer({"precision": "bf16"}, numerics="bf16 weights without fp32 master weights")
-    mixed = Offer({"precision": "mixed-bf16"}, numerics="products in bf16")
+    narrow = Expected(activations=0.6)
+    halved = narrow._replace(weights=0.5, gradients=0.5, optimizer=0.5)
+    amp = Offer({"precision": "amp-bf16"}, narrow, numerics="products in bf16")
+    whole = Offer({"precision": "bf16"}, halved, numerics="bf16 weights without fp32 master weights")
+    mixed = Offer({"precision": "mixed-bf16"}, narrow, numerics="products in bf16")
     if recipe.precision == "fp32":
         return (amp, whole, mixed) if recipe.hardware.count > 1 else (amp, whole)
     return (whole,) if recipe.precision in ("amp-bf16", "amp-fp16", "mixed-bf16") else ()

@@ -7,8 +7,9 @@ block`` the checkpoint is inside the graph). Both make the embedding's output re
 
 from typing import Any
 
+from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Offer, Technique, refusal
+from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
@@ -36,6 +37,15 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+def expected(recipe: Recipe) -> Expected:
+    """Return what is expected of a recipe that recomputes everything: blocks keep their inputs."""
+    if recipe.recompute == "full":
+        return Expected()
+    num_layers = model_config(recipe.model.config).get("num_hidden_layers", 32)
+    one_block = 1 / max(1, int(num_layers))  # pyright: ignore[reportArgumentType]
+    return Expected(activations=0.05 + one_block, time=1.2)
+
+
 TECHNIQUE = Technique(
     name="recompute_full",
     order=70,
@@ -45,5 +55,5 @@ TECHNIQUE = Technique(
     when=_applies,
     describe=lambda recipe: "recompute full",
     draw=Draw(weights={"recompute": {"none": 2, "full": 1}}),
-    offers=lambda recipe: (Offer({"recompute": "full"}),),
+    offers=lambda recipe: (Offer({"recompute": "full"}, expected(recipe)),),
 )
