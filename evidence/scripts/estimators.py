@@ -2,20 +2,22 @@
 
     pip install --no-deps --target FOLDER fitcheck-llm==0.3.1 ftuneai==0.4.1 canifinetune==0.4.1 \\
         fitscout==0.1.1 platformdirs
-    PYTHONPATH=$PYTHONPATH:FOLDER python -m evidence.scripts.estimators
+    PYTHONPATH=$PYTHONPATH:FOLDER python -m evidence.scripts.estimators OUT.jsonl
 
-writes evidence/records/estimators/h200.jsonl, a line a recipe and estimator that can express it. An estimator
+writes a line a recipe and estimator that can express it. An estimator
 is told what the recipe states, and the exact number of parameters; what it has no input for, it assumes. It
 is not asked about what its own inputs cannot say: custom kernels and losses, compilation, offload, autocast.
 """
 
 # pyright: reportMissingImports=false, reportPrivateUsage=false
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from evidence.scripts.tables.estimators import FILE, measured
+from evidence.scripts.tables.estimators import measured
 from trainfit.catalog.load import gpu, model_config
 from trainfit.report.compare import Comparison
 from trainfit.spec.printable import say
@@ -251,7 +253,9 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    FILE.parent.mkdir(exist_ok=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT.jsonl")
+    into = parser.parse_args().out
     found = [json.dumps(row) for row in rows()]
-    FILE.write_text("".join(f"{line}\n" for line in found), "utf-8")
-    say(f"{FILE.name}: {len(found)} answers")
+    into.write_text("".join(f"{line}\n" for line in found), "utf-8")
+    say(f"{into}: {len(found)} answers")

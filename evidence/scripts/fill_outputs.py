@@ -8,6 +8,7 @@ for what the reader has to make, are left alone. A fenced file after "Save this 
     python -m evidence.scripts.fill_outputs PAGE ...       fill these pages
 """
 
+import argparse
 import os
 import re
 import shlex
@@ -131,9 +132,11 @@ def shell(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Fill the pages that are named, or all."""
-    for page in map(Path, arguments or pages()):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE")
+    for page in parser.parse_args(arguments).pages or pages():
         before = page.read_text("utf-8")
         after = fill(before, shell)
         if after != before:
@@ -142,4 +145,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -10,11 +10,12 @@ import pytest
 from evidence.scripts import published_runs
 from evidence.scripts.fit_shares import GPUS, fit
 from evidence.scripts.published_runs import FOLDER, LARGE, ONE_HOST, RESULTS, content, is_learned, predictions
+from evidence.scripts.tables import budgets
 from evidence.scripts.tables.published import held_out, kind
 from page_claims import check
 from trainfit.catalog.load import gpu
 
-PAGE = "evidence/pages/accuracy.md"
+PAGE, COST = "evidence/pages/accuracy.md", "docs/guide/cost.md"
 
 
 def test_at_least_ten_runs_have_a_source_and_their_large_errors_a_cause() -> None:
@@ -114,3 +115,19 @@ def test_the_catalogs_bounds_hold_published_steps(name: str) -> None:
     ]
     assert f" {len(some)} " in shares.steps.basis
     assert all(shares.steps.low <= 1 + one.error <= shares.steps.high for one in some)
+
+
+def test_the_implied_mfu_and_the_unexplained_hours_are_those_of_the_table() -> None:
+    found = budgets.rows()
+    shares = [one.mfu * 100 for one, _ in found]
+    check(COST, r"MFU of # % \(8B\), # % \(70B\) and # % \(405B\)", shares)
+    check(COST, r"tokens are #T, and #T for", [found[0][0].tokens / 1e12, found[2][0].tokens / 1e12])
+    one, row = found[0]
+    check(COST, r"does not explain: # for 8B", [one.gpu_hours / row["gpu_hours"]])
+
+
+def test_the_predictions_of_budgets_are_of_their_recipes() -> None:
+    for one, row in budgets.rows():
+        assert budgets.recipe_of(one).id == row["recipe_id"]
+        tokens_per_s = one.tokens / row["run_s"]
+        assert abs(row["gpu_hours"] / (one.tokens / tokens_per_s * row["num_gpus"] / 3600) - 1) < 1e-9

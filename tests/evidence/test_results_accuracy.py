@@ -12,7 +12,6 @@ from evidence.scripts.accuracy.held_out import is_held_out
 from evidence.scripts.tables import (
     accuracy,
     blind,
-    commits,
     joined,
     several_gpus,
     several_gpus_suite,
@@ -110,15 +109,15 @@ def measured_with_another_version() -> Figures:
 
 
 def lost_rows() -> Figures:
-    lost = commits.lost()
+    lost = joined.lost_commits()
     rows = {
         file: sum(num for commit, num in counts.items() if commit in lost)
-        for file, counts in commits.rows_by_file().items()
+        for file, counts in joined.commits_by_file().items()
     }
     bench = "bench.jsonl"
     first, suite_rows = rows["first-predicted/h200.jsonl"], rows["h200-techniques.jsonl"]
     assert sum(rows.values()) == first + rows[bench] + suite_rows
-    return sum(rows.values()), first, rows[bench], commits.rows_by_file()[bench].total(), suite_rows
+    return sum(rows.values()), first, rows[bench], joined.commits_by_file()[bench].total(), suite_rows
 
 
 def crashes() -> Figures:
@@ -245,18 +244,18 @@ def test_a_share_that_is_not_0_never_reads_0(value: float, shown: str) -> None:
 
 
 def test_the_lost_commits_are_those_that_git_does_not_hold() -> None:
-    named = sorted({commit for counts in commits.rows_by_file().values() for commit in counts})
+    named = sorted({commit for counts in joined.commits_by_file().values() for commit in counts})
     lines = "".join(f"{commit}^{{commit}}\n" for commit in named)
     command = ["git", "-C", str(ROOT), "cat-file", "--batch-check"]
     answer = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
     shallow = (ROOT / ".git/shallow").exists()
     if answer.returncode or shallow or not answer.stdout:
         pytest.skip("no whole git history here")
-    assert all(f"{name[:7]}{name[40:]}" in sentences(PAGE) for name in commits.lost())
+    assert all(f"{name[:7]}{name[40:]}" in sentences(PAGE) for name in joined.lost_commits())
     lines = zip(named, answer.stdout.splitlines(), strict=True)
     assert (
         tuple(name for name, line in lines if not line.partition(" ")[2].startswith("commit"))
-        == commits.lost()
+        == joined.lost_commits()
     )
 
 

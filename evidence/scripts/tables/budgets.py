@@ -1,13 +1,14 @@
 """Published GPU-hours of Llama 3.1's pretraining, the MFU that they imply, and predictions at these tokens.
 
-``python -m evidence.scripts.tables.budgets`` predicts the recipes anew into
-evidence/records/published-runs/budgets.jsonl.
+``python -m evidence.scripts.tables.budgets OUT.jsonl`` predicts the recipes anew.
 """
 
+import argparse
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from evidence.scripts.published_runs import RESULTS, ROOT, SEVERAL_HOSTS
+from evidence.scripts.published_runs import RESULTS, SEVERAL_HOSTS
 from trainfit.catalog.load import gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.report.table import markdown_grid
@@ -102,5 +103,7 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text("".join(f"{json.dumps(predicted(one))}\n" for one in BUDGETS), "utf-8")
-    print(f"{FILE.relative_to(ROOT)}: {len(BUDGETS)} predictions")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT.jsonl")
+    into = parser.parse_args().out
+    into.write_text("".join(f"{json.dumps(predicted(one))}\n" for one in BUDGETS), "utf-8")

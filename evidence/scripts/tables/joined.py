@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -77,3 +79,20 @@ def _comparison(prediction: Record | None, measurement: Record) -> Comparison:
 def errors(pairs: Sequence[Comparison], field: str) -> list[float]:
     """Return (predicted - measured) / measured of a field, of the recipes that have both."""
     return [error for one in pairs if (error := one.error(field)) is not None]
+
+
+def lost_commits() -> tuple[str, ...]:
+    """Return the commits that records name and this repository does not hold."""
+    lines = (RESULTS / "lost-commits.txt").read_text("utf-8").splitlines()
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+@cache
+def commits_by_file() -> dict[str, Counter[str]]:
+    """Return file -> number of rows by the commit that they name."""
+    found: dict[str, Counter[str]] = {}
+    for file in sorted(RESULTS.rglob("*.jsonl")):
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        named = Counter(row["commit"] for row in rows if isinstance(row, dict) and row.get("commit"))
+        found[file.relative_to(RESULTS).as_posix()] = named
+    return found
