@@ -2,7 +2,7 @@
 
     python -m evidence.scripts.several_gpus predict PREDICTED.jsonl [--jobs N]
     python -m evidence.scripts.several_gpus measure PREDICTED.jsonl MEASURED.jsonl [--seconds N]
-    python -m evidence.scripts.several_gpus compare PREDICTED.jsonl MEASURED.jsonl
+    trainfit report PREDICTED.jsonl MEASURED.jsonl
 
 Lines are records (docs/guide/records-and-report.md). ``predict`` draws each recipe until one is allowed, is
 within the card's memory and has a short step; with ``--of FILE`` it predicts the recipes of another file,
@@ -303,14 +303,13 @@ def _append(path: Path, record: Record) -> None:
 
 
 def main() -> None:
-    """Run one of the three modes."""
+    """Run one of the two modes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     modes = parser.add_subparsers(dest="mode", required=True)
-    predicting, measuring, comparing = (modes.add_parser(name) for name in ("predict", "measure", "compare"))
-    for mode in (predicting, measuring, comparing):
+    predicting, measuring = map(modes.add_parser, ("predict", "measure"))
+    for mode in (predicting, measuring):
         mode.add_argument("predicted", type=Path)
-    for mode in (measuring, comparing):
-        mode.add_argument("measured", type=Path)
+    measuring.add_argument("measured", type=Path)
     predicting.add_argument("--of", type=Path, help="predict the recipes of this file")
     predicting.add_argument("--jobs", type=int, default=2, help="processes")
     measuring.add_argument("--seconds", type=float, default=float("inf"), help="of the whole command")
@@ -318,13 +317,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.mode == "predict":
         predict_all(chosen.predicted, chosen.of, chosen.jobs)
-    elif chosen.mode == "measure":
-        measure_all(chosen.predicted, chosen.measured, chosen.seconds, chosen.steps)
     else:
-        from evidence.scripts.tables import several_gpus_suite
-
-        pairs = several_gpus_suite.joined([*load(chosen.predicted), *load(chosen.measured)])
-        say(several_gpus_suite.report(pairs))
+        measure_all(chosen.predicted, chosen.measured, chosen.seconds, chosen.steps)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from evidence.scripts.tables import (
     several_gpus,
     several_gpus_suite,
 )
-from evidence.scripts.tables.accuracy import ANEW, FIRST, PEAKS, suite
+from evidence.scripts.tables.accuracy import ANEW, FIRST, PEAKS, suite, verdicts
 from evidence.scripts.tables.errors import exact, percentile_95, share, worst
 from evidence.scripts.tables.joined import errors
 from page_claims import ROOT, check, figures, sentences
@@ -296,7 +296,7 @@ def test_figures_of_the_drawn_recipes_for_two_gpus() -> None:
         PAGE, r"of the # recipes without it, # had the reserved peak within 0\.5 %, the worst was off by # %",
         (len(reserved[False]), close, 100 * max(reserved[False])),
     )  # fmt: skip
-    assert several_gpus_suite.verdicts(pairs) == {(True, "done"): len(pairs)}
+    assert verdicts(list(pairs)) == {(True, "done"): len(pairs)}
 
 
 def test_the_worst_step_of_two_gpus_predicted_anew() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from evidence.scripts.plan_choices import FREE, GOALS, ONE_H100, SEVERAL, Goal
@@ -40,6 +41,7 @@ class Choice(NamedTuple):
         return (self.first.tokens_per_s or 0.0) / self.best if self.first and self.best else None
 
 
+@cache
 def measured(goal: Goal) -> dict[str, Measurement]:
     """Return the measurements of a goal's recipes by id."""
     path = FOLDER / f"measured-{goal.name}.jsonl"

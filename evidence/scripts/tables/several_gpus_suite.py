@@ -15,7 +15,6 @@ from evidence.scripts.tables.joined import RESULTS
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.report.table import markdown_grid
-from trainfit.report.words import describe
 from trainfit.spec.result import Record
 
 FOLDER = RESULTS / "several-gpus"
@@ -30,8 +29,8 @@ PEAKS = {
 LOWER = re.compile(r"^DDP rebuilds its buckets .* or [^()]+ \((\d+) bytes\)$")
 """Assumption of predictions that name the lower of two peaks in words, before they had it as a field."""
 SPEED_FILES = ("speed-predicted.jsonl", "speed-measured.jsonl")
-WITHIN = (0.0002, 0.005)
-"""Sizes of errors whose share of recipes is shown."""
+CLOSE = 0.005
+"""Size of an error of the reserved peak up to which recipes are counted."""
 HALVES = {False: "learned from", True: "held out"}
 
 
@@ -149,7 +148,7 @@ def _group(name: str, pairs: Sequence[Comparison]) -> list[str]:
 
 
 def _close(sizes: Sequence[float]) -> str:
-    return str(sum(abs(size) <= WITHIN[1] for size in sizes))
+    return str(sum(abs(size) <= CLOSE for size in sizes))
 
 
 def _ratios(pairs: Sequence[Comparison]) -> str:
@@ -157,21 +156,8 @@ def _ratios(pairs: Sequence[Comparison]) -> str:
     return f"{median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})" if times else ""
 
 
-def _within(values: Sequence[float], limit: float) -> str:
-    return f"{sum(abs(value) <= limit for value in values)} of {len(values)}"
-
-
 def _worst(values: Sequence[float]) -> str:
     return share(worst(values), signed=True) if values else ""
-
-
-def _words(one: Comparison) -> str:
-    return describe(one.recipe).removesuffix(" on 2 x h200").rstrip(",")
-
-
-def _errors(one: Comparison) -> list[str]:
-    found = [peak_error(one, name) for name in PEAKS]
-    return ["" if error is None else share(error, signed=True) for error in found]
 
 
 @cache
@@ -256,46 +242,3 @@ def later() -> str:
         lines.append([title, str(len(pairs)), *worsts, _ratios(pairs)])
     heads = ["recipes", "number", *(f"{peak}: worst" for peak in PEAKS), "step, measured / predicted"]
     return markdown_grid(heads, lines)
-
-
-def verdicts(pairs: Sequence[Comparison]) -> dict[tuple[bool, str], int]:
-    """Return how many recipes were predicted to fit (True) and how their measurements ended."""
-    counts: dict[tuple[bool, str], int] = {}
-    for one in pairs:
-        assert one.predicted is not None
-        key = (one.predicted.fits, one.status)
-        counts[key] = counts.get(key, 0) + 1
-    return counts
-
-
-def report(pairs: Sequence[Comparison]) -> str:
-    """Return the comparison as text: a line a recipe, then medians, shares and verdicts."""
-    lines: list[str] = []
-    for one in pairs:
-        phase = max(one.phase_errors().items(), key=lambda item: abs(item[1]), default=("", 0.0))
-        time = ratio(one)
-        parts = [f"{name} {error}" for name, error in zip(PEAKS, _errors(one), strict=True) if error]
-        parts += [f"worst phase {phase[0]} {share(phase[1], signed=True)}"] if phase[1] else []
-        parts += [f"step {time:.2f}"] if time is not None else []
-        parts += [one.measured.message] if one.measured and one.status != "done" else []
-        lines.append(f"{one.recipe.id} {_words(one)}: {one.status}; {', '.join(parts)}")
-    lines.append("")
-    for name in PEAKS:
-        found = _sizes(pairs, name)
-        if found:
-            middle = share(median(map(abs, found)))
-            within = ", ".join(f"{_within(found, limit)} within {share(limit)}" for limit in WITHIN)
-            lines.append(f"{name}: {exact(found)} exact, {within}, median {middle}, worst {_worst(found)}")
-    met = [one.peak_met for one in pairs]
-    counts = f"the expected one {met.count('expected')}, the possible one {met.count('possible')}"
-    lines.append(f"of two predicted peaks were measured: {counts}")
-    times = sorted(value for one in pairs if (value := ratio(one)) is not None)
-    if times:
-        off = median(abs(value - 1) for value in times)
-        lines.append(
-            f"step, measured / predicted: median {median(times):.2f}, {times[0]:.2f} to {times[-1]:.2f}, "
-            f"median distance from 1 {off:.0%}"
-        )
-    for (fits, status), count in sorted(verdicts(pairs).items()):
-        lines.append(f"predicted {'to fit' if fits else 'not to fit'}, {status}: {count}")
-    return "\n".join(lines)
