@@ -6,6 +6,7 @@
 #   make test-oldest      the tests with the oldest versions that pyproject.toml allows, likewise
 #   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
+# Tables and figures made from records, in README, docs and evidence, by: make evidence
 # PYTHON=python3.12 picks the interpreter; EXTRAS=dev,ray picks the extras; PIP_ARGS='...' is handed to pip.
 # Without a GPU, torch's CPU build saves several GB of CUDA libraries:
 #   make setup PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
@@ -26,7 +27,7 @@ OLDEST := $(OLDEST_VENV)/bin
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs test test-fast setup-libraries test-libraries test-oldest test-oldest-cli check lint types floors setup clean
+.PHONY: demo outputs evidence test test-fast setup-libraries test-libraries test-oldest test-oldest-cli check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,9 @@ demo: setup
 
 outputs: setup
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m evidence.scripts.fill_outputs
+
+evidence: setup
+	$(BIN)/python -m evidence.scripts.fill_tables
 
 # Tests that need a GPU run in a second session: in the first, processes see none.
 test: setup
