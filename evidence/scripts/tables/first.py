@@ -95,11 +95,11 @@ def steps_of_one_gpu() -> list[Row]:
             len(busy) + len(h100[False]), HELD_OUT,
         ),
         Row(
-            "step time, the host decides, not calibrated", _errors(waiting, "predicted_s"),
+            "step time, the host decides, other machines: not calibrated", _errors(waiting, "predicted_s"),
             _outside(known, "catalog_"), len(known), HELD_OUT,
         ),
         Row(
-            "step time, the host decides, calibrated", _errors(waiting, "calibrated_s"),
+            "step time, the host decides, other machines: calibrated", _errors(waiting, "calibrated_s"),
             _outside(waiting), len(waiting), HELD_OUT,
         ),
     ]  # fmt: skip
