@@ -2,7 +2,8 @@
 
 Two kinds. For ranking, repeated layers and micro-batches are traced a few times, which is fast. An exact one
 is the prediction of the recipe as it is; of more than three micro-batches it is continued from two and three,
-since each further one adds the same. The parent needs no torch.
+since each further one adds the same. A pipeline is predicted as it is for both, since micro-batches fill it.
+The parent needs no torch.
 """
 
 import hashlib
@@ -19,18 +20,18 @@ from typing import Any, NamedTuple, Self
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger
-from trainfit.planning.continued import continued, scaled
 from trainfit.planning.workers import CAN_FORK, Workers
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.communication import on_hosts
-from trainfit.prediction.estimate import estimate
-from trainfit.prediction.predict import ledger_of
+from trainfit.prediction.estimate import cost, estimate
+from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.calibrated import calibrated, chosen_file, using
 from trainfit.prediction.time.device_time import op_s
+from trainfit.spec import micro_batches
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Estimate
+from trainfit.spec.result import Estimate, Interval
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
 
@@ -88,13 +89,13 @@ class Request(NamedTuple):
         differs = recipe.batch.accumulate > 2 or any(
             one.trace_whole(recipe) for one in registry.in_order() if one.applies(recipe)
         )
-        return recipe.id, self.exact and differs
+        return recipe.id, self.exact and differs and recipe.mesh.pipeline == 1
 
     @property
     def parts(self) -> "tuple[Request, ...]":
         """What is traced: itself; if exact, for more than three micro-batches, two and three of them."""
-        batch = self.recipe.batch
-        if not self.exact or self.recipe.plans_recompute or batch.accumulate <= 3:
+        batch, mesh = self.recipe.batch, self.recipe.mesh
+        if not self.exact or self.recipe.plans_recompute or batch.accumulate <= 3 or mesh.pipeline > 1:
             return (self,)
         fewer = (batch.model_copy(update={"accumulate": count}) for count in (2, 3))
         return tuple(Request(self.recipe.model_copy(update={"batch": each})) for each in fewer)
@@ -241,6 +242,9 @@ def answer(request: Request, *, use_cache: bool = True) -> Result:
             except OutOfTimeError as error:
                 return Result(recipe, None, refused=error, is_complete=False)
             return Result(planned.recipe, planned.estimate, is_complete=planned.is_complete)
+        if recipe.mesh.pipeline > 1:
+            found = predict(recipe, use_cache=use_cache)
+            return Result(recipe, found, found.time.optimizer_s if found.time else 0.0)
         if not request.exact:
             return _for_ranking(recipe, use_cache)
         found, update_s = _traced(recipe, recipe.batch.accumulate, use_cache)
@@ -261,6 +265,44 @@ def _continued(recipe: Recipe, two: Result, three: Result) -> Result:
     return Result(recipe, continued(recipe, two.estimate, three.estimate), two.update_s)
 
 
+def continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
+    """Return the estimate of ``accumulate`` micro-batches from those of two and three: each adds the same.
+
+    Memory is that of three: nothing more is kept from one micro-batch to the next.
+
+    Raises:
+        TypeError: a field of the estimate does not state how it follows (spec/micro_batches.py).
+    """
+    more = recipe.batch.accumulate - 3
+
+    def on(before: float, after: float) -> float:
+        return max(0.0, after + more * (after - before))
+
+    def share(of_peak: float | None, before: float, after: float) -> float | None:
+        return of_peak and of_peak * on(before, after) / after / slower
+
+    step_s = on(two.step_s, three.step_s) if two.step_s and three.step_s else None
+    slower = step_s / three.step_s if step_s and three.step_s else 1.0
+    tokens_per_s = recipe.batch.tokens * recipe.mesh.data_ranks / step_s if step_s else None
+    note = f"{recipe.batch.accumulate} micro-batches continued from two and three, each adding the same"
+    return micro_batches.continued(
+        two,
+        three,
+        on,
+        recipe_id=recipe.id,
+        tokens_per_s=tokens_per_s,
+        mfu=share(three.mfu, two.model_flops, three.model_flops),
+        hfu=share(three.hfu, two.hardware_flops, three.hardware_flops),
+        cost=cost(recipe, tokens_per_s),
+        bounds={name: _scaled(one, slower) for name, one in three.bounds.items()},
+        assumptions=(*three.assumptions, note),
+    )
+
+
+def _scaled(bound: Interval, factor: float) -> Interval:
+    return bound.model_copy(update={"low": bound.low * factor, "high": bound.high * factor})
+
+
 def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:
     accumulate = recipe.batch.accumulate
     found, update_s = _traced(recipe, min(2, accumulate), use_cache, shorten=True)
@@ -268,13 +310,26 @@ def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:
         # The update, and what the host does once a step, is not done again for each micro-batch.
         step_s = calibrated(find_gpu(recipe.hardware.gpu)).rates.host.step
         once_s = update_s + (min(step_s, found.time.host_s) if found.time else 0.0)
-        share = 1 + max(0.0, found.step_s - once_s) / 2 / found.step_s
-        more = {name: 1.5 * getattr(found, name) for name in ("model_flops", "hardware_flops")}
-        more |= {
-            name: rate and rate * 1.5 / share for name in ("mfu", "hfu") for rate in [getattr(found, name)]
-        }
-        found = continued(recipe, found, scaled(found, share).model_copy(update=more))
+        slower = 1 + max(0.0, found.step_s - once_s) / 2 / found.step_s
+        found = continued(recipe, found, _of_three(found, slower))
     return Result(recipe, found.model_copy(update={"recipe_id": recipe.id}), update_s)
+
+
+def _of_three(two: Estimate, slower: float) -> Estimate:
+    """Return the estimate of three micro-batches, in a step that takes ``slower`` times that of two."""
+    flops = {name: 1.5 * getattr(two, name) for name in ("model_flops", "hardware_flops")}
+    return micro_batches.continued(
+        two,
+        two,
+        lambda _, value: value * slower,
+        recipe_id=two.recipe_id,
+        tokens_per_s=two.tokens_per_s and two.tokens_per_s * 1.5 / slower,
+        mfu=two.mfu and two.mfu * 1.5 / slower,
+        hfu=two.hfu and two.hfu * 1.5 / slower,
+        cost=two.cost,
+        bounds={name: _scaled(one, slower) for name, one in two.bounds.items()},
+        assumptions=two.assumptions,
+    ).model_copy(update=flops)
 
 
 def _traced(

@@ -50,7 +50,7 @@ def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: R
             "recipe_id": recipe.id,
             "num_gpus": recipe.hardware.count,
             "tokens_per_s": tokens_per_s,
-            "cost": _cost(recipe, tokens_per_s),
+            "cost": cost(recipe, tokens_per_s),
             "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
             "bounds": bounds(time, gpu, recipe),
             "warnings": (
@@ -188,7 +188,8 @@ def matmul_dtype(ledger: Ledger) -> str:
     return max(totals, key=lambda name: totals[name]) if totals else "fp32"
 
 
-def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
+def cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
+    """Return the cost of a recipe's GPUs at a speed; None: the price or the speed is not known."""
     rented = cluster(recipe.hardware)
     price = rented.price_per_hour
     if price is None or not tokens_per_s:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from trainfit.spec.bench import BenchResult, Environment, Spread
+from trainfit.spec.micro_batches import Added, Derived, Same
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
 PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
@@ -59,16 +60,16 @@ class Phases(Value):
 class StepTime(Value):
     """Parts of one step's time, in seconds; those that are not hidden sum to ``total``."""
 
-    matmul_s: Seconds = 0.0
-    memory_s: Seconds = 0.0
-    communication_s: Seconds = 0.0
+    matmul_s: Added[Seconds] = 0.0
+    memory_s: Added[Seconds] = 0.0
+    communication_s: Added[Seconds] = 0.0
     """The computation waits for collectives and copies to and from the host, and is slower meanwhile."""
-    host_s: Seconds = 0.0  # The GPU waits for the host
-    hidden_communication_s: Seconds = 0.0  # Collectives while the GPU computes
-    bubble_s: Seconds = 0.0  # Waiting for other stages of a pipeline
-    attention_s: Seconds = 0.0  # Part of matmul_s
-    optimizer_s: Seconds = 0.0  # Part of memory_s: all of the update
-    issue_s: Seconds = 0.0
+    host_s: Added[Seconds] = 0.0  # The GPU waits for the host
+    hidden_communication_s: Added[Seconds] = 0.0  # Collectives while the GPU computes
+    bubble_s: Added[Seconds] = 0.0  # Waiting for other stages of a pipeline
+    attention_s: Added[Seconds] = 0.0  # Part of matmul_s
+    optimizer_s: Added[Seconds] = 0.0  # Part of memory_s: all of the update
+    issue_s: Added[Seconds] = 0.0
     """The host's own work, most of it while the GPU computes."""
 
     @property
@@ -90,13 +91,13 @@ class StepTime(Value):
 class Traffic(Value):
     """Collectives of one kind in a step of one rank."""
 
-    kind: str
+    kind: Same[str]
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, or ``send`` between
     two stages of a pipeline."""
-    num_ranks: Count
-    between_hosts: bool
-    calls: Count
-    bytes_sent: Bytes
+    num_ranks: Same[Count]
+    between_hosts: Same[bool]
+    calls: Added[Count]
+    bytes_sent: Added[Bytes]
     """Through the GPU's link, by a ring; an all-to-all's that leaves the host is counted apart."""
 
 
@@ -218,51 +219,51 @@ PADDED_COPIES = (
 class Estimate(Value):
     """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""
 
-    recipe_id: str | None  # None: of the user's own code, which ``code`` describes
-    phases: Phases
-    breakdown: MemoryBreakdown  # At the moment of the peak
-    peak_phase: str  # Which phase holds the peak, such as ``steady.backward``
-    peak_allocated_bytes: Bytes
-    peak_reserved_bytes: Bytes
-    peak_device_bytes: Bytes
+    recipe_id: Derived[str | None]  # None: of the user's own code, which ``code`` describes
+    phases: Same[Phases]
+    breakdown: Same[MemoryBreakdown]  # At the moment of the peak
+    peak_phase: Same[str]  # Which phase holds the peak, such as ``steady.backward``
+    peak_allocated_bytes: Same[Bytes]
+    peak_reserved_bytes: Same[Bytes]
+    peak_device_bytes: Same[Bytes]
     """As nvidia-smi shows it: reserved, the CUDA context and the libraries' own memory."""
-    two_peaks: TwoPeaks | None = None
+    two_peaks: Same[TwoPeaks | None] = None
     """Of DDP, and of some compiled models. The peaks, phases and breakdown above are of the expected one;
     ``fits`` and the headroom of the possible one."""
-    device_bytes: Bytes  # Usable by a process
-    host_bytes: Bytes = 0  # Pinned host memory of what offload keeps there
-    fits: bool
-    params: Count
-    trainable_params: Count
-    active_params: Count | None = None
+    device_bytes: Same[Bytes]  # Usable by a process
+    host_bytes: Same[Bytes] = 0  # Pinned host memory of what offload keeps there
+    fits: Same[bool]
+    params: Same[Count]
+    trainable_params: Same[Count]
+    active_params: Same[Count | None] = None
     """Parameters that one token meets: of a mixture, without the experts not chosen. None: not counted."""
-    model_flops: Flops
+    model_flops: Added[Flops]
     """FLOPs the mathematics needs: no recomputation; attention as ``flops_convention`` says."""
-    hardware_flops: Flops  # FLOPs the device executes, recomputation included
-    flops_convention: str
-    step_s: Seconds | None
-    time: StepTime | None
-    tokens_per_s: float | None
-    mfu: Share | None
-    hfu: Share | None
-    cost: Cost | None
-    num_gpus: Count = 1
+    hardware_flops: Added[Flops]  # FLOPs the device executes, recomputation included
+    flops_convention: Same[str]
+    step_s: Added[Seconds | None]
+    time: Added[StepTime | None]
+    tokens_per_s: Derived[float | None]
+    mfu: Derived[Share | None]
+    hfu: Derived[Share | None]
+    cost: Derived[Cost | None]
+    num_gpus: Same[Count] = 1
     """On several, memory, FLOPs and utilisation are of one GPU, and tokens and cost of all."""
-    traffic: tuple[Traffic, ...] = ()
-    pipeline: tuple[PipelineGpu, ...] = ()
+    traffic: Added[tuple[Traffic, ...]] = ()
+    pipeline: Same[tuple[PipelineGpu, ...]] = ()
     """By position in the pipeline; memory and time parts above are of the one with the highest peak."""
-    bubble: Share | None = None
+    bubble: Same[Share | None] = None
     """Share of the forwards' and backwards' time that GPUs wait for other stages, on average; None: no
     pipeline."""
-    assumptions: tuple[str, ...] = ()
-    ops_without_flops: tuple[str, ...] = ()
+    assumptions: Derived[tuple[str, ...]] = ()
+    ops_without_flops: Same[tuple[str, ...]] = ()
     """Operations that compute but have no FLOP rule, by name; they count as 0."""
-    bounds: dict[str, Interval] = {}
-    warnings: tuple[str, ...] = ()
+    bounds: Derived[dict[str, Interval]] = {}
+    warnings: Same[tuple[str, ...]] = ()
     """Conditions under which the numbers may not hold: little headroom, a dtype that the GPU emulates."""
-    versions: dict[str, str] = {}
+    versions: Same[dict[str, str]] = {}
     """Of torch and the libraries that the step uses, by name. Empty: made before estimates carried them."""
-    code: TracedCode | None = None  # None: of a recipe
+    code: Same[TracedCode | None] = None  # None: of a recipe
 
     @property
     def highest(self) -> Peak:

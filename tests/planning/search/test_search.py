@@ -1,10 +1,8 @@
 """The search: what it returns fits, is the fastest it traced, and takes a bounded number of traces."""
 
 import json
-import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,38 +10,20 @@ from typing import Any
 import pytest
 
 import counted_calls
-from tiny_recipe import TINY_LLAMA
+from planned_recipe import MODEL, VARIED, recipe
 from trainfit.api.plans import Plan as PrintedPlan
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.search.candidate import Goal
-from trainfit.planning.search.plan import discounted, pareto
-from trainfit.planning.search.ranking import Batches, Sizes, within
 from trainfit.planning.search.search import plan as search
-from trainfit.planning.search.space import Option, least_bytes
-from trainfit.planning.workers import CAN_FORK, NICENESS, Workers
 from trainfit.prediction.predict import predict
 from trainfit.report.plan_text import frontier_panel
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from, written
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB, MIB
-
-CONFIG = {
-    **TINY_LLAMA,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "vocab_size": 8192,
-}
-MODEL = {"config": CONFIG, "implementation": "native"}
-VARIED = ("batch", "recompute", "loss", "optimizer.in_backward")
-
-
-def recipe(**fields: Any) -> Recipe:
-    return recipe_from({"model": MODEL, "batch": {"seq": 512}, **fields})
 
 
 def planned(tokens_per_step: int = 2**14, **options: Any) -> PrintedPlan:
@@ -82,132 +62,6 @@ def test_a_repeated_plan_traces_nothing_and_is_the_same(free: Plan) -> None:
     assert estimates.num_traced == 0
     assert again.found == free.found
     assert calls < 3_000_000, calls
-
-
-def test_another_process_gives_the_same_estimates_and_refusals() -> None:
-    pytest.importorskip("torchao")
-    requests = [Request(recipe()), Request(recipe(precision="fp8"))]
-    with Estimates(0, use_cache=False) as here, Estimates(1, use_cache=False) as there:
-        (found, refused), (other, also) = here.of(requests), there.of(requests)
-    assert found == other
-    assert refused.refused is not None
-    assert str(refused.refused) == str(also.refused)
-
-
-@pytest.mark.skipif(not CAN_FORK, reason="all processes are alike elsewhere")
-def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[bool, str, bool]] = []
-
-    class Refusing:
-        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int):
-            self.has_compiler = "torch._inductor.compile_fx" in imports
-            self.num_ahead = num_ahead
-            assert bool(num_ahead) != self.has_compiler  # Compiled ones take too long for a lower priority.
-
-        def ask(self, data: dict[str, Any], *, ahead: bool) -> Future[dict[str, Any]]:
-            asked.append((self.has_compiler, data["recipe"]["compile"], ahead))
-            answer: Future[dict[str, Any]] = Future()
-            answer.set_result({"refused": {"problem": "none", "remedy": "none"}})
-            return answer
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("trainfit.planning.estimates.Workers", Refusing)
-    monkeypatch.setattr("trainfit.planning.estimates._save", lambda *_: None)
-    with Estimates(2, use_cache=False) as estimates:
-        estimates.later.append(recipe(compile="block"))
-        estimates.of([Request(recipe()), Request(recipe(loss="fused"))])
-        assert len(estimates._workers) == 2  # The compiler is imported while the first are traced.
-        compiled = Request(recipe(compile="block"))
-        estimates.of([Request(recipe(loss="chunked"))], ahead=[compiled])
-        assert (estimates.count, len(asked)) == (3, 4)
-        estimates.of([compiled])  # Asked once.
-    assert sorted(asked, key=str) == [(False, False, False)] * 3 + [(True, "block", True)]
-
-
-def test_a_request_ahead_that_still_waits_is_given_to_the_other_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[bool] = []
-
-    class Busy:
-        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int):
-            self.num_ahead = num_ahead
-
-        def ask(self, data: dict[str, Any], *, ahead: bool) -> Future[dict[str, Any]]:
-            asked.append(ahead)
-            answer: Future[dict[str, Any]] = Future()
-            if not ahead:
-                answer.set_result({"refused": {"problem": "none", "remedy": "none"}})
-            return answer
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("trainfit.planning.estimates.Workers", Busy)
-    monkeypatch.setattr("trainfit.planning.estimates._save", lambda *_: None)
-    with Estimates(2, use_cache=False) as estimates:
-        # Two: where torch is imported, a single one needs no other process.
-        first = [Request(recipe()), Request(recipe(loss="chunked"))]
-        estimates.of(first, ahead=[Request(recipe(loss="fused"))])
-        estimates.of([Request(recipe(loss="fused"))])
-    assert asked == [False, False, True, False]
-
-
-def priority(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer as a process of a plan does: with its own priority."""
-    return {**request, "niceness": os.nice(0)}
-
-
-@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
-def test_requests_ahead_have_processes_of_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    workers = Workers(1, f"{Path(__file__).stem}:priority", [], num_ahead=1)
-    try:
-        ahead, now = workers.ask({"number": 1}, ahead=True), workers.ask({"number": 2})
-        assert ahead.result(120) == {"number": 1, "niceness": min(19, os.nice(0) + NICENESS)}
-        assert now.result(120) == {"number": 2, "niceness": os.nice(0)}
-    finally:
-        workers.close()
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_many_micro_batches_are_continued_from_a_few(exact: bool) -> None:
-    many = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6})
-    with Estimates(0) as estimates:
-        (result,) = estimates.of([Request(many, exact=exact)])
-    whole, found = predict(many), result.estimate
-    assert found is not None
-    assert found.peak_device_bytes == whole.peak_device_bytes
-    near = 1e-6 if exact else 0.03
-    for name in ("step_s", "model_flops", "tokens_per_s", "mfu"):
-        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=near), name
-
-
-def test_two_processes_trace_what_many_micro_batches_are_continued_from() -> None:
-    many = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6})
-    refused = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6}, hardware={"gpu": "tpu-v5p"})
-    with Estimates(0, use_cache=False) as here, Estimates(2, use_cache=False) as there:
-        asked = [Request(many), Request(refused), Request(many, exact=False)]
-        found, expected = there.of(asked), here.of(asked)
-    assert [one.estimate for one in found] == [one.estimate for one in expected]
-    assert found[0].estimate is not None
-    assert found[0].estimate.recipe_id == many.id
-    assert found[1].estimate is None
-    assert "listed for mfu" in str(found[1].refused)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_gradients_reduced_once_a_step_count_once(strategy: str) -> None:
-    mesh = {"parallel": {"strategy": strategy}, "hardware": {"gpu": "h200", "count": 2}}
-    wide = {**MODEL, "config": {**CONFIG, "hidden_size": 4096, "num_hidden_layers": 2}}
-    many = recipe(model=wide, batch={"micro": 2, "seq": 512, "accumulate": 8}, **mesh)
-    with Estimates(0) as estimates:
-        ranked, exact = estimates.of([Request(many, exact=False), Request(many)])
-    assert ranked.estimate is not None
-    assert exact.estimate is not None
-    assert ranked.estimate.step_s == pytest.approx(exact.estimate.step_s, rel=0.02)
 
 
 class LargerExactly(Estimates):
@@ -373,65 +227,7 @@ def test_bad_input_is_one_line(
     assert (tmp_path / "mine.yaml").read_text().startswith("model")
 
 
-def test_a_mix_of_two_levels_meets_the_limit() -> None:
-    none = Sizes(10, 90, 0, 0, 0, micro_s=1.0)
-    full = Sizes(10, 10, 0, 0, 0, micro_s=1.4)
-    assert within((none, full), 100) == none
-    mix = within((none, full), 60)
-    assert mix is not None
-    assert (mix.device_bytes, mix.micro_s) == pytest.approx((60, 1.2))
-    assert within((none, full), 19) is None
-
-
-def test_batches_whose_peak_is_the_updates_say_nothing_of_larger_ones() -> None:
-    small = Sizes(10, 30, 40, 0, 0, micro_s=1.0)  # Whole gradients are the peak.
-    large, larger = (Sizes(10, 5 * micro, 40, 0, 0, micro_s=micro) for micro in (8, 16))
-    grown = Batches.of({1: small, 8: large, 16: larger})
-    assert grown.moved(larger, 16, 32).device_bytes == pytest.approx(170)
-    assert grown.moved(large, 8, 1).device_bytes == pytest.approx(40)
-    assert grown.moved(small, 1, 8).device_bytes == pytest.approx(50)
-    assert Batches.of({1: small}).batch_bytes == {1: 30}
-
-
-def test_more_work_of_the_gpu_takes_no_longer_while_the_host_decides() -> None:
-    eager = Sizes(0, 0, 0, 0, update_s=0.1, micro_s=0.2, host_s=1.0)
-    grown = Batches({1: 1.0, 2: 2.0}, {1: 0.2, 2: 0.4})
-    assert [grown.moved(eager, 1, micro).step_s(1) for micro in (1, 4, 8)] == pytest.approx([1.0, 1.0, 1.7])
-
-
 def test_short_sequences_get_batches_that_fill_the_gpu() -> None:
     best = plan_recipe(recipe(batch={"seq": 64}), (), vary=VARIED, processes=0, memory_gib=4).found[0]
     assert 2 * GIB < best.estimate.peak_device_bytes < 4 * GIB
     assert best.as_recipe().batch.tokens >= 2**14
-
-
-def test_each_change_of_the_numerics_must_gain_its_share() -> None:
-    """With 0, 1 and 2 changes: the second gains less than 2 % over the first, and is not chosen."""
-    change = Option("optimizer", (("optimizer.name", "adafactor"),), numerics="factored")
-    other = Option("precision", (("precision", "fp8"),), numerics="fp8")
-    names = {(): 0.95, (change,): 0.985, (change, other): 1.0}
-    assert max(names, key=lambda options: discounted(names[options], options)) == (change,)
-    assert discounted(1.0, (change, other)) == pytest.approx(0.98**2)
-
-
-def test_the_frontier_holds_what_nothing_beats() -> None:
-    points = [(3, 5), (1, 1), (2, 4), (2, 3), (4, 5)]
-    assert pareto(points, lambda point: point) == [(1, 1), (2, 4), (3, 5)]
-
-
-def test_the_least_bytes_of_what_a_mesh_keeps_on_every_gpu() -> None:
-    """Of 8B parameters with bf16 weights: what is gathered or reduced whole, and shards of both."""
-
-    def least(fields: dict[str, Any], **of_recipe: Any) -> float:
-        own = {"hardware": {"gpu": "h200", "count": 16}, **of_recipe}
-        option = Option("fsdp", tuple(fields.items()))
-        return least_bytes(option, recipe(**own), 8 * 10**9, 2 * 10**9) / 1e9
-
-    kept = {"parallel.reshard_after_forward": False}
-    assert least({"loss": "fused"}) == 0
-    assert least(kept) == 16
-    assert least({**kept, "parallel.sync_each_batch": False}) == 20
-    assert least({"parallel.replicate": 2, "parallel.shard": 8}) == 20 / 8
-    assert least({"parallel.strategy": "ddp"}) == 20
-    assert least({"parallel.strategy": "ddp"}, precision="mixed-bf16") == 40
-    assert least(kept, parallel={"tensor": 2}) == 0

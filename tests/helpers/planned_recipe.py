@@ -1,0 +1,21 @@
+"""A small native model whose plans tests make."""
+
+from typing import Any
+
+from tiny_recipe import TINY_LLAMA
+from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.recipe import Recipe
+
+CONFIG = {
+    **TINY_LLAMA,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "vocab_size": 8192,
+}
+MODEL = {"config": CONFIG, "implementation": "native"}
+VARIED = ("batch", "recompute", "loss", "optimizer.in_backward")
+
+
+def recipe(**fields: Any) -> Recipe:
+    return recipe_from({"model": MODEL, "batch": {"seq": 512}, **fields})
