@@ -49,11 +49,20 @@ def app() -> typer.Typer:
         help=ABOUT, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
-    version_option = typer.Option(False, "--version", help="Print the version.", callback=_version)
+    version_option = typer.Option(False, "--version", help="Print the version.")
+    verbose_option = typer.Option(
+        False, "--verbose", "-v",
+        help="With --version: also check the private names of other libraries that trainfit relies on.",
+    )  # fmt: skip
 
-    @verbs.callback()
-    def root(version: bool = version_option) -> None:
-        pass
+    @verbs.callback(invoke_without_command=True)
+    def root(context: typer.Context, version: bool = version_option, verbose: bool = verbose_option) -> None:
+        if version:
+            raise typer.Exit(_version(verbose))
+        if verbose:
+            raise typer.BadParameter("-v stands with --version here; of a command it stands after it")
+        if context.invoked_subcommand is None:
+            raise UsageError("Missing command.", context)
 
     for verb in VERBS:
         name, _, function = verb.partition(".")
@@ -66,10 +75,17 @@ def app() -> typer.Typer:
     return verbs
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        say(f"trainfit {trainfit.__version__}")
-        raise typer.Exit
+def _version(verbose: bool) -> int:
+    """Print the version, and where wanted the state of the libraries; return the exit code."""
+    say(f"trainfit {trainfit.__version__}")
+    if not verbose:
+        return 0
+    from trainfit.virtual import torch_internals
+
+    about, changed = torch_internals.state()
+    for line in (*about, *(f"  {line}" for line in changed)):
+        say(line)
+    return EXIT_BAD_INPUT if changed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,6 +218,11 @@ def answer_verb(word: str) -> str | None:
 
 def _report_bug(error: Exception) -> int:
     import traceback
+
+    from trainfit.virtual import torch_internals
+
+    if line := torch_internals.explain(error):
+        return _report(line, EXIT_BAD_INPUT)
 
     with suppress(OSError):  # Standard error may be closed too.
         say("".join(traceback.format_exception(error)), err=True, end="")

@@ -90,9 +90,10 @@ def _predict(recipe: "Recipe", deterministic: bool, *, use_cache: bool) -> "Pred
 def _ledger_file(estimate: "Prediction", deterministic: bool) -> str:
     """Return a line that names the file of the prediction's ledger."""
     from trainfit.prediction import cache
+    from trainfit.spec.files import cache_folder
 
     if estimate.recipe.mesh.pipeline > 1:
-        return f"ledgers, one a stage: in {cache.folder()}"
+        return f"ledgers, one a stage: in {cache_folder()}"
     return f"ledger: {cache.path_of(estimate.recipe, deterministic=deterministic)}"
 
 

@@ -1,7 +1,6 @@
 """Cache of ledgers on disk, by recipe, code and library versions. Imports torch only to trace one."""
 
 import hashlib
-import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,11 +11,13 @@ from trainfit.catalog.names import own_files
 from trainfit.ledger import file as ledger_file
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.versions import LIBRARIES
+from trainfit.spec.files import cache_folder
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
+from trainfit.virtual import torch_internals
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = {".py", ".json", ".toml"}
@@ -51,13 +52,6 @@ NOT_OF_AN_ESTIMATE = (
 MAX_LEDGERS = 500
 
 
-def folder() -> Path:
-    """Where ledgers are kept: $TRAINFIT_CACHE, else trainfit/ in the user's cache folder."""
-    own = os.environ.get("TRAINFIT_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(own) if own else Path(base) / "trainfit"
-
-
 def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> str:
     """Thirty-two hex digits: equal for recipes whose steps are equal, whatever their name, seed or price.
 
@@ -72,7 +66,7 @@ def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = No
 
 def path_of(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> Path:
     """Return the file that a recipe's ledger is kept in."""
-    return folder() / f"{key(recipe, deterministic=deterministic, stage=stage)}.json.gz"
+    return cache_folder() / f"{key(recipe, deterministic=deterministic, stage=stage)}.json.gz"
 
 
 def load(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> Ledger | None:
@@ -92,7 +86,7 @@ def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: 
     """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
     try:
         ledger_file.save(ledger, path_of(recipe, deterministic=deterministic, stage=stage))
-        kept = sorted(folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
+        kept = sorted(cache_folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-MAX_LEDGERS]:
             path.unlink(missing_ok=True)
     except OSError:
@@ -115,6 +109,7 @@ def loaded_or_traced(
     kept = load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
     if kept is not None:
         return kept
+    torch_internals.require(*_parts_of(recipe))  # Before an import of one that is gone fails.
     from trainfit.prediction.trace import trace, trace_whole
 
     shorten = shorten and trace_whole(recipe)
@@ -122,6 +117,17 @@ def loaded_or_traced(
     if not (shorten and ledger.repeats):  # A shortened one is no prediction.
         save(recipe, ledger, deterministic=deterministic, stage=stage)
     return ledger
+
+
+def _parts_of(recipe: Recipe) -> list[str]:
+    """Return the parts whose private names a recipe's trace relies on."""
+    needed = {
+        "tracing": True,
+        "models": recipe.model.implementation == "hf",
+        "ranks": recipe.hardware.count > 1,
+        "compiler": bool(recipe.compile),
+    }
+    return [part for part, is_needed in needed.items() if is_needed]
 
 
 @cache

@@ -148,6 +148,13 @@ def writing(path: str | Path) -> Iterator[None]:
         raise OSError(code, os.strerror(code), str(path)) from error
 
 
+def cache_folder() -> Path:
+    """Return the folder of what is kept between runs: $TRAINFIT_CACHE, else trainfit/ in the user's cache."""
+    own = os.environ.get("TRAINFIT_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(own) if own else Path(base) / "trainfit"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file; an OSError names it."""
     write_bytes(path, text.encode())

@@ -121,9 +121,7 @@ class UserCompiler(VirtualCompiler):
             return None
         if options.get("mode") not in PLAIN_MODES or options.get("options"):
             self._notes.add(OPTIONS)
-        if not self._used:
-            torch._dynamo.reset()
-            self._used = True
+        self._begin()
         return {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
 
     def _function(self, function: Callable[..., Any], optimized: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from trainfit.user.tensors import UserTensorMode, real_of
 from trainfit.user.torch_cuda import MemoryStats, Streams, cuda_module
 from trainfit.user.tracer import UserTracer
 from trainfit.user.triton_launches import triton_launches
+from trainfit.virtual import torch_internals
 from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
 from trainfit.virtual.cuda.scratch import GpuTraits
@@ -86,10 +87,12 @@ def user_gpu(
 def _user_gpu(
     gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | None, evaluates_at: str
 ) -> Iterator[UserGpu]:
+    torch_internals.require("tracing", "scripts")
     streams = Streams()
     if num_ranks is None:
         steps, of_rank = StepFollower(max_steps, evaluates_at), (StreamPools(streams.current),)
     else:
+        torch_internals.require("ranks")
         from trainfit.user import ranks  # Imports torch.distributed.
 
         steps = StepFollower(max_steps, evaluates_at, ranks.data_ranks_of(num_ranks))

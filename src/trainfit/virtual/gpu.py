@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainfit.ledger.ledger import Ledger
+from trainfit.virtual import torch_internals
 from trainfit.virtual.compile import VirtualCompiler
 from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
@@ -88,6 +89,7 @@ def virtual_gpu(
         prefers_cudnn: see ``attention_backend.choose_backend``.
         observers: follow the trace.
     """
+    torch_internals.require("tracing")
     scopes = ScopeTracker(observers)
     notes: set[str] = set()
     with ExitStack() as stack:

@@ -210,7 +210,7 @@ class Graph:
     reset = instantiate = enable_debug_mode = debug_dump = nothing
 
 
-class Generator(torch._C.Generator):
+class Generator(torch.Generator):
     """A CPU generator for "cuda", from which no random number is drawn."""
 
     is_device: bool

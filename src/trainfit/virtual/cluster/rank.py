@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainfit.catalog.collectives import kinds_by_schema
 from trainfit.ledger.ledger import Collective
 from trainfit.spec.errors import InputError
+from trainfit.virtual import torch_internals
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.observer import Observer, StreamPools
 from trainfit.virtual.trace.tracer import Tracer
@@ -40,6 +41,7 @@ def fake_group(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
     Raises:
         InputError: the process already is a rank of a process group.
     """
+    torch_internals.require("ranks")
     if dist.is_initialized():
         raise InputError(
             "this process is a rank of a process group already",

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainfit.ledger.ledger import RepeatError
 from trainfit.spec.errors import InputError
+from trainfit.virtual import torch_internals
 from trainfit.virtual.compile.generate import Source, generate
 from trainfit.virtual.compile.joint_graph import cuda_choices, decompositions
 from trainfit.virtual.compile.program import Program
@@ -46,13 +47,18 @@ class VirtualCompiler:
         self._signatures: set[Any] = set()
 
     def __call__(self, module: nn.Module) -> None:
-        if not self._used:
-            torch._dynamo.reset()
-            self._used = True
+        self._begin()
         self._signatures.add(signature(module))
         module.compile(backend=self._backend)
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = partial(self._run, module, compiled)
+
+    def _begin(self) -> None:
+        """Forget what was compiled before, when the first module is compiled."""
+        if not self._used:
+            torch_internals.require("compiler")
+            torch._dynamo.reset()
+            self._used = True
 
     def __enter__(self) -> Self:
         return self

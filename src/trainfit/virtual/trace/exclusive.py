@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from trainfit.spec.private_names import read
+
 
 class _Holder:
     """The lock and the thread that holds it."""
@@ -62,14 +64,29 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     with exclusive():
         inherited = name not in vars(owner)
         before = None if inherited else vars(owner)[name]
+        is_outermost = (id(owner), name) not in _originals
+        if is_outermost and hasattr(owner, name):
+            _originals[id(owner), name] = read(owner, name)
         setattr(owner, name, _for_tracing_thread(value, getattr(owner, name, _nothing)))
         try:
             yield
         finally:
+            if is_outermost:
+                _originals.pop((id(owner), name), None)
             if inherited:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+_originals: dict[tuple[int, str], Any] = {}
+"""Identity of an owner, and name -> what is replaced there now."""
+
+
+def stored(owner: Any, name: str) -> Any:
+    """Return an attribute as its owner stores it (``private_names.read``), also while it is replaced."""
+    key = (id(owner), name)
+    return _originals[key] if key in _originals else read(owner, name)
 
 
 def _is_ours(owner: Any) -> bool:

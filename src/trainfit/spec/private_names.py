@@ -1,0 +1,227 @@
+"""Entries for the private names of other libraries that trainfit relies on, and the check of an entry.
+
+A private name can be removed, take other arguments or return something else in any release. Its entry says
+what trainfit needs it for, which versions it was checked with, which form it has and, where a figure depends
+on its result, a small call with the result that is relied on.
+
+Imports no library by itself. ``virtual/torch_internals.py`` has the entries of the virtual GPU and of the
+rooms above it, and runs the checks. The entries of the rooms below the virtual GPU are here.
+"""
+
+import ctypes
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CHECKED = {
+    "torch": "2.11 to 2.13",
+    "transformers": "5.17 to 5.23",
+    "triton": "3.6 to 3.7",
+    "torchao": "0.16 to 0.18",
+    "peft": "0.19 to 0.21",
+    "accelerate": "1.12 to 1.15",
+    "bitsandbytes": "0.50",
+    "safetensors": "0.8",
+}
+"""Library -> the versions that its entries were checked with."""
+ABSENT = "absent"
+"""Form of a name that some of the checked versions or builds do not have; trainfit does without it there."""
+INSTANCE = "instance attribute"
+"""Form of an attribute that the methods of its class set."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """The entry of one private name.
+
+    Args:
+        name: module, colon, attributes: ``torch._C:_storage_Use_Count``; of a module without a colon.
+        purpose: what trainfit needs it for.
+        forms: what it is, as ``form_of`` returns it; several, where the checked versions differ.
+        call: a small call of the object on the host; None: no figure depends on what it returns.
+        result: what ``call`` returns in the checked versions.
+    """
+
+    name: str
+    purpose: str
+    forms: tuple[str, ...]
+    call: Callable[[Any], Any] | None = None
+    result: Any = None
+
+    @property
+    def dotted(self) -> str:
+        """The name as Python code has it."""
+        return self.name.replace(":", ".")
+
+    @property
+    def library(self) -> str:
+        return self.name.partition(".")[0].partition(":")[0]
+
+    @property
+    def checked(self) -> str:
+        """The versions of its library that the entry was checked with."""
+        return CHECKED[self.library]
+
+
+def entry(
+    name: str, purpose: str, *forms: str, call: Callable[[Any], Any] | None = None, result: Any = None
+) -> PrivateName:
+    """Return an entry; without a form it is that of a module or class."""
+    return PrivateName(name, purpose, forms or ("class" if ":" in name else "module",), call, result)
+
+
+def read(owner: Any, name: str) -> Any:
+    """Return an attribute as its owner stores it: a method as a function, a property as itself.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    if not isinstance(owner, type):
+        return getattr(owner, name)
+    for base in owner.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    if any(name in vars(base).get("__annotations__", ()) or _sets(base, name) for base in owner.__mro__):
+        return INSTANCE
+    return getattr(owner, name)  # Of a metaclass
+
+
+def _sets(kind: type, name: str) -> bool:
+    """Return whether a method of the class names the attribute."""
+    codes = (
+        getattr(inspect.unwrap(value), "__code__", None) for value in vars(kind).values() if callable(value)
+    )
+    return any(code is not None and name in code.co_names for code in codes)
+
+
+Read = Callable[[Any, str], Any]
+
+
+def change(one: PrivateName, read: Read = read) -> str:
+    """Return what changed since the versions that an entry was checked with, as half a sentence; "": nothing.
+
+    Args:
+        read: returns an owner's attribute as it is stored.
+
+    Raises:
+        ModuleNotFoundError: the library is not installed.
+    """
+    try:
+        raw, value = _found(one.name, read)
+        form = form_of(raw)
+    except AttributeError:
+        form = ABSENT
+    if form not in one.forms:
+        return "is gone" if form == ABSENT else f"is now {form}, was {' or '.join(one.forms)}"
+    if one.call is None or form == ABSENT:
+        return ""
+    try:
+        result = one.call(value)
+    except Exception as error:
+        return f"fails in a small call: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return "" if result == one.result else f"returns {result!r} in a small call, was {one.result!r}"
+
+
+def _found(name: str, read: Read) -> tuple[Any, Any]:
+    """Return what a name's owner stores, and what the owner's attribute is."""
+    path, _, attributes = name.partition(":")
+    library = importlib.import_module(path.partition(".")[0])
+    if ".lib." in path:  # A symbol of a shared library
+        symbol = read(_shared_library(library, path.rpartition(".")[2]), attributes)
+        return symbol, symbol
+    try:
+        value: Any = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # Of another library
+        raise AttributeError(path) from None
+    raw = value
+    if not attributes:
+        parent, _, last = path.rpartition(".")
+        raw = value = read(importlib.import_module(parent), last) if parent else value
+    for part in attributes.split(".") if attributes else ():
+        raw = read(value, part)
+        bind = getattr(raw, "__get__", None) if isinstance(value, type) else None
+        value = raw if bind is None else bind(None, value)
+    return raw, value
+
+
+@cache
+def _shared_library(library: ModuleType, name: str) -> Any:
+    folder = Path(str(library.__file__)).parent / "lib"
+    for path in (folder / f"{name}.so", folder / f"{name}.dylib"):
+        if path.exists():
+            return ctypes.CDLL(str(path))
+    raise AttributeError(name)
+
+
+def form_of(stored: Any) -> str:
+    """Return what an object is: a function's parameters, an operator's schema, or its kind."""
+    if isinstance(stored, staticmethod | classmethod):
+        stored = stored.__func__
+    stored = inspect.unwrap(stored)
+    if stored is INSTANCE:
+        return INSTANCE
+    if isinstance(stored, ModuleType):
+        return "module"
+    if isinstance(stored, type):
+        return "class"
+    if isinstance(stored, property) or inspect.isdatadescriptor(stored):
+        return "property"
+    if hasattr(stored, "_schema"):
+        return str(stored._schema)
+    if not callable(stored):
+        return type(stored).__name__ if isinstance(stored, bool | list | dict) else "value"
+    try:
+        return _parameters(inspect.signature(stored))
+    except ValueError:  # A function in C; pybind11 begins its docstring with its declaration.
+        declared = re.match(rf"{re.escape(stored.__name__)}\((.*)\) -> ", str(stored.__doc__))
+        return f"builtin ({', '.join(_names(declared[1]))})" if declared else "builtin"
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    """Return the names of a function's parameters; ``=`` marks those with a default."""
+    parts, marked = list[str](), False
+    for one in signature.parameters.values():
+        star = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        if one.kind == one.KEYWORD_ONLY and not marked:
+            parts.append("*")
+        marked = marked or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
+        parts.append(f"{star}{one.name}{'' if one.default is one.empty else '='}")
+    return f"({', '.join(parts)})"
+
+
+def _names(declared: str) -> list[str]:
+    """Return the names in a C++ function's parameters, such as ``a: dict[int, str], b: bool``."""
+    return re.findall(r"(\w+): ", declared)
+
+
+# fmt: off
+BELOW: dict[str, tuple[PrivateName, ...]] = {
+    "tracing": (
+        entry(
+            "torch.optim._muon:_adjust_lr", "Muon's updates with stochastic rounding",
+            "(lr, adjust_lr_fn, param_shape)",
+            call=lambda adjust: round(adjust(0.1, "match_rms_adamw", (4, 9)), 6), result=0.06,
+        ),
+        entry(
+            "torch.optim._muon:_zeropower_via_newtonschulz", "Muon's updates with stochastic rounding",
+            "(grad, ns_coefficients, ns_steps, eps)",
+        ),
+    ),
+    "devices": (
+        entry("triton._C.libtriton:ir.DESCRIPTOR_REDUCE_KIND.ADD", "adding gradients of attention", "value"),
+        entry("triton.experimental.gluon.language._core:builtin", "adding gradients of attention", "(fn)"),
+        entry(
+            "triton.experimental.gluon.language._semantic:GluonSemantic._convert_to_ir_values",
+            "adding gradients of attention", "(self, list_like, require_i64=)",
+        ),
+    ),
+}
+"""Entries of the rooms below the virtual GPU (``optim/``, ``kernels/``), by the table they belong to."""

@@ -1,0 +1,160 @@
+"""The private names of torch, transformers and other libraries that trainfit patches or relies on.
+
+One entry each (``spec/private_names.py``), in a table by the part of trainfit that relies on it. ``require``
+checks the tables of a part before it is used: once for each set of installed versions, and the result is kept
+beside the ledgers. A name that changed ends a prediction with one line instead of a wrong figure.
+``tests/virtual/test_torch_internals.py`` finds each private name in the source that has no entry.
+
+Checks run on a thread of their own, where no mode is entered, and see what the virtual GPU has replaced as it
+was: a script's compiler is checked when the script first uses it, in the middle of a trace.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from trainfit.spec import private_names
+from trainfit.spec.errors import InputError
+from trainfit.spec.files import cache_folder
+from trainfit.spec.optional import is_installed
+from trainfit.spec.private_names import BELOW, CHECKED, PrivateName, change
+from trainfit.spec.provenance import installed_version
+from trainfit.virtual.trace.exclusive import stored
+
+GROUPS = ("tracing", "models", "compiler", "ranks", "scripts", "devices")
+"""Parts of trainfit, each with a module and a table of its name here."""
+
+
+@cache
+def entries(group: str) -> tuple[PrivateName, ...]:
+    """Return the entries of a part, also those of rooms below the virtual GPU. Imports torch."""
+    table = getattr(import_module(f"{__name__}.{group}"), group.upper())
+    return (*table, *BELOW.get(group, ()))
+
+
+def require(*groups: str) -> None:
+    """Check that the private names of some parts are as they were in the versions they were checked with.
+
+    Raises:
+        InputError: one of them changed.
+    """
+    for group in groups:
+        if lines := _known_changes(group):
+            more = f" (and {len(lines) - 1} more: trainfit --version -v)" if len(lines) > 1 else ""
+            raise InputError(lines[0] + more, _remedy(lines[0]))
+
+
+@cache
+def _known_changes(group: str) -> list[str]:
+    """Return the changes of a part. What was found good with these versions is not checked again."""
+    if _kept().get(group) == []:
+        return []
+    lines = changes(entries(group))
+    _keep({group: lines})
+    return lines
+
+
+def changes(checked: Iterable[PrivateName]) -> list[str]:
+    """Check entries, and return a line for each that changed. Entries of missing libraries are left out."""
+    lines = list[str]()
+
+    def check() -> None:
+        for one in checked:
+            if is_installed(one.library) and (what := change(one, stored)):
+                lines.append(_line(one, what))
+
+    thread = threading.Thread(target=check, name="private names")
+    thread.start()
+    thread.join()
+    return lines
+
+
+def _line(one: PrivateName, what: str) -> str:
+    return (
+        f"{one.library} {_version(one.library)}: {one.dotted} {what}; "
+        f"needed for {one.purpose}; checked with {one.library} {one.checked}"
+    )
+
+
+def _remedy(line: str) -> str:
+    library = line.partition(" ")[0]
+    return f"install {library} {CHECKED[library]}"
+
+
+def _version(library: str) -> str:
+    """Return a library's version, of torch with its build."""
+    module = sys.modules.get(library)
+    return str(getattr(module, "__version__", None) or installed_version(library))
+
+
+def state() -> tuple[list[str], list[str]]:
+    """Check every entry, keep the result, and describe it.
+
+    Returns:
+        Lines about versions and numbers of entries; one line for each entry that changed.
+    """
+    lines = {group: changes(entries(group)) for group in GROUPS}
+    _keep(lines)
+    table = [one for group in GROUPS for one in entries(group)]
+    missing = sorted({one.library for one in table if not is_installed(one.library)})
+    present = [one for one in table if one.library not in missing]
+    changed = [line for group in GROUPS for line in lines[group]]
+    versions = [f"{name} {_version(name)}" for name in CHECKED if name not in missing]
+    about = [
+        f"Python {platform.python_version()}, {', '.join(versions)}",
+        f"private names of these libraries: {len(present)} entries, "
+        + (f"{len(changed)} changed:" if changed else "all as in the versions they were checked with"),
+    ]
+    if missing:
+        about.append(f"not installed: {', '.join(missing)} ({len(table) - len(present)} entries)")
+    return about, changed
+
+
+def explain(error: BaseException) -> str:
+    """Return the line of a changed name that may have caused an unexpected error; "": none changed.
+
+    Names that are gone fail where a module imports them, before ``require``.
+    """
+    if "torch" not in sys.modules or not isinstance(error, ImportError | AttributeError | TypeError):
+        return ""
+    groups: Sequence[str] = ("tracing", "models", "ranks", "scripts", "compiler")
+    for group in groups:
+        if lines := changes(entries(group)):
+            return f"{lines[0]}; {_remedy(lines[0])}"
+    return ""
+
+
+def _file() -> Path:
+    """Return the file of the results with the installed versions and this table."""
+    digest = hashlib.sha256()
+    for path in (Path(private_names.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
+        digest.update(path.read_bytes())
+    versions = [f"{name} {_version(name)}" for name in CHECKED]
+    digest.update("\n".join([platform.python_version(), *versions]).encode())
+    return cache_folder() / f"private-names-{digest.hexdigest()[:16]}.json"
+
+
+def _kept() -> dict[str, list[str]]:
+    try:
+        found = json.loads(_file().read_text())
+    except (OSError, ValueError):  # None, or a damaged one: check again.
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(lines: dict[str, list[str]]) -> None:
+    """Keep results; a folder that cannot be written is not an error."""
+    path = _file()
+    partial = path.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(_kept() | lines))
+        partial.replace(path)

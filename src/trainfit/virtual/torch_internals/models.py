@@ -1,0 +1,52 @@
+"""Private names that transformers' models are built with."""
+
+from trainfit.spec.private_names import entry
+from trainfit.virtual.torch_internals import calls
+
+# fmt: off
+MODELS = (
+    entry(
+        "transformers.modeling_utils:get_torch_context_manager_or_global_device",
+        "building a model on the meta device", "()",
+    ),
+    entry(
+        "transformers.masking_utils:find_packed_sequence_indices",
+        "masks without a search for packed sequences", "(position_ids)", call=calls.packed_sequences,
+        result=None,
+    ),
+    entry(
+        "transformers.masking_utils:AttentionMaskInterface",
+        "registering masks for the package's attention kernels",
+    ),
+    entry("transformers.modeling_utils:AttentionInterface", "registering the package's attention kernels"),
+    entry(
+        "transformers.modeling_utils:PreTrainedModel._init_weights", "initialising a model's weights",
+        "(self, module)",
+    ),
+    entry(
+        "transformers.modeling_utils:PreTrainedModel._from_config", "building a model from its config",
+        "(cls, config, **kwargs)",
+    ),
+    entry(
+        "transformers.modeling_utils:PreTrainedModel._no_split_modules", "the class of a model's blocks",
+        "value",
+    ),
+    entry("transformers.modeling_utils:PreTrainedModel._tied_weights_keys", "tied embeddings", "value"),
+    entry(
+        "transformers.modeling_utils:PreTrainedModel._supports_attention_backend",
+        "models with attention of their own", "bool",
+    ),
+    entry(
+        "transformers.initialization:no_init_weights", "finding what a config lacks without making weights",
+        "()",
+    ),
+    entry(
+        "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a config",
+        "property",
+    ),
+    entry(
+        "transformers.modeling_utils:PreTrainedModel._initialize_weights",
+        "initialising the blocks that are traced, and no others", "(self, module, is_custom_code=)",
+        call=calls.skips_initialised, result=["_is_hf_initialized"],
+    ),
+)

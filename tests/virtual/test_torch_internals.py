@@ -1,0 +1,344 @@
+"""Each private name of another library has an entry, and each entry is seen to change, in one line."""
+
+import ast
+import functools
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainfit.spec import private_names
+from trainfit.spec.errors import InputError
+from trainfit.spec.optional import is_installed
+from trainfit.spec.private_names import ABSENT, PrivateName, change, form_of, read
+from trainfit.virtual import torch_internals
+from trainfit.virtual.torch_internals import GROUPS, changes, entries
+from trainfit.virtual.trace.exclusive import exclusive, replaced
+
+SOURCE = Path(private_names.__file__).parents[1]
+TABLES = (SOURCE / "spec/private_names.py", SOURCE / "virtual/torch_internals")
+LIBRARIES = {*private_names.CHECKED, "diffusers", "datasets"}
+STANDARD_LIBRARY = {"_asdict", "_replace", "_make", "_fields", "_exit", "_getframe", "_SimpleCData"}
+OWN_STRINGS = set(
+    """
+    _s _mean_s _std_s _max _fp4 _nf4 _mult _enabled _generator _init
+    _fused _fused_ _foreach _foreach_ _amp_foreach _amp_foreach_ _c10d_functional _compile
+    _from_model_config _name_or_path _diffusers_version
+""".split()
+)
+"""Parts of our own names and of operators' names, and keys of files, that are written as strings."""
+ENTRIES = [one for group in GROUPS for one in entries(group)]
+NAMED_BY_RESULT = {name for one in ENTRIES if isinstance(one.result, list) for name in map(str, one.result)}
+"""Attributes of our objects that a library looks for, which the result of a small call names."""
+LAST = {one.dotted.rpartition(".")[2] for one in ENTRIES} | NAMED_BY_RESULT
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    files = [path for path in sorted(SOURCE.rglob("*.py")) if not any(path.is_relative_to(t) for t in TABLES)]
+    return {path: ast.parse(path.read_text()) for path in files}
+
+
+@functools.cache
+def own_names() -> set[str]:
+    """Return the private names that trainfit's own source defines."""
+    found = set[str]()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "cls")):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+    return found
+
+
+def aliases(tree: ast.Module) -> dict[str, str]:
+    """Return what names in a file stand for, of the libraries."""
+    found = dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                first = one.name.partition(".")[0]
+                found |= {one.asname: one.name} if one.asname else {first: first}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+    return {name: full for name, full in found.items() if full.partition(".")[0] in LIBRARIES}
+
+
+def dotted(node: ast.expr, known: dict[str, str]) -> str | None:
+    """Return the full name of ``a.b.c`` where ``a`` stands for something of a library."""
+    parts = list[str]()
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in known:
+        return None
+    return ".".join([known[node.id], *reversed(parts)])
+
+
+def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each use of a private name; a leading dot: an attribute of some object."""
+    known = aliases(tree)
+    for name in known.values():
+        if any(map(is_private, name.split("."))):
+            yield 1, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name = dotted(node, known)
+            if name is not None and any(map(is_private, name.split("."))):
+                yield node.lineno, name
+            elif name is None and is_private(node.attr) and node.attr not in own_names():
+                yield node.lineno, f".{node.attr}"
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-zA-Z][a-zA-Z0-9_]*", str(node.value)):
+            yield node.lineno, f".{node.value}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "replaced":
+            owner, name = node.args[0], node.args[1]
+            full = dotted(owner, known)
+            if full is None or not isinstance(name, ast.Constant):
+                continue
+            full = f"{full}.{name.value}"
+            if not full.startswith("torch.") or any(map(is_private, full.split("."))):
+                yield node.lineno, full
+
+
+def operators() -> set[str]:
+    """Return the names of PyTorch's operators, which have a schema and are looked up by it."""
+    return {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+
+
+def has_entry(name: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    if not owner:
+        return last in LAST
+    if name.startswith("torch.ops."):
+        return True  # Operators
+    return any(
+        one.dotted == name
+        or one.dotted.startswith(f"{name}.")  # A module or class on the way
+        or (":" in one.name and name.startswith(f"{one.dotted}."))  # A public part of a private thing
+        or one.dotted.split(".")[-2:] == name.split(".")[-2:]  # The same, imported from another module
+        for one in ENTRIES
+    )
+
+
+@pytest.mark.parametrize("path", trees(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_private_names_in_the_source_have_entries(path: Path) -> None:
+    free = own_names() | STANDARD_LIBRARY | OWN_STRINGS | operators()
+    missing = {
+        f"{path}:{line}: {name}"
+        for line, name in used(trees()[path])
+        if not has_entry(name)
+        and not (name.startswith(".") and (name[1:] in free or name.startswith("._trainfit_")))
+    }
+    assert not missing
+
+
+def test_every_entry_is_used() -> None:
+    source = "\n".join(path.read_text() for path in trees())
+    words = set(re.findall(r"\w+", source))
+    names = {one.name: {one.dotted.rpartition(".")[2]} for one in ENTRIES}
+    for one in ENTRIES:
+        if isinstance(one.result, list):
+            names[one.name] |= {str(name) for name in one.result if is_private(str(name))}
+    assert not [name for name, found in names.items() if not found & words]
+
+
+def test_entries_are_distinct() -> None:
+    names = [one.name for one in ENTRIES]
+    assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_nothing_changed_in_the_installed_versions(group: str) -> None:
+    assert changes(entries(group)) == []
+
+
+class _Other:
+    """What no entry's object is."""
+
+
+def _of_other_form(form: str) -> object:
+    def other(only_this_argument: int) -> None: ...
+
+    return _Other() if form.startswith("(") or form in ("class", "module", "builtin") else other
+
+
+def _misbehaving(stored: object) -> object:
+    """Return an object of the same form that does nothing, or has nothing in it."""
+    if isinstance(stored, staticmethod | classmethod):
+        return type(stored)(_misbehaving(stored.__func__))
+    if inspect.isdatadescriptor(stored):
+        return property(lambda self: object())
+    if isinstance(stored, list):
+        return []
+
+    @functools.wraps(stored)  # Its form is that of what it wraps.
+    def nothing(*_: object, **__: object) -> object:
+        return _Other
+
+    return nothing
+
+
+@pytest.fixture
+def broken():
+    """Return a function that checks an entry while ``value`` is in the place of its object."""
+
+    def check(one: PrivateName, value: object) -> str:
+        _, _, attributes = one.name.partition(":")
+        last = (attributes or one.name).rpartition(".")[2]
+        owners = []
+        change(one, lambda owner, name: owners.append(owner) or read(owner, name))
+        target = owners[-1]
+
+        def patched(owner: object, name: str) -> object:
+            if name != last or owner != target:
+                return read(owner, name)
+            if value is ABSENT:
+                raise AttributeError(name)
+            return value
+
+        return change(one, patched)
+
+    return check
+
+
+def fresh_results() -> None:
+    torch_internals._known_changes.cache_clear()
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """The folder of kept results, empty."""
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
+    fresh_results()
+    yield tmp_path
+    fresh_results()
+
+
+def test_a_changed_name_ends_a_prediction_with_one_line(results, monkeypatch, capsys) -> None:
+    from trainfit.cli.main import main
+
+    monkeypatch.setattr(
+        torch._C, "_storage_Use_Count", functools.wraps(torch._C._storage_Use_Count)(lambda _: 7)
+    )
+    assert main(["predict", "gpt2", "--no-cache"]) == 65
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == (
+        f"trainfit: error: torch {torch.__version__}: torch._C._storage_Use_Count returns 0 in a small call, "
+        "was 1; needed for whether autograd adds a gradient in place; checked with torch 2.11 to 2.13; "
+        "install torch 2.11 to 2.13"
+    )
+    assert main(["--version", "-v"]) == 65
+    assert "torch._C._storage_Use_Count returns 0" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_a_name_that_is_gone_ends_a_prediction_before_it_is_imported(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch._subclasses.fake_tensor as module; del module.run_fallback_kernel\n"
+        "del module.in_kernel_invocation_manager\n"
+        "from trainfit.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "predict", "gpt2"], capture_output=True, text=True,
+        env=os.environ | {"TRAINFIT_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 65
+    assert "fake_tensor.in_kernel_invocation_manager is gone; needed for" in done.stderr
+    assert re.search(r"\(and \d+ more: trainfit --version -v\)", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_results_are_kept_by_versions(results: Path, monkeypatch) -> None:
+    torch_internals.require("tracing", "models")
+    (kept,) = results.iterdir()
+    assert json.loads(kept.read_text()) == {"tracing": [], "models": []}
+    fresh_results()
+    monkeypatch.setattr(torch_internals, "changes", lambda checked: ["torch 2.99: a name changed"])
+    torch_internals.require("tracing", "models")  # Not checked again
+    with pytest.raises(InputError, match="a name changed"):
+        torch_internals.require("ranks")
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    fresh_results()
+    with pytest.raises(InputError, match="a name changed"):
+        torch_internals.require("tracing")
+    fresh_results()
+    monkeypatch.setattr(torch_internals, "changes", lambda checked: [])
+    torch_internals.require("tracing")  # What changed is checked again, as the library may be repaired.
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"tracing": 7}', "\0"])
+def test_a_damaged_result_is_checked_again(results: Path, content: str) -> None:
+    torch_internals.require("tracing")
+    (kept,) = results.iterdir()
+    kept.write_text(content)
+    fresh_results()
+    torch_internals.require("tracing")
+    assert json.loads(kept.read_text()) == {"tracing": []}
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("TRAINFIT_CACHE", str(file / "cache"))
+    fresh_results()
+    torch_internals.require("tracing")
+
+
+def test_a_check_in_a_trace_sees_what_the_trace_has_replaced() -> None:
+    from torch._inductor import memory
+
+    with exclusive(), torch.device("meta"), replaced(memory, "estimate_peak_memory", lambda: 0):
+        with replaced(memory, "estimate_peak_memory", lambda *_: 1):
+            assert changes(entries("compiler")) == []
+        assert changes(entries("compiler")) == []
+    assert changes(entries("compiler")) == []
+
+
+def test_an_unexpected_error_names_a_changed_private_name(results, monkeypatch) -> None:
+    assert torch_internals.explain(AttributeError("x")) == ""
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert "torch._C._storage_Use_Count is gone" in torch_internals.explain(AttributeError("x"))
+    assert torch_internals.explain(ValueError("x")) == ""
+
+
+CHECKABLE = [one for one in ENTRIES if is_installed(one.library)]
+entry_id = lambda one: one.name  # noqa: E731
+
+
+@pytest.mark.parametrize("one", CHECKABLE, ids=entry_id)
+def test_a_name_that_is_gone_or_has_another_form_is_seen(one: PrivateName, broken) -> None:
+    if ABSENT not in one.forms:
+        assert broken(one, ABSENT) == "is gone"
+    for form in one.forms:
+        other = _of_other_form(form)
+        line = broken(one, other)
+        assert line.startswith(f"is now {form_of(other)}, was {one.forms[0]}"), line
+
+
+@pytest.mark.parametrize("one", [one for one in CHECKABLE if one.call is not None], ids=entry_id)
+def test_another_result_of_a_small_call_is_seen(one: PrivateName, broken) -> None:
+    stored = None
+
+    def remember(owner: object, name: str) -> object:
+        nonlocal stored
+        stored = read(owner, name)
+        return stored
+
+    assert change(one, remember) == ""
+    line = broken(one, _misbehaving(stored))
+    assert re.match(r"(fails|returns .*) in a small call", line), line
