@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,3 +191,13 @@ def test_text_is_only_text(capsys: Captured, monkeypatch: pytest.MonkeyPatch) ->
     text = capsys.readouterr().out
     assert "[/foo] [red]x :smile:" in text
     assert "[enforce fail at alloc_cpu.cpp:121] no memory" in text
+
+
+def test_the_verbose_version_prints_the_state_of_the_libraries(capsys: Captured) -> None:
+    assert main(["--version", "--verbose"]) == 0
+    version, libraries, names, *_ = capsys.readouterr().out.splitlines()
+    assert version.startswith("trainfit ")
+    assert re.search(r", torch [^ ]+, transformers [^ ]+, ", libraries)
+    assert re.fullmatch(r"private names of these libraries: \d+ entries, all as in .*", names)
+    assert main(["-v"]) == 2
+    assert "-v stands with --version" in capsys.readouterr().err
