@@ -136,23 +136,20 @@ def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
         assert (flops.model_flops, flops.hardware_flops) == (expected.model_flops, expected.hardware_flops)
 
 
-def rooms_of_a_trace() -> set[str]:
-    """Trace in a process that has torch and none of our modules; return which of ours it then has."""
+def files_of_a_trace() -> set[str]:
+    """Trace in a process that has torch and none of our modules; return which files it then has."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "trainfit"]:
         del sys.modules[name]
     importlib.import_module("trainfit.prediction.trace").trace(tiny_recipe())
-    return {name.split(".")[1] for name in sys.modules if name.startswith("trainfit.")}
+    modules = (module for name, module in sys.modules.items() if name.startswith("trainfit."))
+    return {str(module.__file__) for module in modules}
 
 
 def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:
-    """What tracing imports: else a ledger of other code would be found.
-
-    Data of the spec is in the recipe's content.
-    """
+    """What tracing imports: else a ledger of other code would be found."""
     with processes().Pool(1) as pool:
-        imported = pool.apply(rooms_of_a_trace)
-    rooms = {room.split("/")[0].removesuffix(".py") for room in cache.ROOMS}
-    assert imported - rooms == {"spec"}
+        imported = pool.apply(files_of_a_trace)
+    assert imported <= {str(path) for path in cache.sources(cache.NOT_OF_A_LEDGER).values()}
 
 
 PROGRAM = """

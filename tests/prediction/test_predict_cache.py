@@ -1,5 +1,6 @@
 """Kept ledgers: what they are found by, and that damage, other writers and a read-only home do no harm."""
 
+import ast
 import gzip
 import json
 import os
@@ -182,12 +183,26 @@ def test_the_oldest_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(list(folder.glob("*.json.gz"))) == 3
 
 
-def test_every_room_decides_an_estimate_that_is_not_named_as_one_that_does_not() -> None:
-    """A new room is hashed, and the list names no room that is gone or below the planner."""
-    rooms = {path.name for path in cache.PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rooms > {*cache.NOT_OF_AN_ESTIMATE}
-    assert not {"prediction", "planning", "catalog", "flops", "spec"} & {*cache.NOT_OF_AN_ESTIMATE}
-    assert all((cache.PACKAGE / one).exists() for one in cache.ROOMS)
+def imports_of(path: Path) -> set[str]:
+    """Return our source files that a source file imports, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+    ours = [name.partition(".")[2].replace(".", "/") for name in names if name.startswith("trainfit.")]
+    return {f"{name}{end}" for name in ours for end in (".py", "/__init__.py")}
+
+
+@pytest.mark.parametrize("excluded", [cache.NOT_OF_AN_ESTIMATE, cache.NOT_OF_A_LEDGER])
+def test_sources_that_are_part_of_a_key_import_none_that_are_not(excluded: tuple[str, ...]) -> None:
+    """A new source is part of every key; those left out exist."""
+    every, kept = cache.sources(()), cache.sources(excluded)
+    assert all(any(name.startswith(one) for name in every) for one in excluded)
+    left_out = every.keys() - kept.keys()
+    used = {name: imports_of(path) & left_out for name, path in kept.items() if path.suffix == ".py"}
+    assert {name: files for name, files in used.items() if files} == {}
 
 
 def test_a_kept_ledger_needs_no_torch() -> None:

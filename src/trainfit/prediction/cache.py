@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -21,34 +20,18 @@ from trainfit.virtual import torch_internals
 
 PACKAGE = Path(__file__).parents[1]
 SOURCES = {".py", ".json", ".toml"}
-ROOMS = (
-    "catalog/models",
-    "catalog/gpus.toml",
-    "catalog/constants.toml",
-    "catalog/model_types.toml",
-    "catalog/model_types.py",
-    "catalog/collectives.toml",
-    "catalog/collectives.py",
-    "ledger",
-    "kernels",
-    "optim",
-    "virtual",
-    "offload",
-    "models",
-    "checkpointing",
-    "parallel",
-    "techniques",
-    "step.py",
-    "prediction/trace.py",
-    "prediction/several_ranks.py",
-    "prediction/versions.py",
-)
-"""Parts of our code that decide a ledger."""
 NOT_OF_AN_ESTIMATE = (
-    "api", "bench", "calibration", "cli", "explanation", "measurement", "records.py", "report", "sweeps",
-    "training", "verification",
+    "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "measurement/",
+    "records.py", "report/", "sweeps/", "training/", "verification/",
 )  # fmt: skip
-"""Rooms that no estimate of a plan depends on. A new room counts as one that does."""
+"""Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
+NOT_OF_A_LEDGER = (
+    *NOT_OF_AN_ESTIMATE, "catalog/calibrations/", "catalog/rates.", "flops/", "planning/", "user/",
+    "prediction/bounds.py", "prediction/communication.py", "prediction/device_overhead.py",
+    "prediction/estimate.py", "prediction/evaluation_code.py", "prediction/pipeline/",
+    "prediction/predict.py", "prediction/time/", "prediction/user_step.py",
+)  # fmt: skip
+"""Sources that no ledger depends on."""
 MAX_LEDGERS = 500
 
 
@@ -144,19 +127,24 @@ def outside_version() -> str:
 @cache
 def code_version() -> str:
     """Return a hash of the source that decides a ledger."""
-    return _hash_of([PACKAGE / room for room in ROOMS])
+    return _hash_without(NOT_OF_A_LEDGER)
 
 
 @cache
 def estimate_version() -> str:
     """Return a hash of the source that decides an estimate, also a planned one."""
-    return _hash_of(path for path in sorted(PACKAGE.iterdir()) if path.name not in NOT_OF_AN_ESTIMATE)
+    return _hash_without(NOT_OF_AN_ESTIMATE)
 
 
-def _hash_of(paths: Iterable[Path]) -> str:
+def sources(excluded: tuple[str, ...]) -> dict[str, Path]:
+    """Return our source files by their path in the package, without those whose path begins so."""
+    files = (path for path in sorted(PACKAGE.rglob("*.*")) if path.suffix in SOURCES)
+    found = {path.relative_to(PACKAGE).as_posix(): path for path in files}
+    return {name: path for name, path in found.items() if not name.startswith(excluded)}
+
+
+def _hash_without(excluded: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
-    for path in paths:
-        for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.suffix in SOURCES:
-                digest.update(str(file.relative_to(PACKAGE)).encode() + file.read_bytes())
+    for name, path in sources(excluded).items():
+        digest.update(name.encode() + path.read_bytes())
     return digest.hexdigest()
