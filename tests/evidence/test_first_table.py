@@ -57,7 +57,7 @@ def test_every_recipe_of_two_gpus_has_bounds_and_fits_as_predicted() -> None:
     assert steps.verdicts == memory.verdicts == len(steps.errors) > len(pairs)
 
 
-def test_a_plan_is_judged_by_the_fastest_recipe_beside_its_first_choice() -> None:
+def test_a_plan_is_judged_by_the_fastest_measured_recipe() -> None:
     found = first.plans()
     assert found.wrong == sum(error < first.SUFFICES - 1 for error in found.errors)
     assert max(found.errors) == 0.0

@@ -67,10 +67,6 @@ class Comparison(NamedTuple):
         measured = self.ranks[0]["reserved"]
         return (self.predicted["peak_reserved_bytes"] - measured) / measured
 
-    def steps(self) -> float:
-        """Return the measured step time over the predicted one."""
-        return max(rank["step_s"] for rank in self.ranks) / self.predicted["step_s"]
-
 
 @cache
 def comparisons() -> tuple[Comparison, ...]:
