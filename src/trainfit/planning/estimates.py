@@ -29,6 +29,7 @@ from trainfit.prediction.time.calibrated import calibrated, chosen_file, using
 from trainfit.prediction.time.device_time import op_s
 from trainfit.spec import micro_batches
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import cache_folder
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Interval
@@ -396,7 +397,7 @@ def _path(request: Request) -> Path:
         calibration,
     ]
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
-    return ledgers.folder() / "estimates" / f"{name}.json"
+    return cache_folder() / "estimates" / f"{name}.json"
 
 
 def _load(request: Request) -> Result | None:
