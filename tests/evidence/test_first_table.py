@@ -1,8 +1,12 @@
 """The first table that a reader meets: README.md and accuracy.md show what the records give."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from evidence.scripts.tables import accuracy, blind, first, several_gpus_suite, step_time
+from evidence.scripts.plan_choices import EVERY
+from evidence.scripts.tables import accuracy, blind, first, plan_choices, several_gpus_suite, step_time
 from evidence.scripts.tables.errors import exact
 from page_claims import ROOT, check
 
@@ -61,3 +65,29 @@ def test_a_plan_is_judged_by_the_fastest_measured_recipe() -> None:
     found = first.plans()
     assert found.wrong == sum(error < first.SUFFICES - 1 for error in found.errors)
     assert max(found.errors) == 0.0
+
+
+def made_at(file: Path) -> dict[str, str]:
+    """Return when the first line of each recipe or script was made."""
+    found: dict[str, str] = {}
+    for row in map(json.loads, file.read_text("utf-8").splitlines()):
+        found.setdefault(row.get("recipe_id") or row["script"], row.get("created_at") or row["made_at"])
+    return found
+
+
+PAIRS = [
+    *((several_gpus_suite.FOLDER, name) for name in ("suite", "peaks", "scripts")),
+    *((several_gpus_suite.FOLDER, name) for name in several_gpus_suite.MEASURED_LATER),
+    *((plan_choices.FOLDER, goal.name) for goal in EVERY),
+]
+
+
+@pytest.mark.parametrize(("folder", "name"), PAIRS, ids=[name for _, name in PAIRS])
+def test_what_is_called_blind_was_predicted_first(folder: Path, name: str) -> None:
+    """Plans and two GPUs: ``blind.by_title`` leaves out others, and step times have a test of their own."""
+    ends = (f"{name}-predicted", f"{name}-measured")
+    if folder == plan_choices.FOLDER:
+        ends = (f"predicted-{name}", f"measured-{name}")
+    predicted, measured = (made_at(folder / f"{end}.jsonl") for end in ends)
+    assert measured
+    assert all(predicted[key] < at for key, at in measured.items())
