@@ -19,7 +19,7 @@ SHARED_BYTES = {"H200": 227 * 1024, "small": 99 * 1024}
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict]:
-    command = [sys.executable, str(TESTS / "helpers" / "kernels_for_hopper.py")]
+    command = [sys.executable, str(TESTS / "kernels" / "kernels_for_hopper.py")]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

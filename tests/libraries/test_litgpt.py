@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from litgpt import GPT, Config
 from litgpt.utils import save_config
 
+import tiny_models
 from trainfit.cli.main import main
 from trainfit.spec.result import Estimate
 

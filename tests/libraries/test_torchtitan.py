@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from trainfit.cli.main import main
 from trainfit.spec.result import Estimate
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 import trainfit
 from trainfit.spec.result import Estimate
 

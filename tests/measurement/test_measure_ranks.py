@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ended_processes import is_dead
 
+from ended_processes import is_dead
 from tiny_recipe import tiny_recipe
 from trainfit.measurement import ranks
 from trainfit.measurement.environment import host_environment

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ended_processes import is_dead
 
+from ended_processes import is_dead
 from trainfit.measurement import process
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.meter import is_out_of_memory

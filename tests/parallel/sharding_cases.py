@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from data_parallel_cases import Tied, adamw, alone, batches, difference, loss_of, shares
 from torch import Tensor, nn
 
+from data_parallel_cases import Tied, adamw, alone, batches, difference, loss_of, shares
 from trainfit.parallel import FullySharded, ShardedOptimizer
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -4,9 +4,9 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-import expert_training as cases
 import pytest
 
+import expert_training as cases
 from rank_processes import Ranks
 from trainfit.spec.recipe import Batch
 

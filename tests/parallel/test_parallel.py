@@ -1,12 +1,12 @@
 """Training on several processes equals one process on the whole batch."""
 
-import data_parallel_cases as cases
 import pytest
-import sharding_cases
 import torch
-from sharded_training import recipe_losses
 
+import data_parallel_cases as cases
+import sharding_cases
 from rank_processes import Ranks
+from sharded_training import recipe_losses
 
 EQUAL = 1e-6
 

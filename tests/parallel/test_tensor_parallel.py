@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-import sharded_training as cases
 
+import sharded_training as cases
 from rank_processes import Ranks
 from trainfit.spec.recipe import Batch
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import rank_training
 import torch.distributed as dist
 
+import rank_training
 from tiny_training import options_for
 from trainfit.training import session
 from trainfit.training.loop import train

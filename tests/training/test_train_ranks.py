@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import rank_training
-from test_forged_checkpoints import sealed
 
+import rank_training
 from rank_processes import Ranks
+from test_forged_checkpoints import sealed
 from tiny_training import losses_in_log, options_for
 from trainfit.cli.train import _with_count
 from trainfit.spec.errors import InputError

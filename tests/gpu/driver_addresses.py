@@ -6,7 +6,7 @@ to a MiB larger than what is requested is handed out whole: so peaks depend on w
 With it, a prediction must agree in every phase to the byte; a request or a free that the virtual GPU misses
 would show.
 
-``python tests/helpers/driver_addresses.py RECIPES RUNS`` measures, in processes of their own that record the
+``python tests/gpu/driver_addresses.py RECIPES RUNS`` measures, in processes of their own that record the
 allocator's history.
 """
 
