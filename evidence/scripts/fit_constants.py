@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from trainfit.catalog.constants import OperationConstants, constants
 from trainfit.catalog.load import FOLDER
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.op_times import COMPILED, OpTimes
 from trainfit.spec.calibration import Calibration, OpTime
@@ -107,7 +108,7 @@ def errors(
     of_fold = folds(rows)
     for fold in range(FOLDS):
         others = (row for row, one in zip(rows, of_fold, strict=True) if one != fold)
-        times = OpTimes(others, gpu, known)
+        times = OpTimes(others, find_gpu(gpu), known)
         for row, one in zip(rows, of_fold, strict=True):
             if one == fold and concerns(row):
                 taken_s = times.seconds(entry(row))

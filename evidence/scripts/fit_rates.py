@@ -43,7 +43,7 @@ from evidence.scripts.tables.joined import RESULTS, join, records
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import HostRates, Rates
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.time.calibrated import calibrated
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.time.roofline import HOST_BOUND, roofline
 from trainfit.records import load
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -119,15 +119,15 @@ class Fit:
 
     def __init__(self, steps: Sequence[Measured]):
         self.steps, self.measured = steps, np.log([one.step_s for one in steps])
-        self.base = calibrated(CARD)
-        data = self.base.rates.model_dump()
+        self.base = machine_with(CARD)
+        data = self.base.known.rates.model_dump()
         self.names = [
             *(name for name, value in data.items() if isinstance(value, float) and name not in HELD),
             "power.slope",
             *(f"host.{name}" for name in data["host"] if name not in NOT_FITTED),
         ]
         machines = sorted({one.machine for one in steps if one.machine})
-        known = [self._get(self.base.rates, name) for name in self.names] + [RATIO] * len(machines)
+        known = [self._get(self.base.known.rates, name) for name in self.names] + [RATIO] * len(machines)
         self.names += [f"ratio.{machine}" for machine in machines]
         self.start = np.log(known)
 
@@ -147,8 +147,8 @@ class Fit:
                 for of, _, field in (name.rpartition("."),)
                 if of == table
             }
-            own[table] = getattr(self.base.rates, table).model_copy(update=of_table)
-        found = self.base.rates.model_copy(update=own)
+            own[table] = getattr(self.base.known.rates, table).model_copy(update=of_table)
+        found = self.base.known.rates.model_copy(update=own)
         if not machine:
             return found
         ratio = values[f"ratio.{machine}"]
@@ -158,10 +158,11 @@ class Fit:
     def times(self, x: Vector, which: Sequence[int] | None = None) -> list[StepTime]:
         """Return the expected steps with a vector's rates."""
         known = {
-            one: replace(self.base, rates=self.rates(x, one)) for one in {step.machine for step in self.steps}
+            one: replace(self.base, known=replace(self.base.known, rates=self.rates(x, one)))
+            for one in {step.machine for step in self.steps}
         }
         found = [
-            roofline(self.steps[at].ledger, CARD, known[self.steps[at].machine])
+            roofline(self.steps[at].ledger, known[self.steps[at].machine])
             for at in (range(len(self.steps)) if which is None else which)
         ]
         return [one.expected for one in found if one is not None]
@@ -312,7 +313,7 @@ def write_small_steps() -> None:
     for step in data["host_steps"]:
         if not step["recipe"].get("compile"):
             recipe = small_recipe(step["recipe"])
-            found = roofline(ledger_of(recipe, None), CARD)
+            found = roofline(ledger_of(recipe, None), machine_with(CARD))
             assert found is not None
             step["expected_s"] = float(f"{found.expected.total:.4g}")
     ops = [json.dumps(row, separators=(",", ":")) for row in data["ops"]]

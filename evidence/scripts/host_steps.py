@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 
 from evidence.scripts.step_time import ledger_of, measured
-from trainfit.catalog.load import gpu
 from trainfit.prediction.estimate import estimate
-from trainfit.prediction.time.calibrated import using
+from trainfit.prediction.machine import machine_of
+from trainfit.prediction.time.calibrated import own_calibration
 from trainfit.records import load
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import DIGEST, commit, digest_of
@@ -47,10 +47,11 @@ def predict_records(source: Path, calibration: Path, out: Path, ledgers: Path | 
 
 def _line(recipe: Recipe, samples_s: Sequence[float], calibration: Path, ledgers: Path | None) -> str:
     """Return a step's row: measured, and predicted with the catalog's host and with the calibrated one."""
-    ledger, card = ledger_of(recipe, ledgers), gpu(recipe.hardware.gpu)
-    without = estimate(recipe, card, ledger)
-    with using(calibration):
-        found = estimate(recipe, card, ledger)
+    ledger = ledger_of(recipe, ledgers)
+    without, found = (
+        estimate(recipe, machine_of(recipe.hardware, own), ledger)
+        for own in (None, own_calibration(calibration))
+    )
     bounds, catalog_bounds = found.bounds["step_s"], without.bounds["step_s"]
     assert without.time is not None
     row = {

@@ -135,15 +135,16 @@ def _timed(call: Callable[[], Any]) -> float:
 def predict(gpu_name: str) -> list[tuple[float, float | None]]:
     """Return the predicted seconds of every operation's forward and backward, the host left out."""
     from trainfit.catalog.load import gpu
+    from trainfit.prediction.machine import machine_with
     from trainfit.prediction.time.device_time import op_s
     from trainfit.user import user_gpu
 
-    sheet, found = gpu(gpu_name), list[tuple[float, float | None]]()
-    with user_gpu(sheet, prefers_cudnn=False, max_steps=MANY_STEPS) as virtual:
+    machine, found = machine_with(gpu(gpu_name)), list[tuple[float, float | None]]()
+    with user_gpu(machine.gpu, prefers_cudnn=False, max_steps=MANY_STEPS) as virtual:
         ops = virtual.tracer.ledger.ops
 
         def seconds(since: int) -> float:
-            return sum(op_s(op, sheet) for op in ops[since:])
+            return sum(op_s(op, machine) for op in ops[since:])
 
         for _, forward, backward in cases():
             begin = len(ops)

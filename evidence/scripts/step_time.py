@@ -25,7 +25,6 @@ from typing import Any
 
 from evidence.scripts.accuracy.held_out import is_held_out
 from evidence.scripts.tables.joined import SUITE, join, records
-from trainfit.catalog.load import gpu
 from trainfit.ledger.file import load
 from trainfit.ledger.ledger import Ledger
 from trainfit.spec.parsing.parse import parse
@@ -68,17 +67,18 @@ def ledger_of(recipe: Recipe, folder: Path | None) -> Ledger:
 def predicted(content: Data, folder: Path | None = None) -> Data | str:
     """Return a recipe's row, or why it has none: the step's time as ``predict`` has it, memory left out."""
     from trainfit.prediction.bounds import bounds
+    from trainfit.prediction.machine import machine_of
     from trainfit.prediction.time.roofline import roofline
 
     recipe = parse(Recipe, content)
-    card = gpu(recipe.hardware.gpu)
     try:
         ledger = ledger_of(recipe, folder)
     except Exception as error:  # One recipe's failure is to be seen, and the others predicted.
         return f"{recipe.id}: {type(error).__name__}: {error}"
-    found = roofline(ledger, card)
+    machine = machine_of(recipe.hardware)
+    found = roofline(ledger, machine)
     assert found is not None
-    printed = bounds(found, card, recipe)["step_s"]
+    printed = bounds(found, machine, recipe)["step_s"]
     row: Data = {
         "recipe_id": recipe.id,
         "commit": commit(),

@@ -29,6 +29,7 @@ from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunct
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainfit.spec.hardware import Gpu
     from trainfit.spec.pipeline import Stage
 
 Batch = dict[str, Tensor]
@@ -45,6 +46,7 @@ def assemble(
     mesh: DeviceMesh | None = None,
     cluster: Cluster | None = None,
     stage: Stage | None = None,
+    gpu: Gpu | None = None,
 ) -> Step:
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
@@ -58,13 +60,14 @@ def assemble(
         mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
         cluster: what those ranks do apart from collectives; None: the ranks are real.
         stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
+        gpu: the catalog's row of the recipe's GPU; None: it is looked up.
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
             a sequence.
     """
     if stage is None:
-        registry.check(recipe)
+        registry.check(recipe, gpu)
     _seed(recipe.seed)
     # FSDP2 shards the model on meta, so that no rank ever has all weights.
     deferred = DeferredInit() if mesh is not None and recipe.mesh.shards_weights else None

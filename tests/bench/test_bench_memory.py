@@ -22,6 +22,7 @@ from trainfit.bench.harness.memory_prediction import (
 )
 from trainfit.bench.harness.memory_timeline import BEFORE, Account, Piece, of_ledger
 from trainfit.bench.harness.runner import run
+from trainfit.catalog.load import gpu
 from trainfit.models.native import attention
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.report.bench_plot import plot_of
@@ -144,7 +145,7 @@ def test_a_published_table_from_the_ledger_alone() -> None:
 
 
 def test_a_forward_alone_frees_what_it_makes() -> None:
-    ledger = forward_ledger(RECIPE)
+    ledger = forward_ledger(RECIPE, gpu(RECIPE.hardware.gpu))
     assert {segment.phase for segment in ledger.segments} == {"init", "data", "forward"}
     account = of_ledger(ledger, "steady")
     assert max(account.curve(10).columns.get("activations", (0,))) <= 1024

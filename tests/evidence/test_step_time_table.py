@@ -17,7 +17,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.calibration.host import quick_steps
 from trainfit.catalog.load import FOLDER, gpu
 from trainfit.prediction.predict import predict
-from trainfit.prediction.time.calibrated import calibrated, using
+from trainfit.prediction.time.calibrated import calibrated, own_calibration
 from trainfit.records import load
 from trainfit.spec.calibration import Calibration, OpTime
 from trainfit.spec.errors import InputError
@@ -198,8 +198,8 @@ def test_nine_small_steps_stand_for_all_sixteen() -> None:
 def test_hosts_of_h100s_before_and_after_their_steps() -> None:
     ratios: dict[str, list[float]] = {"before": [], "after": []}
     for name, (when, found) in itertools.product(("h100", "h100-again", "h100-third"), ratios.items()):
-        with using(step_time.FILE.parent / f"{name}-host-{when}.json"):
-            origin = calibrated(gpu("h100-sxm")).origin
+        own = own_calibration(step_time.FILE.parent / f"{name}-host-{when}.json")
+        origin = calibrated(gpu("h100-sxm"), own).origin
         found.append(float(re.findall(r"takes ([\d.]+) times", origin)[0]))
     check(
         "evidence/pages/accuracy.md",
@@ -235,8 +235,8 @@ def test_steps_on_other_hosts() -> None:
     ends = {"host1": "-calibration-before", "host2": "-calibration-before"}
     ratios = []
     for name in files:
-        with using(folder / f"{name}{ends.get(name, '-calibration')}.json"):
-            ratio = re.search(r"takes (.*) times as long", calibrated(gpu("h200")).origin)
+        own = own_calibration(folder / f"{name}{ends.get(name, '-calibration')}.json")
+        ratio = re.search(r"takes (.*) times as long", calibrated(gpu("h200"), own).origin)
         assert ratio is not None
         ratios.append(float(ratio[1]))
     assert sum(1.25 < ratio < 1.75 for ratio in ratios) == 4
@@ -265,8 +265,8 @@ def test_hosts_that_change_and_the_optimizer_in_the_backward() -> None:
     page, folder = "evidence/pages/accuracy.md", step_time.FILE.parent
 
     def ratio(file: Path) -> float:
-        with using(file):
-            found = re.search(r"takes (.*) times as long", calibrated(gpu("h200")).origin)
+        own = own_calibration(file)
+        found = re.search(r"takes (.*) times as long", calibrated(gpu("h200"), own).origin)
         assert found is not None
         return float(found[1])
 

@@ -13,6 +13,7 @@ from trainfit.models import few_blocks
 from trainfit.models.build import build_model
 from trainfit.prediction import trace
 from trainfit.prediction.estimate import estimate
+from trainfit.prediction.machine import machine_with
 from trainfit.spec.recipe import ModelSpec, Recipe
 
 DEEP = TINY_LLAMA | {"num_hidden_layers": 9}
@@ -48,10 +49,10 @@ def test_outlines_change_nothing(recipe: Recipe, monkeypatch: pytest.MonkeyPatch
         outlines.append(True)
 
     monkeypatch.setattr(trace, "check_no_outlines", checked)
-    found = estimate(recipe, gpu("h200"), trace.trace(recipe))
+    found = estimate(recipe, machine_with(gpu("h200")), trace.trace(recipe))
     assert outlines
     monkeypatch.setattr(trace, "few_blocks", lambda is_kept: nullcontext())
-    whole = estimate(recipe, gpu("h200"), trace.trace(recipe))
+    whole = estimate(recipe, machine_with(gpu("h200")), trace.trace(recipe))
     assert json.loads(found.model_dump_json()) == json.loads(whole.model_dump_json())
 
 

@@ -9,6 +9,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.offload.blocks import is_moment
 from trainfit.offload.device_ring import ALIGN
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.roofline import roofline
 from trainfit.spec.errors import InputError
@@ -197,7 +198,7 @@ def test_copies_take_time_alongside_the_computation() -> None:
     # Three blocks are still on the device when the forward begins, and the last three when the backward does.
     assert moved == {"device": (5 + 5) * BLOCK_BYTES, "host": 8 * BLOCK_BYTES}
     slow = gpu("h200").model_copy(update={"host_link": "pcie3-x16"})
-    fast, slow_time = roofline(ledger, gpu("h200")), roofline(ledger, slow)
+    fast, slow_time = (roofline(ledger, machine_with(row)) for row in (gpu("h200"), slow))
     assert fast is not None
     assert slow_time is not None
     assert slow_time.lowest_s == pytest.approx((10 * BLOCK_BYTES) / 1.575e10, rel=1e-6)

@@ -29,7 +29,7 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
     asked: list[tuple[bool, str, bool]] = []
 
     class Refusing:
-        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int):
+        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int, **_: Any):
             self.has_compiler = "torch._inductor.compile_fx" in imports
             self.num_ahead = num_ahead
             assert bool(num_ahead) != self.has_compiler  # Compiled ones take too long for a lower priority.
@@ -62,7 +62,7 @@ def test_a_request_ahead_that_still_waits_is_given_to_the_other_processes(
     asked: list[bool] = []
 
     class Busy:
-        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int):
+        def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int, **_: Any):
             self.num_ahead = num_ahead
 
         def ask(self, data: dict[str, Any], *, ahead: bool) -> Future[dict[str, Any]]:

@@ -9,6 +9,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu, gpus
 from trainfit.cli.main import main
 from trainfit.prediction.estimate import estimate
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Hardware
@@ -47,13 +48,13 @@ def test_an_mi300x_takes_hipblaslts_workspaces_and_states_what_is_assumed() -> N
     ledger = trace(recipe)
     workspaces = [s.num_bytes for s in ledger.storages if s.category == "workspace"]
     assert workspaces == [76 * MIB, 76 * MIB]  # The main thread's and autograd's.
-    found = estimate(recipe, gpu("mi300x"), ledger)
+    found = estimate(recipe, machine_with(gpu("mi300x")), ledger)
     assert found.fits
     assert found.step_s is not None
     assert found.bounds["step_s"].high == pytest.approx(5 * found.step_s)
     assert not found.warnings
     full = gpu("mi300x").model_copy(update={"usable_bytes": round(found.peak_device_bytes * 1.03)})
-    assert any("less than 5%" in line for line in estimate(recipe, full, ledger).warnings)
+    assert any("less than 5%" in line for line in estimate(recipe, machine_with(full), ledger).warnings)
     assert any("AOTriton" in line and "nothing measured" in line for line in found.assumptions)
 
 

@@ -16,6 +16,7 @@ from trainfit.ledger.ledger import ALLOCATE, Event, Ledger, Op, Segment, Storage
 from trainfit.ledger.replay import replay
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import estimate
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.peaks import peak_flops_per_s
@@ -138,7 +139,7 @@ def test_the_verdict_near_the_cards_size() -> None:
     verdicts = {}
     for capacity in (reserved, reserved - MIB, allocated + MIB, allocated - 1):
         card = math.ceil((capacity + own) / (1 - margin))
-        found = estimate(recipe, with_usable("h200", card), ledger)
+        found = estimate(recipe, machine_with(with_usable("h200", card)), ledger)
         verdicts[capacity] = found.fits
         assert found.headroom_bytes == card - found.peak_device_bytes
         if found.fits:
@@ -164,9 +165,9 @@ def test_giving_the_cache_back_makes_room() -> None:
     ledger = Ledger(segments=segments, storages=storages, events=events)
     recipe = tiny_recipe(hardware=Hardware(gpu="h200"))
     own = overhead_bytes(gpu("h200"), ledger)
-    roomy = estimate(recipe, with_usable("h200", own + 100 * MIB), ledger)
-    tight = estimate(recipe, with_usable("h200", own + 60 * MIB), ledger)
-    small = estimate(recipe, with_usable("h200", own + 39 * MIB), ledger)
+    roomy = estimate(recipe, machine_with(with_usable("h200", own + 100 * MIB)), ledger)
+    tight = estimate(recipe, machine_with(with_usable("h200", own + 60 * MIB)), ledger)
+    small = estimate(recipe, machine_with(with_usable("h200", own + 39 * MIB)), ledger)
     assert (roomy.peak_reserved_bytes, roomy.fits) == (70 * MIB, True)
     assert (tight.peak_reserved_bytes, tight.fits) == (40 * MIB, True)
     assert (small.peak_reserved_bytes, small.fits) == (70 * MIB, False)
@@ -206,7 +207,7 @@ def test_llama_8b_with_adamw_needs_a_large_card() -> None:
     recipe = recipe_of("llama-3.1-8b", batch=Batch(micro=1, seq=512))
     ledger = ledger_of(recipe)
     for name, fits in (("h200", True), ("h100-sxm", True), ("a100-sxm4-40gb", False), ("rtx-4090", False)):
-        found = estimate(recipe, gpu(name), ledger)
+        found = estimate(recipe, machine_with(gpu(name)), ledger)
         assert found.peak_allocated_bytes > 59.8 * GIB
         assert found.fits is fits
         assert (found.headroom_bytes >= 0) is fits
@@ -221,7 +222,7 @@ def test_every_cuda_gpu_predicts_and_others_say_why_not() -> None:
         if row.vendor == "nvidia":
             if row.compute_capability not in ledgers:
                 ledgers[row.compute_capability] = ledger_of(recipe, use_cache=False)
-            found = estimate(recipe, row, ledgers[row.compute_capability])
+            found = estimate(recipe, machine_with(row), ledgers[row.compute_capability])
             assert found.step_s is not None
             assert 0 < (found.mfu or 0) < 1
             num_predicted += 1
@@ -256,7 +257,7 @@ def test_roofline_by_hand() -> None:
     added = Op("aten.add.Tensor", "", 1, -1, 0, 0, 0, 0, num_bytes, "bfloat16")
     ops = [product, added, product._replace(segment=0)]  # The last one is not of the steady step.
     segments = [Segment("first", "forward"), Segment("steady", "forward")]
-    found = roofline(Ledger(segments=segments, ops=ops), h200)
+    found = roofline(Ledger(segments=segments, ops=ops), machine_with(h200))
     assert found is not None
     assert found.lowest_s == pytest.approx(2e-3)
     # What one H200 sustains: 0.65 to 0.80 of the peak; 0.75 to 0.95 of the bandwidth, as the L2 cache
@@ -274,7 +275,7 @@ def test_a_calibrated_operation_takes_its_measured_time() -> None:
             row.kernel, row.head, row.seq, row.masked, row.shape, row.layout,
         )  # fmt: skip
         factor = known.products if row.flops else known.memory
-        assert op_s(op, gpu("h200")) / factor == pytest.approx(row.seconds, rel=0.5)
+        assert op_s(op, machine_with(gpu("h200"))) / factor == pytest.approx(row.seconds, rel=0.5)
 
 
 def calibrated_rows(*names: str) -> list[OpTime]:
@@ -286,7 +287,7 @@ def calibrated_rows(*names: str) -> list[OpTime]:
 
 def test_a_tiny_step_waits_for_the_host() -> None:
     recipe = recipe_of(with_layers("gpt2", 4), optimizer=Optimizer(implementation="forloop"))
-    found = roofline(ledger_of(recipe), gpu("h200"))
+    found = roofline(ledger_of(recipe), machine_with(gpu("h200")))
     assert found is not None
     time = found.expected
     assert time.busy < 0.5
@@ -294,7 +295,8 @@ def test_a_tiny_step_waits_for_the_host() -> None:
     assert time.total == pytest.approx(time.issue_s, rel=0.02)
     # A list operation over all layers' parameters is issued once.
     of_lists = roofline(
-        ledger_of(recipe.model_copy(update={"optimizer": Optimizer(implementation="foreach")})), gpu("h200")
+        ledger_of(recipe.model_copy(update={"optimizer": Optimizer(implementation="foreach")})),
+        machine_with(gpu("h200")),
     )
     assert of_lists is not None
     assert of_lists.expected.issue_s < time.issue_s
@@ -304,9 +306,9 @@ def test_bounds_of_the_step_time() -> None:
     """On the GPU that the rates were found on they are closer; never below what the data sheet allows."""
     recipe = recipe_of(with_layers("gpt2", 4))
     ledger = ledger_of(recipe)
-    found = {name: estimate(recipe, gpu(name), ledger) for name in ("h200", "l40s")}
+    found = {name: estimate(recipe, machine_with(gpu(name)), ledger) for name in ("h200", "l40s")}
     for name, one in found.items():
-        time, bounds = roofline(ledger, gpu(name)), one.bounds["step_s"]
+        time, bounds = roofline(ledger, machine_with(gpu(name))), one.bounds["step_s"]
         assert time is not None
         assert one.step_s is not None
         assert time.lowest_s <= bounds.low < one.step_s < bounds.high

@@ -15,6 +15,7 @@ from trainfit.catalog.load import gpu
 from trainfit.cli.main import main
 from trainfit.cli.options import EXIT_DOES_NOT_FIT
 from trainfit.prediction.estimate import estimate as estimated
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.report.precision import meaning, storage
 from trainfit.report.prediction_text import show
@@ -84,7 +85,7 @@ def test_less_than_one_per_cent_of_headroom_is_warned_of(
 ) -> None:
     size = math.ceil(estimate.peak_device_bytes / (1 - free))
     row = gpu("h200").model_copy(update={"usable_bytes": size})
-    found = estimated(tiny(), row, ledger_of(tiny()))
+    found = estimated(tiny(), machine_with(row), ledger_of(tiny()))
     assert found.fits is (free >= 0)
     assert any("less than 1% of the device is free" in line for line in found.warnings) is warns
 

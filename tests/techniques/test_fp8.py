@@ -18,6 +18,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.measurement.run import measure
 from trainfit.models.layers import layer_lists
 from trainfit.prediction.estimate import estimate, matmul_dtype
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -195,7 +196,7 @@ def test_a_weights_rounding_takes_nine_bytes_an_element_at_most(ledgers: dict[st
 def test_utilisation_is_of_the_fp8_peak(ledgers: dict[str, Ledger]):
     h200 = gpu("h200")
     assert matmul_dtype(ledgers["fp8"]) == "fp8"
-    found = estimate(fp8_recipe(), h200, ledgers["fp8"])
+    found = estimate(fp8_recipe(), machine_with(h200), ledgers["fp8"])
     assert found.step_s is not None
     assert found.mfu == pytest.approx(found.model_flops / found.step_s / h200.peak_flops_per_s["fp8"])
 

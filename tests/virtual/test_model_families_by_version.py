@@ -16,6 +16,7 @@ import pytest
 from trainfit.catalog.load import gpu, model, models
 from trainfit.flops.closed_form import product_step_flops
 from trainfit.prediction.estimate import estimate
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import ledger_of
 from trainfit.spec.recipe import Batch
 from virtual_runs import recipe_of, steady_sum, with_layers
@@ -98,7 +99,7 @@ def test_a_family_takes_what_this_version_is_known_to_take(family: Family, atten
         attention=attention,
     )
     ledger = ledger_of(recipe)
-    found = estimate(recipe, gpu("h200"), ledger).phases.steady.peak
+    found = estimate(recipe, machine_with(gpu("h200")), ledger).phases.steady.peak
     assert found in known_peaks(getattr(family, attention), family.biased)
     for pairs, quantity in (("causal", "model_flops"), ("full", "model_flops_full")):
         closed = product_step_flops(dict(recipe.model.config), batch=2, seq=1024, attention=pairs)

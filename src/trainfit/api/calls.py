@@ -20,6 +20,7 @@ from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 
 if TYPE_CHECKING:
+    from trainfit.prediction.time.calibrated import OwnCalibration
     from trainfit.training.observer import Observer, StepFlops
     from trainfit.training.options import TrainOptions
 
@@ -45,22 +46,31 @@ def predict(
         InputError: an unknown name, a wrong value, or techniques that exclude each other.
     """
     chosen = wanted(recipe, fields, stacklevel=3)
-    from trainfit.prediction.time.calibrated import using
+    from trainfit.prediction.time.calibrated import own_calibration
 
-    with using(calibration), errors_name(recipe, fields):
-        return predict_recipe(chosen, deterministic=deterministic, use_cache=use_cache)
+    own = own_calibration(calibration)
+    with errors_name(recipe, fields):
+        return predict_recipe(chosen, own, deterministic=deterministic, use_cache=use_cache)
 
 
-def predict_recipe(recipe: Recipe, *, deterministic: bool = False, use_cache: bool = True) -> Prediction:
+def predict_recipe(
+    recipe: Recipe,
+    calibration: "OwnCalibration | None" = None,
+    *,
+    deterministic: bool = False,
+    use_cache: bool = True,
+) -> Prediction:
     """Return the prediction of a recipe, after planning its open fields (``attention: best``, budgets)."""
+    from trainfit.prediction.machine import machine_of
     from trainfit.prediction.predict import predict as estimated
 
-    built, notes = planned(recipe)
-    estimate = estimated(built, use_cache=use_cache, deterministic=deterministic)
+    machine = machine_of(recipe.hardware, calibration)
+    built, notes = planned(recipe, machine=machine)
+    estimate = estimated(built, machine, use_cache=use_cache, deterministic=deterministic)
     not_given = assumed(recipe)
     more = (*notes, *([f"assumed: {not_given}"] if not_given else []))
     estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *more)})
-    return Prediction.of(built, estimate, notes, not_given)
+    return Prediction.of(built, estimate, notes, not_given, calibration)
 
 
 def measure(
@@ -277,8 +287,9 @@ def trace(
             without ``world_size``.
         Exception: whatever the callable itself raises.
     """
-    from trainfit.prediction.time.calibrated import using
+    from trainfit.prediction.time.calibrated import own_calibration
     from trainfit.prediction.user_step import trace as traced
 
-    with using(calibration):
-        return Prediction.of(None, traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes))
+    own = own_calibration(calibration)
+    found = traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes, calibration=own)
+    return Prediction.of(None, found)

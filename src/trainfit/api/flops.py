@@ -27,11 +27,11 @@ def step_flops(
     from trainfit.techniques.registry import check, check_device
 
     on_cuda = runs_on_cuda(device)
-    check(recipe)
+    gpu = find_gpu(recipe.hardware.gpu)
+    check(recipe, gpu)
     if recipe.mesh.pipeline > 1:
         check_device(recipe, "cuda" if on_cuda else "cpu")
     check_device(_one_rank(recipe), "cuda" if on_cuda else "cpu")
-    gpu = find_gpu(recipe.hardware.gpu)
     if gpu.vendor not in ("nvidia", "host"):  # The FLOPs of a step do not depend on the vendor.
         hardware = recipe.hardware.model_copy(update={"gpu": COUNTED_ON})
         recipe = recipe.model_copy(update={"hardware": hardware})

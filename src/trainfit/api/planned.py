@@ -1,7 +1,7 @@
 """Plan a recipe's open fields before a step is built. Torch is imported only if there are some."""
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainfit.catalog.config_notes import config_notes
 from trainfit.catalog.load import gpu_of_device
@@ -9,17 +9,23 @@ from trainfit.report.words import recompute_written
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 
+if TYPE_CHECKING:
+    from trainfit.prediction.machine import Machine
+
 UNNAMED_GPU = "this GPU, whose name NVML does not report,"
 """Name of a GPU that no measurement is found for."""
 
 
-def planned(recipe: Recipe, device: str | None = None) -> tuple[Recipe, tuple[str, ...]]:
+def planned(
+    recipe: Recipe, device: str | None = None, machine: "Machine | None" = None
+) -> tuple[Recipe, tuple[str, ...]]:
     """Return the recipe with ``recompute: {budget_gib: x}`` and ``attention: best`` planned, and notes.
 
     Notes: how they were planned, and what of the model's config is ignored.
 
     Args:
         device: where a real step will run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None for a prediction.
+        machine: of the recipe's ``hardware``; None: with the catalog's calibration.
 
     Raises:
         InputError: no plan is within the budget.
@@ -27,15 +33,18 @@ def planned(recipe: Recipe, device: str | None = None) -> tuple[Recipe, tuple[st
     notes = config_notes(recipe)
     if not recipe.has_open_fields:
         return recipe, notes
+    from trainfit.prediction.machine import machine_of
+
+    machine = machine or machine_of(recipe.hardware)
     if recipe.attention == "best":
         from trainfit.planning.attention import choose
 
         place = {} if device is None else _place(device)
-        recipe, note = choose(recipe, **place)
+        recipe, note = choose(recipe, machine, **place)
         notes += (note,)
     from trainfit.planning.recompute import resolve
 
-    built = resolve(recipe)
+    built = resolve(recipe, machine)
     if built.recompute != recipe.recompute:
         words = [recompute_written(one.recompute) for one in (recipe, built)]
         notes += (f"recompute: {words[0]} is planned as {words[1]}",)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from rich.console import Console
 
@@ -18,6 +18,9 @@ from trainfit.spec.plan import flat
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB, is_usual
 from trainfit.spec.value import texts
+
+if TYPE_CHECKING:
+    from trainfit.prediction.time.calibrated import OwnCalibration
 
 Tune = Literal["full", "lora", "qlora"]
 ALWAYS_FIXED = ("hardware", "seed", "model.config", "batch.seq")
@@ -84,13 +87,14 @@ def plan(
     chosen = wanted(recipe, fields, stacklevel=3)
     over, settings = fields_of(fields)
     given = given_fields(over, settings)
-    from trainfit.prediction.time.calibrated import using
+    from trainfit.prediction.time.calibrated import own_calibration
 
-    with using(calibration), errors_name(recipe, fields):
+    own = own_calibration(calibration)
+    with errors_name(recipe, fields):
         return plan_recipe(
             chosen, given, tokens_per_step=tokens_per_step, tune=tune, memory_gib=memory_gib, margin=margin,
             host_memory_gib=host_memory_gib, keep_quality=keep_quality, vary=vary, tokens=tokens,
-            use_cache=use_cache, processes=processes,
+            calibration=own, use_cache=use_cache, processes=processes,
         )  # fmt: skip
 
 
@@ -112,6 +116,7 @@ def plan_recipe(
     keep_quality: bool = False,
     vary: Sequence[str] | str = (),
     tokens: float | None = None,
+    calibration: "OwnCalibration | None" = None,
     use_cache: bool = True,
     processes: int | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -151,7 +156,8 @@ def plan_recipe(
     def on_progress(count: int) -> None:
         say(f"{stage}, {count} done" if stage else f"{count} done")
 
-    with Estimates(processes, use_cache=use_cache, on_progress=on_progress) as estimates:
+    options: Any = {"calibration": calibration, "use_cache": use_cache, "on_progress": on_progress}
+    with Estimates(processes, **options) as estimates:
         found = search(recipe, goal, estimates, on_stage)
     return Plan.model_construct(**{**dict(found), "run_tokens": tokens, "assumed": not_given})
 

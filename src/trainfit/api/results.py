@@ -22,6 +22,7 @@ from trainfit.spec.value import Count, Flops, Seconds, Share, Value
 from trainfit.training.observer import TrainSummary
 
 if TYPE_CHECKING:
+    from trainfit.prediction.time.calibrated import OwnCalibration
     from trainfit.spec.plan import Advice
 
 
@@ -54,6 +55,7 @@ class _OfRecipe(Printed):
     """
 
     _recipe: Recipe | None
+    _calibration: "OwnCalibration | None" = None
     _notes: tuple[str, ...] = ()
     _assumed: str = ""
 
@@ -84,10 +86,18 @@ class _OfRecipe(Printed):
         return self._assumed
 
     @classmethod
-    def of(cls, recipe: Recipe | None, value: Value, notes: tuple[str, ...] = (), assumed: str = "") -> Self:
+    def of(
+        cls,
+        recipe: Recipe | None,
+        value: Value,
+        notes: tuple[str, ...] = (),
+        assumed: str = "",
+        calibration: "OwnCalibration | None" = None,
+    ) -> Self:
         """Return ``value``, of the plain kind, as this kind; ``recipe`` is None for the user's own code."""
         made = cls.model_construct(value.model_fields_set, **dict(value))
         made._recipe, made._notes, made._assumed = recipe, notes, assumed
+        made._calibration = calibration
         return made
 
 
@@ -135,7 +145,8 @@ class Prediction(_OfRecipe, Estimate):
         from trainfit.planning.advice import advise
         from trainfit.planning.estimates import Estimates
 
-        with Estimates(processes=0) as estimates:  # This process has traced the recipe already.
+        # This process has traced the recipe already.
+        with Estimates(processes=0, calibration=self._calibration) as estimates:
             return advise(self.recipe, self, estimates, say)
 
 

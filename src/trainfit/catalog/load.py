@@ -119,6 +119,14 @@ def _reference(name: str, of: str) -> Gpu:
     return gpus()[of]
 
 
+def attention_gpu(row: Gpu) -> Gpu:
+    """Return the GPU whose measured rates of attention a row takes, as shares of the dense peak."""
+    of = row.attention_rates_of
+    if of == row.name:
+        return row
+    return gpus().get(of) or _unknown("attention_rates_of", of, gpus(), "accelerator")
+
+
 def sustained(row: Gpu) -> Sustained:
     """Return the shares of the data sheet that a GPU sustains: its own, else its reference's."""
     found = row.sustained or reference(row).sustained

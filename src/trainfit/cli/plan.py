@@ -81,27 +81,27 @@ def run(
 
         form = check_plot_file(plot)
     from trainfit.api.plans import given_fields, plan_recipe
-    from trainfit.prediction.time.calibrated import using
+    from trainfit.prediction.time.calibrated import own_calibration
     from trainfit.report.console import progress
 
     requested = [options.read_recipe(recipe, one) for one in each]
     found: list[Plan] = []
-    with using(calibration):
-        for wanted, its_settings in zip(requested, each, strict=True):
-            name = wanted.model.display_name
-            name += f" on {wanted.hardware.count} x {wanted.hardware.gpu}" if several else ""
-            with (
-                options.work(recipe, its_settings, json=json, record=None),
-                progress(f"planning {name}") as say,
-            ):
-                found.append(plan_recipe(
-                    wanted, given_fields({}, its_settings), tune=tune, memory_gib=memory_gib,
-                    host_memory_gib=host_memory_gib, keep_quality=keep_quality,
-                    tokens_per_step=None if tokens_per_step is None else round(tokens_per_step),
-                    vary=vary or (), margin=margin,
-                    tokens=tokens, use_cache=not no_cache,
-                    say=functools.partial(_say, say, name),
-                ))  # fmt: skip
+    own = own_calibration(calibration)
+    for wanted, its_settings in zip(requested, each, strict=True):
+        name = wanted.model.display_name
+        name += f" on {wanted.hardware.count} x {wanted.hardware.gpu}" if several else ""
+        with (
+            options.work(recipe, its_settings, json=json, record=None),
+            progress(f"planning {name}") as say,
+        ):
+            found.append(plan_recipe(
+                wanted, given_fields({}, its_settings), tune=tune, memory_gib=memory_gib,
+                host_memory_gib=host_memory_gib, keep_quality=keep_quality,
+                tokens_per_step=None if tokens_per_step is None else round(tokens_per_step),
+                vary=vary or (), margin=margin,
+                tokens=tokens, calibration=own, use_cache=not no_cache,
+                say=functools.partial(_say, say, name),
+            ))  # fmt: skip
     failure = options.attempt(lambda: _write(found[0], path, plot, form))
     _show(found, path if failure is None else None, json=json)
     if failure is not None:

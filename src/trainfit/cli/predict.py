@@ -23,6 +23,7 @@ from trainfit.spec.errors import InputError
 
 if TYPE_CHECKING:
     from trainfit.api.results import Prediction
+    from trainfit.prediction.time.calibrated import OwnCalibration
     from trainfit.spec.recipe import Recipe
 
 DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by default."
@@ -49,42 +50,44 @@ def run(
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
     if tokens is not None and tokens <= 0:
         raise typer.BadParameter("--tokens must be above 0")
-    from trainfit.prediction.time.calibrated import using
+    from trainfit.prediction.time.calibrated import own_calibration
 
     found: list[Prediction | InputError] = []
     given = options.variants(settings or [])
     several = len(given) > 1
     requested = [options.read_recipe(recipe, one) for one in given]
-    with using(calibration):
-        for wanted, its_settings in zip(requested, given, strict=True):
-            try:
-                with options.work(recipe, its_settings, json=json, record=record):
-                    found.append(_predict(wanted, deterministic, use_cache=not no_cache))
-            except InputError as error:
-                if not several:
-                    raise
-                found.append(error)
-        failure = options.attempt(lambda: _keep(found, record))
-        if several or isinstance(found[0], InputError):
-            _compare(requested, found, tokens, json=json)
-        else:
-            advised = not json if advice is None else advice
-            _show(found[0], tokens, json=json, verbose=verbose, advice=advised)
-            if verbose and not json:
-                options.print_notes([_ledger_file(found[0], deterministic)])
+    own = own_calibration(calibration)
+    for wanted, its_settings in zip(requested, given, strict=True):
+        try:
+            with options.work(recipe, its_settings, json=json, record=record):
+                found.append(_predict(wanted, own, deterministic, use_cache=not no_cache))
+        except InputError as error:
+            if not several:
+                raise
+            found.append(error)
+    failure = options.attempt(lambda: _keep(found, record))
+    if several or isinstance(found[0], InputError):
+        _compare(requested, found, tokens, json=json)
+    else:
+        advised = not json if advice is None else advice
+        _show(found[0], tokens, json=json, verbose=verbose, advice=advised)
+        if verbose and not json:
+            options.print_notes([_ledger_file(found[0], deterministic)])
     if failure is not None:
         raise failure
     fits = all(not isinstance(one, InputError) and one.fits for one in found)
     return EXIT_DOES_NOT_FIT if check and not fits else 0
 
 
-def _predict(recipe: "Recipe", deterministic: bool, *, use_cache: bool) -> "Prediction":
+def _predict(
+    recipe: "Recipe", calibration: "OwnCalibration | None", deterministic: bool, *, use_cache: bool
+) -> "Prediction":
     from trainfit.api.calls import predict_recipe
     from trainfit.report.console import progress
 
     name = recipe.model.display_name
     with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
-        return predict_recipe(recipe, deterministic=deterministic, use_cache=use_cache)
+        return predict_recipe(recipe, calibration, deterministic=deterministic, use_cache=use_cache)
 
 
 def _ledger_file(estimate: "Prediction", deterministic: bool) -> str:

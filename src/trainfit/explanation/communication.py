@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainfit.ledger.ledger import Collective, Ledger, Op
 from trainfit.prediction import communication
+from trainfit.prediction.machine import Machine
 from trainfit.prediction.predict import ledger_of
-from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.host_time import Issue, collective_issue_s
 from trainfit.prediction.time.roofline import step_times
-from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CommunicationBound, PhaseCommunication
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
@@ -28,24 +27,24 @@ MOST_DOUBLINGS = 12
 """Of the micro-batch, until a phase that still is not compute-bound counts as one that never is."""
 
 
-def communication_bound(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> CommunicationBound | None:
+def communication_bound(recipe: Recipe, machine: Machine, ledger: Ledger) -> CommunicationBound | None:
     """Return the smallest compute-bound batch of the recipe; None without collectives or known rates.
 
     Also None for a pipeline, whose GPU's ledger has its micro-batches but not their time.
     """
     if recipe.mesh.pipeline > 1:
         return None
-    gpu = communication.on_hosts(gpu, recipe.hardware)
+    gpu = machine.gpu
     if not ledger.collectives or gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
     micro = recipe.batch.micro
     batch = recipe.batch.model_copy(update={"micro": 2 * micro})
-    twice = ledger_of(recipe.model_copy(update={"batch": batch}))
-    times = step_times(ledger, gpu)
+    twice = ledger_of(recipe.model_copy(update={"batch": batch}), machine)
+    times = step_times(ledger, machine)
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
     phases = list[PhaseCommunication]()
     for name in PHASES:
-        phase = _Phase(ledger, twice, name, gpu)
+        phase = _Phase(ledger, twice, name, machine)
         here = phase.at(1.0)
         if not here.moved_s:
             continue
@@ -98,8 +97,8 @@ class Times(NamedTuple):
 class _Phase:
     """Operations and collectives of one phase of the steady step, with a batch and with twice as much."""
 
-    def __init__(self, once: Ledger, twice: Ledger, name: str, gpu: Gpu):
-        self.ledger, self.gpu, host = once, gpu, calibrated(gpu).rates.host
+    def __init__(self, once: Ledger, twice: Ledger, name: str, machine: Machine):
+        self.ledger, self.machine, host = once, machine, machine.known.rates.host
         self.segments, issue = _segments(once, name), Issue(once, host)
         issued = [op for op in once.ops if op.segment in self.segments]
         collectives = [one for one in once.collectives if one.segment in self.segments]
@@ -116,10 +115,10 @@ class _Phase:
         for pair in self.ops:
             op, number = _sized(pair, size)
             if op.name not in COPY_DIRECTIONS:
-                compute_s += number * self.ledger.times(op) * op_s(op, self.gpu)
+                compute_s += number * self.ledger.times(op) * op_s(op, self.machine)
         for pair in self.collectives:
             one, number = _sized(pair, size)
-            moved_s += number * self.ledger.times(one) * communication.collective_s(one, self.gpu)
+            moved_s += number * self.ledger.times(one) * communication.collective_s(one, self.machine.gpu)
         return Times(compute_s, moved_s, self.issued_s)
 
 

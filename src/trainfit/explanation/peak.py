@@ -7,12 +7,12 @@ the byte. Live memory is listed by category, module and operation; identical lay
 import re
 from collections.abc import Iterable, Sequence
 
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.explanation.communication import communication_bound
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
 from trainfit.ledger.segments import rounded
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import of_both_peaks, replay_on, two_peaks
+from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import ledger_of
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import (
@@ -40,8 +40,8 @@ def explain(recipe: Recipe) -> Explanation:
     Raises:
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
     """
-    gpu = find_gpu(recipe.hardware.gpu)
-    ledger = ledger_of(recipe)
+    machine = machine_of(recipe.hardware)
+    gpu, ledger = machine.gpu, ledger_of(recipe, machine)
     (replayed, *others), _ = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
     outside, traced = overhead_bytes(gpu, ledger), ledger
     ledger = ledger.with_lower_peak()
@@ -64,7 +64,7 @@ def explain(recipe: Recipe) -> Explanation:
         ends=walk.ends,
         curve=walk.curve(CURVE_POINTS),
         most=MemoryBreakdown(**walk.most),
-        communication=communication_bound(recipe, gpu, ledger),
+        communication=communication_bound(recipe, machine, ledger),
     )
 
 

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainfit.catalog.attention import AttentionRun, Dtype, Found, attention_runs, nearest
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.catalog.names import CPU
 from trainfit.flops.shape import shape_of
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import replay_on
+from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import ledger_of
 from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import AttentionKernel, Recipe
 from trainfit.techniques import registry
 
@@ -35,6 +36,7 @@ class Choice(NamedTuple):
 
 def choose(
     recipe: Recipe,
+    machine: Machine | None = None,
     *,
     gpu: str | None = None,
     device_type: str | None = None,
@@ -43,6 +45,7 @@ def choose(
     """Return the recipe with the fastest kernel that supports it.
 
     Args:
+        machine: of the recipe's ``hardware``; None: it is looked up.
         gpu: catalog name of the GPU that runs it; None: the recipe's ``hardware.gpu``.
         device_type: of the real device that runs it, which is checked too; None: a prediction. For ``cpu`` no
             measurement applies.
@@ -56,19 +59,21 @@ def choose(
     found = _measured(recipe, name, device_type, attention_runs() if runs is None else runs)
     if isinstance(found, str):
         return _with(recipe, "sdpa", f"{found}, so PyTorch chooses")
+    if machine is None or machine.row.name != name:
+        machine = machine_of(recipe.hardware.model_copy(update={"gpu": name}))
     refusals: dict[str, list[str]] = {}
     right: dict[AttentionKernel, Ledger] = {}
     for kernel in sorted(found.shape.seconds, key=lambda one: found.shape.seconds[one]):
         if right and not found.shape.are_equal(next(iter(right)), kernel):
             break
-        tried = _tried(recipe, kernel, name, device_type)
+        tried = _tried(recipe, kernel, machine, device_type)
         if isinstance(tried, Ledger):
             right[kernel] = tried
         else:
             refusals.setdefault(tried, []).append(kernel)
     if not right:
         return _with(recipe, "sdpa", "; ".join(["PyTorch chooses", *_reasons(refusals)]))
-    kernel, why = _smallest(right, name)
+    kernel, why = _smallest(right, machine.gpu)
     reasons = [*_reasons(refusals), "the times are of plain causal attention"] if refusals else []
     return _with(recipe, kernel, "; ".join([_speedup_text(found, kernel, recipe.batch.seq), *why, *reasons]))
 
@@ -84,11 +89,11 @@ def fastest_kernels(recipe: Recipe) -> list[AttentionKernel]:
     return sorted(found.shape.seconds, key=lambda kernel: found.shape.seconds[kernel])
 
 
-def _smallest(right: dict[AttentionKernel, Ledger], gpu: str) -> tuple[AttentionKernel, list[str]]:
+def _smallest(right: dict[AttentionKernel, Ledger], gpu: Gpu) -> tuple[AttentionKernel, list[str]]:
     """Return the tied kernel with the lowest peak (PyTorch's before trainfit's), and a line on ties."""
     if len(right) == 1:
         return next(iter(right)), []
-    peaks = {name: replay_on(find_gpu(gpu), ledger)[0].peak_allocated_bytes for name, ledger in right.items()}
+    peaks = {name: replay_on(gpu, ledger)[0].peak_allocated_bytes for name, ledger in right.items()}
     first, *rest = sorted(right, key=lambda name: (peaks[name], COMPARED_WITH.index(name)))
     tie = f"tied with {' and '.join(rest)} within the spread of the measurements"
     return first, [f"{tie}, with the lowest peak"]
@@ -120,15 +125,17 @@ def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[
     return found or f"nothing is measured on {gpu} for {dtype} and head size {head}"
 
 
-def _tried(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str | None) -> Ledger | str:
+def _tried(
+    recipe: Recipe, kernel: AttentionKernel, machine: Machine, device_type: str | None
+) -> Ledger | str:
     """Return the ledger of the recipe with this kernel, or why such a step cannot be built or run."""
-    hardware = recipe.hardware.model_copy(update={"gpu": gpu})
+    hardware = recipe.hardware.model_copy(update={"gpu": machine.row.name})
     tried = recipe.without_open_fields().model_copy(update={"attention": kernel, "hardware": hardware})
     try:
-        registry.check(tried)
+        registry.check(tried, machine.row)
         if device_type is not None:
             registry.check_device(tried, device_type)
-        return ledger_of(tried)
+        return ledger_of(tried, machine)
     except InputError as error:
         return error.problem.rstrip(". ")
 

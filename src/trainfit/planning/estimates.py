@@ -18,14 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger
-from trainfit.planning.workers import CAN_FORK, Workers
+from trainfit.planning.workers import CAN_FORK, Answer, Workers
 from trainfit.prediction import cache as ledgers
-from trainfit.prediction.communication import on_hosts
 from trainfit.prediction.estimate import cost, estimate
+from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import ledger_of, predict
-from trainfit.prediction.time.calibrated import calibrated, chosen_file, using
+from trainfit.prediction.time.calibrated import OwnCalibration, calibration_from
 from trainfit.prediction.time.device_time import op_s
 from trainfit.spec import micro_batches
 from trainfit.spec.errors import InputError
@@ -37,7 +36,7 @@ from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
 
 MAX_KEPT = 4000
-ANSWER = "trainfit.planning.estimates:answer_written"
+ANSWERS = "trainfit.planning.estimates:answers"
 NUM_AHEAD = 3
 """Recipes that are traced ahead at once, where none is compiled."""
 IMPORTS = (
@@ -107,6 +106,7 @@ class Estimates:
 
     Args:
         processes: that trace; 0: this one; None: one a CPU core, at most 4.
+        calibration: the user's, for every recipe; None: the catalog's.
         on_progress: called with the number of recipes estimated so far.
     """
 
@@ -114,12 +114,13 @@ class Estimates:
         self,
         processes: int | None = None,
         *,
+        calibration: OwnCalibration | None = None,
         use_cache: bool = True,
         on_progress: Callable[[int], None] = lambda count: None,
     ):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.processes = min(4, cores) if processes is None else processes
-        self.use_cache, self.on_progress = use_cache, on_progress
+        self.calibration, self.use_cache, self.on_progress = calibration, use_cache, on_progress
         self.count = self.num_traced = 0
         self._known: dict[tuple[str, bool], Result] = {}
         self.later: list[Recipe] = []
@@ -151,7 +152,7 @@ class Estimates:
         )
         if self.processes == 0 or (len(new) == 1 and not self._workers and "torch" in sys.modules):
             for each in parts:
-                self._take(each, answer(each, use_cache=self.use_cache))
+                self._take(each, answer(each, self.calibration, use_cache=self.use_cache))
         elif parts:
             self._start([each.recipe for each in parts])
             try:
@@ -174,7 +175,7 @@ class Estimates:
         """Return the requests that neither this object nor the cache knows, each once."""
         new = {each.key: each for each in requests if each.key not in self._known}
         for key, each in list(new.items()) if self.use_cache else ():
-            if (kept := _load(each)) is not None:
+            if (kept := _load(each, self.calibration)) is not None:
                 self._known[key] = kept
                 del new[key]
         return list(new.values())
@@ -183,7 +184,7 @@ class Estimates:
         self.num_traced += 1
         self._known[request.key] = result
         if result.is_complete:
-            _save(request, result)
+            _save(request, self.calibration, result)
         self.on_progress(len(self._known))
 
     def _submit(self, request: Request, *, ahead: bool = False) -> Future[dict[str, Any]]:
@@ -195,7 +196,6 @@ class Estimates:
         given = self._futures.get(request.key)
         if given is None or (not ahead and workers.num_ahead and given.cancel()):
             data = {"recipe": request.recipe.content(), "exact": request.exact}
-            data |= {"use_cache": self.use_cache, "calibration": chosen_file()}
             self._futures[request.key] = workers.ask(data, ahead=ahead)
         return self._futures[request.key]
 
@@ -210,7 +210,15 @@ class Estimates:
                 imports = dict.fromkeys(module for one in some for module in _imports(one))
                 # Compiled ones take longest: those ahead have the priority of all others.
                 num_ahead = 0 if kind or self.processes < 2 else NUM_AHEAD
-                self._workers[kind] = Workers(self.processes, ANSWER, list(imports), num_ahead)
+                self._workers[kind] = Workers(
+                    self.processes, ANSWERS, list(imports), num_ahead, shared=self._shared()
+                )
+
+    def _shared(self) -> dict[str, Any]:
+        """Return what is the same for every request to a process."""
+        own = self.calibration
+        calibration = None if own is None else {"file": own.file, "text": own.text}
+        return {"use_cache": self.use_cache, "calibration": calibration}
 
     def _close(self) -> None:
         for workers in self._workers.values():
@@ -224,31 +232,37 @@ def _imports(recipe: Recipe) -> Sequence[str]:
     return *IMPORTS, *several, *compiler, *(("torchao.float8",) if recipe.precision == "fp8" else ())
 
 
-def answer_written(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of one request, both as plain data."""
-    request = Request(recipe_from(data["recipe"]), data["exact"])
-    with using(data["calibration"]):
-        return _written(answer(request, use_cache=data["use_cache"]))
+def answers(shared: dict[str, Any]) -> Answer:
+    """Return a process's answer to a request, both as plain data; ``shared``: as ``Estimates`` writes it."""
+    given = shared["calibration"]
+    calibration = None if given is None else calibration_from(**given)
+
+    def answered(data: dict[str, Any]) -> dict[str, Any]:
+        request = Request(recipe_from(data["recipe"]), data["exact"])
+        return _written(answer(request, calibration, use_cache=shared["use_cache"]))
+
+    return answered
 
 
-def answer(request: Request, *, use_cache: bool = True) -> Result:
+def answer(request: Request, calibration: OwnCalibration | None = None, *, use_cache: bool = True) -> Result:
     """Return the result of one request, traced in this process; if exact, with all its micro-batches."""
     recipe = request.recipe
     try:
+        machine = machine_of(recipe.hardware, calibration)
         if recipe.plans_recompute:
             from trainfit.planning.recompute.solver import OutOfTimeError, plan
 
             try:
-                planned = plan(recipe, request.until_s)
+                planned = plan(recipe, machine, until_s=request.until_s)
             except OutOfTimeError as error:
                 return Result(recipe, None, refused=error, is_complete=False)
             return Result(planned.recipe, planned.estimate, is_complete=planned.is_complete)
         if recipe.mesh.pipeline > 1:
-            found = predict(recipe, use_cache=use_cache)
+            found = predict(recipe, machine, use_cache=use_cache)
             return Result(recipe, found, found.time.optimizer_s if found.time else 0.0)
         if not request.exact:
-            return _for_ranking(recipe, use_cache)
-        found, update_s = _traced(recipe, recipe.batch.accumulate, use_cache)
+            return _for_ranking(recipe, machine, use_cache)
+        found, update_s = _traced(recipe, machine, recipe.batch.accumulate, use_cache)
         return Result(recipe, found, update_s)
     except InputError as error:
         return Result(recipe, None, refused=error)
@@ -294,7 +308,7 @@ def continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
         tokens_per_s=tokens_per_s,
         mfu=share(three.mfu, two.model_flops, three.model_flops),
         hfu=share(three.hfu, two.hardware_flops, three.hardware_flops),
-        cost=cost(recipe, tokens_per_s),
+        cost=cost(recipe, three.cost and three.cost.price_per_gpu_hour, tokens_per_s),
         bounds={name: _scaled(one, slower) for name, one in three.bounds.items()},
         assumptions=(*three.assumptions, note),
     )
@@ -304,12 +318,12 @@ def _scaled(bound: Interval, factor: float) -> Interval:
     return bound.model_copy(update={"low": bound.low * factor, "high": bound.high * factor})
 
 
-def _for_ranking(recipe: Recipe, use_cache: bool) -> Result:
+def _for_ranking(recipe: Recipe, machine: Machine, use_cache: bool) -> Result:
     accumulate = recipe.batch.accumulate
-    found, update_s = _traced(recipe, min(2, accumulate), use_cache, shorten=True)
+    found, update_s = _traced(recipe, machine, min(2, accumulate), use_cache, shorten=True)
     if accumulate > 2 and found.step_s:
         # The update, and what the host does once a step, is not done again for each micro-batch.
-        step_s = calibrated(find_gpu(recipe.hardware.gpu)).rates.host.step
+        step_s = machine.known.rates.host.step
         once_s = update_s + (min(step_s, found.time.host_s) if found.time else 0.0)
         slower = 1 + max(0.0, found.step_s - once_s) / 2 / found.step_s
         found = continued(recipe, found, _of_three(found, slower))
@@ -334,15 +348,14 @@ def _of_three(two: Estimate, slower: float) -> Estimate:
 
 
 def _traced(
-    recipe: Recipe, accumulate: int, use_cache: bool, *, shorten: bool = False
+    recipe: Recipe, machine: Machine, accumulate: int, use_cache: bool, *, shorten: bool = False
 ) -> tuple[Estimate, float]:
-    gpu = find_gpu(recipe.hardware.gpu)
     batch = recipe.batch.model_copy(update={"accumulate": accumulate})
     traced = recipe.model_copy(update={"batch": batch})
-    ledger = ledger_of(traced, use_cache=use_cache, shorten=shorten)
-    found = estimate(traced, gpu, ledger)
+    ledger = ledger_of(traced, machine, use_cache=use_cache, shorten=shorten)
+    found = estimate(traced, machine, ledger)
     waits_s = found.time.communication_s if found.time and _reduces_once(recipe) else 0.0
-    return found, _update_s(ledger, recipe) + waits_s
+    return found, _update_s(ledger, machine) + waits_s
 
 
 def _reduces_once(recipe: Recipe) -> bool:
@@ -352,12 +365,11 @@ def _reduces_once(recipe: Recipe) -> bool:
     return mesh.data_ranks > 1 == max(others) and not mesh.syncs_each_batch and not recipe.offload.activations
 
 
-def _update_s(ledger: Ledger, recipe: Recipe) -> float:
-    gpu = on_hosts(find_gpu(recipe.hardware.gpu), recipe.hardware)
-    if gpu.memory_bytes_per_s is None:
+def _update_s(ledger: Ledger, machine: Machine) -> float:
+    if machine.gpu.memory_bytes_per_s is None:
         return 0.0
     updates = (op for op in ledger.steady_ops if ledger.segments[op.segment].phase == "optimizer")
-    return sum(ledger.times(op) * op_s(op, gpu) for op in updates)
+    return sum(ledger.times(op) * op_s(op, machine) for op in updates)
 
 
 def _expected_work(request: Request) -> int:
@@ -384,31 +396,29 @@ def _read(recipe: Recipe, data: dict[str, Any]) -> Result:
     return Result(recipe_from(data["recipe"]), found, data["update_s"])
 
 
-def _path(request: Request) -> Path:
+def _path(request: Request, calibration: OwnCalibration | None) -> Path:
     allocator = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    file = chosen_file()
-    calibration = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
     parts = [
         ledgers.key(request.recipe),
         request.recipe.content(),
         request.key,
         ledgers.estimate_version(),
         allocator,
-        calibration,
+        "" if calibration is None else calibration.digest,
     ]
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
     return cache_folder() / "estimates" / f"{name}.json"
 
 
-def _load(request: Request) -> Result | None:
+def _load(request: Request, calibration: OwnCalibration | None) -> Result | None:
     try:
-        return _read(request.recipe, json.loads(_path(request).read_text("utf-8")))
+        return _read(request.recipe, json.loads(_path(request, calibration).read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # Not kept, or damaged: it is estimated again.
 
 
-def _save(request: Request, result: Result) -> None:
-    path = _path(request)
+def _save(request: Request, calibration: OwnCalibration | None, result: Result) -> None:
+    path = _path(request, calibration)
     with suppress(OSError):  # A cache that cannot be written is not an error.
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")

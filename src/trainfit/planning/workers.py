@@ -1,5 +1,7 @@
 """Processes that answer requests, a JSON line each way. On Linux torch is imported once, then forked.
 
+The first line to each holds what is the same for all its requests.
+
 They end when their requests' pipe closes, as it does when the parent ends in any way.
 """
 
@@ -29,9 +31,10 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 class Worker:
     """The parent's end of one process."""
 
-    def __init__(self, requests: int, answers: int):
+    def __init__(self, requests: int, answers: int, shared: dict[str, Any]):
         self._requests: IO[str] = os.fdopen(requests, "w")
         self._answers: IO[str] = os.fdopen(answers)
+        self._first: dict[str, Any] | None = shared
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request.
@@ -40,6 +43,9 @@ class Worker:
             RuntimeError: the process ended.
         """
         with suppress(BrokenPipeError):
+            if self._first is not None:
+                self._requests.write(json.dumps(self._first) + "\n")
+                self._first = None
             self._requests.write(json.dumps(request) + "\n")
             self._requests.flush()
         line = self._answers.readline()
@@ -77,17 +83,26 @@ class Workers:
 
     Args:
         count: of processes.
-        answer: importable function that answers a request, as ``module:name``.
+        answers: importable function that takes ``shared`` and returns an ``Answer``, as ``module:name``.
         imports: modules that are imported before the first request.
         num_ahead: further processes, of lower priority, for requests ahead; only where processes can fork.
+        shared: what is the same for every request, sent to each process once.
     """
 
-    def __init__(self, count: int, answer: str, imports: Sequence[str], num_ahead: int = 0):
+    def __init__(
+        self,
+        count: int,
+        answers: str,
+        imports: Sequence[str],
+        num_ahead: int = 0,
+        *,
+        shared: dict[str, Any],
+    ):
         self._each: list[Worker] = []
         self._servers: list[subprocess.Popen[bytes]] = []
         num_ahead = num_ahead if CAN_FORK else 0
         for number in [count + num_ahead] if CAN_FORK else [1] * count:
-            self._start(number, answer, imports, num_ahead)
+            self._start(number, answers, imports, num_ahead, shared)
         self._pool, self._ahead = _Pool(self._each[:count]), _Pool(self._each[count:])
         self.num_ahead = self._ahead.count
 
@@ -95,7 +110,9 @@ class Workers:
         """Give a request to the first idle process; a request ahead to the processes of lower priority."""
         return (self._ahead if ahead and self.num_ahead else self._pool).ask(request)
 
-    def _start(self, count: int, answer: str, imports: Sequence[str], num_ahead: int) -> None:
+    def _start(
+        self, count: int, answers: str, imports: Sequence[str], num_ahead: int, shared: dict[str, Any]
+    ) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         environment["CUDA_VISIBLE_DEVICES"] = (
@@ -104,11 +121,11 @@ class Workers:
         theirs: list[tuple[int, int]] = []
         for _ in range(count):
             requests, requests_in = os.pipe()
-            answers, answers_in = os.pipe()
-            theirs.append((requests, answers_in))
-            self._each.append(Worker(requests_in, answers))
+            answered, answered_in = os.pipe()
+            theirs.append((requests, answered_in))
+            self._each.append(Worker(requests_in, answered, shared))
         pipes = [each for pair in theirs for each in pair]
-        given = [json.dumps(theirs), str(num_ahead), answer, ",".join(imports)]
+        given = [json.dumps(theirs), str(num_ahead), answers, ",".join(imports)]
         command = [sys.executable, "-c", PROGRAM, *given]
         self._servers.append(
             subprocess.Popen(
@@ -131,7 +148,7 @@ class Workers:
             worker.close()
 
 
-def serve(pipes: str, num_ahead: str, answer: str, imports: str) -> None:
+def serve(pipes: str, num_ahead: str, answers: str, imports: str) -> None:
     """Import modules, then answer requests in one process for each pair of pipes, until these close.
 
     The last ``num_ahead`` processes have a lower priority.
@@ -143,8 +160,8 @@ def serve(pipes: str, num_ahead: str, answer: str, imports: str) -> None:
     for name in imports.split(","):
         with suppress(Exception):  # The trace that needs it says what is missing.
             importlib.import_module(name)
-    module, _, name = answer.partition(":")
-    answers: Answer = getattr(importlib.import_module(module), name)
+    module, _, name = answers.partition(":")
+    make: Callable[[dict[str, Any]], Answer] = getattr(importlib.import_module(module), name)
     freeze_for_good()  # What is imported stays, so no collection needs to visit it, nor copy its pages.
     first, *others = json.loads(pipes)
     for number, own in enumerate(others):
@@ -152,10 +169,10 @@ def serve(pipes: str, num_ahead: str, answer: str, imports: str) -> None:
             _close([first, *others[number + 1 :]])
             if number >= len(others) - int(num_ahead):
                 os.nice(NICENESS)
-            _serve(own, answers)
+            _serve(own, make)
             os._exit(0)
         _close([own])
-    _serve(first, answers)
+    _serve(first, make)
 
 
 def _close(pairs: Sequence[tuple[int, int]]) -> None:
@@ -164,9 +181,13 @@ def _close(pairs: Sequence[tuple[int, int]]) -> None:
             os.close(pipe)
 
 
-def _serve(pair: tuple[int, int], answer: Answer) -> None:
+def _serve(pair: tuple[int, int], make: Callable[[dict[str, Any]], Answer]) -> None:
     requests, answers = pair
     with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
+        answer: Answer | None = None
         for line in lines:
+            if answer is None:
+                answer = make(json.loads(line))
+                continue
             out.write(json.dumps(answer(json.loads(line))) + "\n")
             out.flush()

@@ -3,7 +3,7 @@
 from trainfit.catalog.constants import constants
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.time.calibrated import calibrated
+from trainfit.prediction.machine import Machine
 from trainfit.prediction.time.host_time import counts_python
 from trainfit.prediction.time.roofline import Roofline
 from trainfit.spec.hardware import Gpu
@@ -26,10 +26,11 @@ def script_bounds(time: Roofline | None, gpu: Gpu, ledger: Ledger) -> dict[str, 
     return {"step_s": Interval(low=low, high=high, basis=basis)}
 
 
-def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interval]:
+def bounds(time: Roofline | None, machine: Machine, recipe: Recipe) -> dict[str, Interval]:
     """Return the bounds of a step's time, by the name of the Estimate's field."""
     if time is None:
         return {}
+    gpu, known = machine.gpu, machine.known
     published = None if gpu.sustained is None else gpu.sustained.steps
     expected, measured = time.expected.total, published or gpu.step_time_range
     if measured is None:
@@ -37,14 +38,14 @@ def bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interva
         basis = (
             "low: every operation at the data sheet's rate; "
             f"high: {gpu.highest_step_ratio:g} times the expectation, whose rates are those of "
-            f"{calibrated(gpu).gpu} and its host"
+            f"{known.gpu.name} and its host"
         )
     elif gpu.step_time_range is not None and (
         recipe.hardware.count == 1
         # Of several H100s steps are published, but none was measured.
         or (published is None and not recipe.compile and recipe.hardware.count <= gpu.gpus_per_host)
     ):
-        several, own_host = recipe.hardware.count > 1, calibrated(gpu).has_own_host
+        several, own_host = recipe.hardware.count > 1, known.has_own_host
         band = time.band(compiled=bool(recipe.compile), several_gpus=several, own_host=own_host)
         low, high = max(band.low * expected, time.lowest_s), band.high * expected
         basis = (

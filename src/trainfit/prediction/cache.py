@@ -11,6 +11,7 @@ from trainfit.ledger import file as ledger_file
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.versions import LIBRARIES
 from trainfit.spec.files import cache_folder
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.provenance import installed_version
@@ -29,7 +30,7 @@ NOT_OF_A_LEDGER = (
     *NOT_OF_AN_ESTIMATE, "catalog/calibrations/", "catalog/rates.", "flops/", "planning/", "user/",
     "prediction/bounds.py", "prediction/communication.py", "prediction/device_overhead.py",
     "prediction/estimate.py", "prediction/evaluation_code.py", "prediction/pipeline/",
-    "prediction/predict.py", "prediction/time/", "prediction/user_step.py",
+    "prediction/machine.py", "prediction/predict.py", "prediction/time/", "prediction/user_step.py",
 )  # fmt: skip
 """Sources that no ledger depends on."""
 MAX_LEDGERS = 500
@@ -78,6 +79,7 @@ def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: 
 
 def loaded_or_traced(
     recipe: Recipe,
+    gpu: Gpu,
     *,
     use_cache: bool = True,
     deterministic: bool = False,
@@ -87,6 +89,7 @@ def loaded_or_traced(
     """Return the kept ledger of a recipe, or of one stage of its pipeline; where none is kept, trace it.
 
     Args:
+        gpu: the catalog's row of the recipe's GPU.
         shorten: as ``trace`` takes it.
     """
     kept = load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
@@ -96,7 +99,7 @@ def loaded_or_traced(
     from trainfit.prediction.trace import trace, trace_whole
 
     shorten = shorten and trace_whole(recipe)
-    ledger = trace(recipe, deterministic=deterministic, shorten=shorten, stage=stage)
+    ledger = trace(recipe, gpu, deterministic=deterministic, shorten=shorten, stage=stage)
     if not (shorten and ledger.repeats):  # A shortened one is no prediction.
         save(recipe, ledger, deterministic=deterministic, stage=stage)
     return ledger

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from trainfit.catalog.collectives import share_of
 from trainfit.catalog.load import device_memory, link, reference, transfers
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Collective, Ledger
+from trainfit.prediction.machine import Machine
 from trainfit.spec.hardware import Gpu
-from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
 from trainfit.spec.units import MIB
 
@@ -38,16 +37,9 @@ def ring(num_ranks: int, span: int, gpu: Gpu) -> Ring:
     return Ring(min(in_host * network.bytes_per_s, inside.bytes_per_s), network.latency_s, between_hosts=True)
 
 
-def on_hosts(gpu: Gpu, hardware: Hardware) -> Gpu:
-    """Return the GPU with as many in a host as the recipe's ``hardware.nodes`` says, if it does."""
-    if hardware.nodes is None:
-        return gpu
-    return gpu.model_copy(update={"gpus_per_host": hardware.count // hardware.nodes})
-
-
-def large_hosts(gpu: Gpu) -> tuple[str, ...]:
+def large_hosts(machine: Machine) -> tuple[str, ...]:
     """Return a warning where a host is to have more GPUs than those that are sold with it."""
-    sold = find_gpu(gpu.name).gpus_per_host
+    gpu, sold = machine.gpu, machine.row.gpus_per_host
     if gpu.gpus_per_host <= sold:
         return ()
     return (

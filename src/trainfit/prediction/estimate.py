@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 
-from trainfit.catalog.load import cluster
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
@@ -11,9 +10,8 @@ from trainfit.ledger.replay import Replay, UncachedAllocator, replay
 from trainfit.prediction import communication
 from trainfit.prediction.bounds import bounds
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
+from trainfit.prediction.machine import Machine
 from trainfit.prediction.time import attention_time
-from trainfit.prediction.time.calibrated import calibrated
-from trainfit.prediction.time.device_time import is_measured
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.prediction.time.roofline import Roofline, roofline, without_rows
 from trainfit.spec.hardware import Gpu
@@ -33,30 +31,37 @@ out of it, four did so in the third step or later; five of 62 compiled ones take
 step (four of them to the byte)."""
 
 
-def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
-    """Return the Estimate of a recipe's ledger on a GPU."""
-    gpu = communication.on_hosts(gpu, recipe.hardware)
+def estimate(recipe: Recipe, machine: Machine, ledger: Ledger) -> Estimate:
+    """Return the Estimate of a recipe's ledger on its machine."""
+    gpu = machine.gpu
     replays, fits = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
-    time = roofline(ledger, gpu)
-    return of_recipe(recipe, gpu, ledger, summary(gpu, ledger, replays, time, fits=fits), time)
+    time = roofline(ledger, machine)
+    return of_recipe(recipe, machine, ledger, summary(gpu, ledger, replays, time, fits=fits), time)
 
 
-def of_recipe(recipe: Recipe, gpu: Gpu, ledger: Ledger, found: Estimate, time: Roofline | None) -> Estimate:
+def of_recipe(
+    recipe: Recipe, machine: Machine, ledger: Ledger, found: Estimate, time: Roofline | None
+) -> Estimate:
     """Return the Estimate with what the recipe adds: tokens a second, cost, assumptions and bounds."""
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
     tokens_per_s = tokens / found.step_s if found.step_s else None
+    own = recipe.hardware.price_per_hour
+    price = machine.gpu.price_per_hour if own is None else own
     return found.model_copy(
         update={
             "recipe_id": recipe.id,
             "num_gpus": recipe.hardware.count,
             "tokens_per_s": tokens_per_s,
-            "cost": cost(recipe, tokens_per_s),
-            "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
-            "bounds": bounds(time, gpu, recipe),
+            "cost": cost(recipe, price, tokens_per_s),
+            "assumptions": (
+                *ledger.assumptions,
+                *_assumptions(recipe, machine, ledger, timed=time is not None),
+            ),
+            "bounds": bounds(time, machine, recipe),
             "warnings": (
                 *found.warnings,
-                *communication.large_hosts(gpu),
-                *(_emulated(recipe, gpu) if time else ()),
+                *communication.large_hosts(machine),
+                *(_emulated(recipe, machine.gpu) if time else ()),
             ),
         }
     )
@@ -188,21 +193,25 @@ def matmul_dtype(ledger: Ledger) -> str:
     return max(totals, key=lambda name: totals[name]) if totals else "fp32"
 
 
-def cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
-    """Return the cost of a recipe's GPUs at a speed; None: the price or the speed is not known."""
-    rented = cluster(recipe.hardware)
-    price = rented.price_per_hour
+def cost(recipe: Recipe, price: float | None, tokens_per_s: float | None) -> Cost | None:
+    """Return the cost of a recipe's GPUs at a speed; None: the price or the speed is not known.
+
+    Args:
+        price: US dollars for one GPU and one hour.
+    """
+    count = recipe.hardware.count
     if price is None or not tokens_per_s:
         return None
     return Cost(
         price_per_gpu_hour=price,
-        num_gpus=rented.count,
-        per_hour=price * rented.count,
-        per_million_tokens=price * rented.count / 3600 / tokens_per_s * 1e6,
+        num_gpus=count,
+        per_hour=price * count,
+        per_million_tokens=price * count / 3600 / tokens_per_s * 1e6,
     )
 
 
-def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tuple[str, ...]:
+def _assumptions(recipe: Recipe, machine: Machine, ledger: Ledger, *, timed: bool) -> tuple[str, ...]:
+    gpu = machine.gpu
     num_layers = " and ".join(str(times) for times in ledger.repeats)
     repeated = (f"{num_layers} identical layers traced once",) if ledger.repeat > 1 else ()
     if ledger.traced_whole:
@@ -214,22 +223,22 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
     if recipe.empty_cache_every is not None:
         repeated += ("the driver's time to take memory back and to allocate it again is not counted",)
     rates = (
-        *attention_time.assumptions(ledger, gpu, is_measured),
-        *without_rows(ledger, gpu),
+        *attention_time.assumptions(ledger, gpu, machine.known.times),
+        *without_rows(ledger, machine),
         *communication.assumptions(ledger, gpu),
     )
     return (
         *repeated,
         *_emulated(recipe, gpu),
         *rates,
-        timed_by(gpu),
+        timed_by(machine),
     )
 
 
-def timed_by(gpu: Gpu) -> str:
+def timed_by(machine: Machine) -> str:
     """Return what the step time rests on."""
-    known = calibrated(gpu)
-    if gpu.name == known.gpu:
+    gpu, known = machine.gpu, machine.known
+    if gpu.name == known.gpu.name:
         return f"step time: {known.origin}; a recipe's own host may be slower"
     ratio = "the data sheets" if gpu.sustained is None else "what both sustain"
     return f"step time: {known.origin}, by the ratio of {ratio}; not calibrated on {gpu.name}"

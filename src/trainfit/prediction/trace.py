@@ -23,6 +23,7 @@ from trainfit.models.slow_layers import slow_layers
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.optional import optional
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
@@ -62,6 +63,7 @@ LOSS_SET = (
 
 def trace(
     recipe: Recipe,
+    gpu: Gpu | None = None,
     *,
     whole: bool = False,
     shorten: bool = False,
@@ -71,6 +73,7 @@ def trace(
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
     Args:
+        gpu: the catalog's row of the recipe's GPU; None: it is looked up.
         whole: trace every layer even where layers repeat.
         shorten: trace repeated layers a few times even where a technique makes them differ slightly, which is
             enough to compare recipes; not where they differ much.
@@ -79,21 +82,23 @@ def trace(
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
+    gpu = gpu or find_gpu(recipe.hardware.gpu)
     with exclusive():
-        return _traced(recipe, stage, whole=whole, shorten=shorten, deterministic=deterministic)
+        return _traced(recipe, gpu, stage, whole=whole, shorten=shorten, deterministic=deterministic)
 
 
 def _traced(
-    recipe: Recipe, stage: Stage | None, *, whole: bool, shorten: bool, deterministic: bool
+    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, shorten: bool, deterministic: bool
 ) -> Ledger:
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
-            ledger = (
-                _trace(recipe, stage, whole=True) if whole else _shortened(recipe, stage, shorten=shorten)
-            )
+            if whole:
+                ledger = _trace(recipe, gpu, stage, whole=True)
+            else:
+                ledger = _shortened(recipe, gpu, stage, shorten=shorten)
         except InputError:
             raise
         except Exception as error:
@@ -117,7 +122,7 @@ def _unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
+def _shortened(recipe: Recipe, gpu: Gpu, stage: Stage | None, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
     reason = ", ".join(
         f"technique {one.name} makes equal layers act differently" for one in _tracing_whole(recipe)
@@ -125,12 +130,12 @@ def _shortened(recipe: Recipe, stage: Stage | None, *, shorten: bool) -> Ledger:
     if not reason or (shorten and _may_shorten(recipe)):
         margin = PROGRAM_MARGIN if recipe.compile == "model" else (0, 0)
         try:
-            ledger = _trace(recipe, stage, whole=False, margin=margin)
+            ledger = _trace(recipe, gpu, stage, whole=False, margin=margin)
             ledger.expand()
             return ledger
         except RepeatError as error:
             reason = f"layers that look alike are not: {error}"
-    ledger = _trace(recipe, stage, whole=True)
+    ledger = _trace(recipe, gpu, stage, whole=True)
     ledger.traced_whole = reason
     return ledger
 
@@ -155,13 +160,15 @@ def _applied(recipe: Recipe) -> list[Technique]:
 
 
 @contextmanager
-def gpu_of(recipe: Recipe) -> Iterator[tuple[VirtualGpu, "VirtualRanks | None"]]:
+def gpu_of(recipe: Recipe, gpu: Gpu) -> Iterator[tuple[VirtualGpu, "VirtualRanks | None"]]:
     """Enter the virtual GPU of the recipe's hardware; of several, that of the rank with the highest peak.
+
+    Args:
+        gpu: the catalog's row of it.
 
     Yields:
         the virtual GPU, and its place among the ranks; None: one GPU.
     """
-    gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
         registry.check_device(recipe, "cpu")
@@ -180,10 +187,10 @@ _kept: dict[str, frozenset[int]] = {}
 
 
 def _trace(
-    recipe: Recipe, stage: Stage | None = None, *, whole: bool, margin: tuple[int, int] = (0, 0)
+    recipe: Recipe, gpu: Gpu, stage: Stage | None = None, *, whole: bool, margin: tuple[int, int] = (0, 0)
 ) -> Ledger:
     if whole:
-        return _trace_blocks(recipe, stage, whole=True, margin=margin)
+        return _trace_blocks(recipe, gpu, stage, whole=True, margin=margin)
     content = recipe.content()
     for name in ("batch", "loss", "optimizer", "seed"):
         del content[name]
@@ -200,24 +207,26 @@ def _trace(
 
     try:
         with few_blocks(is_kept):
-            return _trace_blocks(recipe, stage, whole=False, margin=margin)
+            return _trace_blocks(recipe, gpu, stage, whole=False, margin=margin)
     except OutlinesLeftError as left:
         numbers = _kept[structure] = left.numbers
     with few_blocks(is_kept):
-        return _trace_blocks(recipe, stage, whole=False, margin=margin)
+        return _trace_blocks(recipe, gpu, stage, whole=False, margin=margin)
 
 
-def _trace_blocks(recipe: Recipe, stage: Stage | None, *, whole: bool, margin: tuple[int, int]) -> Ledger:
+def _trace_blocks(
+    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int]
+) -> Ledger:
     try:
-        return _trace_once(recipe, stage, whole=whole, margin=margin, lowers_ahead=True)
+        return _trace_once(recipe, gpu, stage, whole=whole, margin=margin, lowers_ahead=True)
     except OtherStridesError:
-        return _trace_once(recipe, stage, whole=whole, margin=margin, lowers_ahead=False)
+        return _trace_once(recipe, gpu, stage, whole=whole, margin=margin, lowers_ahead=False)
 
 
 def _trace_once(
-    recipe: Recipe, stage: Stage | None, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
+    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
 ) -> Ledger:
-    with gpu_of(recipe) as (virtual, ranks):
+    with gpu_of(recipe, gpu) as (virtual, ranks):
         virtual.compiler.lowers_ahead = lowers_ahead
         layers = _TracedLayers(recipe, virtual)
 
@@ -232,7 +241,7 @@ def _trace_once(
         step = assemble(
             recipe, torch.device("cpu"), on_model=on_model, within_block=layers.within_block,
             compiler=virtual.compiler, mesh=ranks and ranks.mesh, cluster=ranks and ranks.cluster,
-            stage=stage,
+            stage=stage, gpu=gpu,
         )  # fmt: skip
         virtual.model_is_complete(step.model, layers.groups)
         if step.hosted is not None:

@@ -23,15 +23,15 @@ from trainfit.prediction.bounds import script_bounds
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import of_both_peaks, summary, timed_by
 from trainfit.prediction.evaluation_code import evaluates_at
+from trainfit.prediction.machine import Machine, machine_with
 from trainfit.prediction.time import attention_time
-from trainfit.prediction.time.device_time import is_measured
+from trainfit.prediction.time.calibrated import OwnCalibration
 from trainfit.prediction.time.host_time import num_recomputed_blocks
 from trainfit.prediction.time.roofline import copy_bytes_per_s, roofline, without_rows
 from trainfit.prediction.versions import LIBRARIES, versions_of
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Cost, Estimate, OtherPhase, PeakHolder, Phases, StepInputs, TracedCode
 from trainfit.user import UserGpu, user_gpu
 from trainfit.user import other_phases as one_phase
@@ -57,6 +57,7 @@ def trace(
     steps: int = 3,
     world_size: int | None = None,
     nodes: int | None = None,
+    calibration: OwnCalibration | None = None,
 ) -> Estimate:
     """Return the estimate of ``trainfit.trace``, which documents arguments and errors.
 
@@ -67,9 +68,9 @@ def trace(
         raise InputError("at least one step is traced", "use steps=3", field="steps", value=steps)
     if world_size is not None and world_size < 1:
         raise InputError("at least one rank is traced", "use 1 or more", field="world_size", value=world_size)
-    row = _on_nodes(row, world_size, nodes)
+    machine = machine_with(row, calibration, gpus_per_host=_per_host(world_size, nodes))
     with user_gpu(
-        row,
+        machine.gpu,
         prefers_cudnn=prefers_cudnn(row),
         max_steps=steps,
         num_ranks=world_size,
@@ -93,7 +94,7 @@ def trace(
     outside = allocator_settings(os.environ).assumptions  # Stated anyway.
     ledger.assumptions = _assumptions(ledger, virtual, whole)
     ledger.assumptions += tuple(note for note in allocator.assumptions if note not in outside)
-    found = _estimate(name, row, ledger, virtual, whole, allocator.expandable_segments)
+    found = _estimate(name, machine, ledger, virtual, whole, allocator.expandable_segments)
     return found if world_size is None else found.model_copy(update={"num_gpus": world_size})
 
 
@@ -111,15 +112,15 @@ def _run(step: Callable[[], Any]) -> None:
         raise InputError(f"{lack}{where}", LEAVE_OUT, field="step", value=_name_of(step)) from error
 
 
-def _on_nodes(gpu: Gpu, world_size: int | None, nodes: int | None) -> Gpu:
-    """Return the GPU with as many in a host as ``nodes`` says."""
+def _per_host(world_size: int | None, nodes: int | None) -> int | None:
+    """Return how many GPUs of a host ``nodes`` says; None: it says nothing."""
     if nodes is None:
-        return gpu
+        return None
     if nodes < 1 or world_size is None or world_size % nodes:
         ranks = "one process" if world_size is None else f"{world_size} ranks"
         problem = f"{ranks} cannot be shared equally by {nodes} nodes"
         raise InputError(problem, "use a divisor of the world size", field="nodes", value=nodes)
-    return communication.on_hosts(gpu, Hardware(gpu=gpu.name, count=world_size, nodes=nodes))
+    return world_size // nodes
 
 
 def _name_of(step: Callable[..., Any]) -> str:
@@ -129,23 +130,24 @@ def _name_of(step: Callable[..., Any]) -> str:
 
 
 def _estimate(
-    name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: int, expandable: bool
+    name: str, machine: Machine, ledger: Ledger, virtual: UserGpu, num_steps: int, expandable: bool
 ) -> Estimate:
-    emptied_at = virtual.memory_stats.emptied_at
+    gpu, emptied_at = machine.gpu, virtual.memory_stats.emptied_at
     replays, fits = of_both_peaks(ledger, lambda one: _replay_on(gpu, one, emptied_at, expandable))
     replayed = replays[0]
     phases = replayed.phases
     if num_steps <= 1:
         phases = phases.model_copy(update={"steady": phases.first})
         ledger.segments = [s._replace(step="steady") if s.step == "first" else s for s in ledger.segments]
-    others = _other_phases(ledger, gpu, virtual, replayed)
+    others = _other_phases(ledger, machine, virtual, replayed)
     ledger.segments = [s._replace(phase="between") if s.phase == "data" else s for s in ledger.segments]
-    time = roofline(ledger, gpu)
+    time = roofline(ledger, machine)
     found = summary(gpu, ledger, replays, time, fits=fits)
     inputs, tokens_per_s = _inputs(virtual, found.step_s)
-    rates = (
-        (*attention_time.assumptions(ledger, gpu, is_measured), *without_rows(ledger, gpu)) if time else ()
-    )
+    rates: tuple[str, ...] = ()
+    if time is not None:
+        timed = attention_time.assumptions(ledger, gpu, machine.known.times)
+        rates = (*timed, *without_rows(ledger, machine))
     rates += communication.assumptions(ledger, gpu)
     code = TracedCode(
         name=name,
@@ -162,8 +164,8 @@ def _estimate(
         update={
             "phases": phases,
             "peak_phase": _peak_phase(replayed, phases),
-            "assumptions": (*found.assumptions, *rates, *((timed_by(gpu),) if time else ())),
-            "warnings": (*found.warnings, *communication.large_hosts(gpu)),
+            "assumptions": (*found.assumptions, *rates, *((timed_by(machine),) if time else ())),
+            "warnings": (*found.warnings, *communication.large_hosts(machine)),
             "versions": versions_of(name for name in LIBRARIES if name in sys.modules),
             "code": code,
             "bounds": script_bounds(time, gpu, ledger),
@@ -195,7 +197,9 @@ def _cost(gpu: Gpu, num_gpus: int, tokens_per_s: float | None, samples_per_s: fl
     )
 
 
-def _other_phases(ledger: Ledger, gpu: Gpu, virtual: UserGpu, replayed: Replay) -> tuple[OtherPhase, ...]:
+def _other_phases(
+    ledger: Ledger, machine: Machine, virtual: UserGpu, replayed: Replay
+) -> tuple[OtherPhase, ...]:
     """Return the phases outside the training steps, each kind once."""
     found: dict[str, list[one_phase.OtherPhase]] = {}
     for one in virtual.steps.other_phases():
@@ -203,7 +207,11 @@ def _other_phases(ledger: Ledger, gpu: Gpu, virtual: UserGpu, replayed: Replay) 
     num_ops = Counter(op.segment for op in ledger.ops)
     return tuple(
         _other_phase(
-            ones, max(ones, key=lambda one: sum(num_ops[n] for n in one.segments)), ledger, gpu, replayed
+            ones,
+            max(ones, key=lambda one: sum(num_ops[n] for n in one.segments)),
+            ledger,
+            machine,
+            replayed,
         )
         for ones in found.values()
     )
@@ -213,7 +221,7 @@ def _other_phase(
     ones: list[one_phase.OtherPhase],
     longest: one_phase.OtherPhase,
     ledger: Ledger,
-    gpu: Gpu,
+    machine: Machine,
     replayed: Replay,
 ) -> OtherPhase:
     # The segments of the longest one as those of a step, which is then timed as a step is.
@@ -226,8 +234,8 @@ def _other_phase(
             for n, s in enumerate(ledger.segments)
         ],
     )
-    time = roofline(alone, gpu)
-    copied_s = max(one.saved_bytes for one in ones) / copy_bytes_per_s(gpu)
+    time = roofline(alone, machine)
+    copied_s = max(one.saved_bytes for one in ones) / copy_bytes_per_s(machine.gpu)
     return OtherPhase.model_validate(
         {
             "name": longest.kind,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainfit.offload.blocks import HostBlocks
+    from trainfit.spec.hardware import Gpu
     from trainfit.spec.recipe import Recipe
     from trainfit.techniques.draft import Draft
 
@@ -125,6 +126,8 @@ class Technique:
     """Predicate of its application, where that differs from a recipe with the values of ``covers``."""
     check: Callable[[Recipe], None] = lambda recipe: None
     """Raises InputError for what cannot be combined with it."""
+    check_gpu: Callable[[Recipe, Gpu], None] = lambda recipe, gpu: None
+    """Raises InputError for what the catalog's row of the recipe's GPU lacks."""
     check_device: Callable[[Recipe, str], None] = lambda recipe, device_type: None
     """Raises InputError for what a real device ("cuda", "cpu") lacks. Not called for the virtual GPU."""
     describe: Callable[[Recipe], str] = lambda recipe: ""

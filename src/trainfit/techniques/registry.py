@@ -16,7 +16,7 @@ from typing import Any
 import trainfit.techniques
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
-from trainfit.spec.hardware import LEAST_FOR_TRITON
+from trainfit.spec.hardware import LEAST_FOR_TRITON, Gpu
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import OptimizerFacts, Technique, refusal, value_at
@@ -81,8 +81,11 @@ def covered() -> dict[str, tuple[Any, ...]]:
     return values
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, gpu: Gpu | None = None) -> None:
     """Refuse a recipe of which no step can be assembled.
+
+    Args:
+        gpu: the catalog's row of the recipe's GPU; None: it is looked up.
 
     Raises:
         InputError: a value that no technique covers, or techniques that exclude each other.
@@ -92,15 +95,16 @@ def check(recipe: Recipe) -> None:
         if value not in values:
             there = ", ".join(known if isinstance(known, str) else json.dumps(known) for known in values)
             raise InputError("not supported", f"use one of {there}", field=name, value=value)
+    gpu = gpu or find_gpu(recipe.hardware.gpu)
     for technique in _applied_by_name(recipe):
-        _refuse_old_gpu(technique, recipe)
+        _refuse_old_gpu(technique, recipe, gpu)
+        technique.check_gpu(recipe, gpu)
         technique.check(recipe)
 
 
-def _refuse_old_gpu(technique: Technique, recipe: Recipe) -> None:
+def _refuse_old_gpu(technique: Technique, recipe: Recipe, gpu: Gpu) -> None:
     """Refuse an NVIDIA GPU older than Triton supports, where the technique runs Triton kernels."""
     for field, values in technique.triton.items():
-        gpu = find_gpu(recipe.hardware.gpu)
         if gpu.gfx and value_at(recipe, field) in values:
             remedy = f"use {field}: {Recipe.model_fields[field].default}, or an NVIDIA GPU"
             raise refusal(recipe, field, f"trainfit's kernels were not tested on {gpu.title}", remedy)

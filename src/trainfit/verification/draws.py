@@ -8,8 +8,8 @@ import random
 from typing import Any
 
 from trainfit.catalog.families import FAMILIES
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
+from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -80,10 +80,11 @@ def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
     """Return an allowed recipe and its prediction; None if its step is too long or too small."""
     try:
         recipe = recipe_from(data)
-        check(recipe)
-        if smallest_state_bytes(recipe) > find_gpu(recipe.hardware.gpu).usable_bytes:
+        machine = machine_of(recipe.hardware)
+        check(recipe, machine.row)
+        if smallest_state_bytes(recipe) > machine.gpu.usable_bytes:
             return None
-        estimate = predict(recipe)
+        estimate = predict(recipe, machine)
     except InputError:
         return None
     except Exception as error:  # A bug of ours must not end the drawing, nor stay unseen.

@@ -28,7 +28,8 @@ from trainfit.planning.recompute.assignment import (
 )
 from trainfit.planning.recompute.probe import Probe, probe
 from trainfit.planning.recompute.solver import LEVELS, candidates, plan, resolve
-from trainfit.prediction import predict as predicting
+from trainfit.prediction import machine as machines
+from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -141,11 +142,12 @@ def _candidates_of_a_recipe_once() -> Iterator[None]:
     """Candidates do not depend on the budget, so each recipe's are made once."""
     found: dict[str, planning.Candidates] = {}
 
-    def once(recipe: Recipe) -> planning.Candidates:
+    def once(recipe: Recipe, machine: Machine | None = None) -> planning.Candidates:
+        machine = machine or machine_of(recipe.hardware)
         key = budget(recipe, GIB).id
         if key not in found:
-            found[key] = candidates(recipe)
-        return found[key]
+            found[key] = candidates(recipe, machine)
+        return found[key]._replace(machine=machine)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "candidates", once)
@@ -251,7 +253,7 @@ def test_a_candidates_peak_is_that_of_its_whole_trace() -> None:
 
 def test_the_search_follows_memory_and_copies_as_one_plan_at_a_time_would() -> None:
     """All plans are evaluated at once in arrays; here one by one, in plain numbers."""
-    found = probe(budget(DEEP, GIB), LEVELS)
+    found = probe(budget(DEEP, GIB), LEVELS, machine_of(DEEP.hardware))
     policies = policies_of(found, LEVELS, offload_levels=LEVELS)
     rows = assignments(found, policies, COPIES_PER_S, 1)
     rows = rows[:: max(1, len(rows) // 200)]
@@ -308,8 +310,7 @@ def test_fit_fills_the_device_and_no_more(level: float, monkeypatch: pytest.Monk
     )
     usable = int(full + level * (none - full))
     row = find_gpu("h200").model_copy(update={"usable_bytes": usable})
-    for module in (planning, predicting):
-        monkeypatch.setattr(module, "find_gpu", lambda name: row)
+    monkeypatch.setattr(machines, "find_gpu", lambda name: row)
     fitted = plan(large.model_copy(update={"recompute": "fit"}))
     assert fitted.estimate.fits
     assert 0.97 < fitted.estimate.peak_device_bytes / usable <= 0.99

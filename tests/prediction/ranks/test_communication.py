@@ -14,8 +14,9 @@ from trainfit.explanation.communication import communication_bound
 from trainfit.explanation.peak import explain
 from trainfit.flops import layer_times as closed
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.communication import on_hosts, ring
+from trainfit.prediction.communication import ring
 from trainfit.prediction.estimate import estimate
+from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import ledger_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -96,13 +97,14 @@ def recipe(count: int, **fields: object) -> Recipe:
 
 def test_nodes_decide_which_groups_leave_a_host() -> None:
     two = recipe(8).model_copy(update={"hardware": Hardware(gpu="h100-sxm", count=8, nodes=2)})
-    assert {one.between_hosts for one in estimate(recipe(8), gpu("h100"), ledger_of(recipe(8))).traffic} == {
-        False
-    }
-    found = estimate(two, gpu("h100"), ledger_of(two))
+    assert {
+        one.between_hosts
+        for one in estimate(recipe(8), machine_of(recipe(8).hardware), ledger_of(recipe(8))).traffic
+    } == {False}
+    found = estimate(two, machine_of(two.hardware), ledger_of(two))
     assert {one.between_hosts for one in found.traffic} == {True}
     assert any("4 GPUs a host" in line for line in found.assumptions)
-    assert on_hosts(gpu("h100"), Hardware(count=16)).gpus_per_host == 8
+    assert machine_of(Hardware(gpu="h100", count=16)).gpu.gpus_per_host == 8
 
 
 def test_nodes_that_do_not_divide_the_gpus_are_refused_and_others_are_another_recipe() -> None:
@@ -117,7 +119,7 @@ def test_a_step_takes_at_least_its_collectives_at_the_links_full_rate() -> None:
     parallel = Parallel(replicate=2, shard=8)
     one = recipe(16, parallel=parallel)
     ledger = ledger_of(one)
-    found = estimate(one, gpu("h100"), ledger)
+    found = estimate(one, machine_of(one.hardware), ledger)
     reduced = next(t for t in found.traffic if t.kind == "all_reduce")
     assert reduced.between_hosts
     assert found.bounds["step_s"].low >= reduced.bytes_sent / 50e9 > 0
@@ -134,21 +136,21 @@ def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long(cap
             "hardware": {"gpu": "h100-sxm", "count": 16},
         }
     )
-    found = communication_bound(one, gpu("h100"), ledger_of(one))
+    found = communication_bound(one, machine_of(one.hardware), ledger_of(one))
     assert found is not None
     assert found.tokens == 16 * one.batch.tokens
     assert found.is_bound
     assert found.compute_bound_tokens is not None
     micro = math.ceil(1.2 * found.compute_bound_tokens / (16 * one.batch.seq))
     larger = one.model_copy(update={"batch": Batch(micro=micro, seq=one.batch.seq)})
-    again = communication_bound(larger, gpu("h100"), ledger_of(larger))
+    again = communication_bound(larger, machine_of(larger.hardware), ledger_of(larger))
     assert again is not None
     assert not again.is_bound
-    time = estimate(one, gpu("h100"), ledger_of(one)).time
+    time = estimate(one, machine_of(one.hardware), ledger_of(one)).time
     assert time is not None
     assert sum(phase.exposed_s for phase in found.phases) == pytest.approx(time.communication_s, rel=1e-6)
     assert again.compute_bound_tokens == pytest.approx(found.compute_bound_tokens, rel=0.15)
     show(one, explain(one), 1)
     text = " ".join(capsys.readouterr().out.split())
     assert "Communication-bound at 512 tokens a GPU; compute-bound from" in text
-    assert communication_bound(recipe(1), gpu("h100"), Ledger()) is None
+    assert communication_bound(recipe(1), machine_of(recipe(1).hardware), Ledger()) is None

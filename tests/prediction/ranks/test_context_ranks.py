@@ -9,6 +9,7 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import estimate, replay_on
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
@@ -61,7 +62,7 @@ def test_activations_shrink_with_more_ranks_and_a_step_has_the_tokens_of_one_bat
     h200 = gpu("h200")
     one, two, four = (replay_on(h200, ledger(context))[0].breakdown.activations for context in (1, 2, 4))
     assert four < 0.6 * two < 0.4 * one
-    found = estimate(recipe(2), h200, ledger(2))
+    found = estimate(recipe(2), machine_with(h200), ledger(2))
     assert found.step_s is not None
     assert found.tokens_per_s == pytest.approx(MICRO * SEQ / found.step_s)
 

@@ -12,6 +12,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.segments import rounded
 from trainfit.parallel import ShardedOptimizer
 from trainfit.prediction.estimate import estimate
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.several_ranks import FullestRank
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -43,7 +44,7 @@ def ledger(strategy: str | None) -> Ledger:
 
 @cache
 def predicted(strategy: str | None) -> Estimate:
-    return estimate(recipe(strategy), gpu("h200"), ledger(strategy))
+    return estimate(recipe(strategy), machine_with(gpu("h200")), ledger(strategy))
 
 
 def collectives(strategy: str, phase: str) -> list[tuple[str, int]]:

@@ -12,6 +12,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import nccl_bytes
 from trainfit.prediction.estimate import estimate, replay_on
+from trainfit.prediction.machine import machine_of, machine_with
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Hardware, Parallel, Recipe
@@ -67,7 +68,7 @@ def test_ranks_share_the_products_and_the_estimate_says_what_it_assumes() -> Non
     assert shared.steady_sum("model_flops") == one.steady_sum("model_flops")
     # Two H200s: experts-measured.jsonl less the context.
     assert nccl_bytes(gpu("h200"), shared) == (358 + 486 + 446) * MIB
-    lines = estimate(recipe(2, 2), gpu("h200"), shared).assumptions
+    lines = estimate(recipe(2, 2), machine_with(gpu("h200")), shared).assumptions
     (line,) = [line for line in lines if "routed evenly" in line]
     assert f"a rank computes {TOKENS * CHOSEN} pairs" in line
     # A pair's hidden state as received, sorted and returned, and what the gate keeps, in every layer.
@@ -76,7 +77,7 @@ def test_ranks_share_the_products_and_the_estimate_says_what_it_assumes() -> Non
 
 
 def test_an_exchange_between_hosts_is_as_slow_as_the_slower_link() -> None:
-    on = communication.on_hosts(gpu("h200"), Hardware(gpu="h200", count=4, nodes=2))
+    on = machine_of(Hardware(gpu="h200", count=4, nodes=2)).gpu
     inside, outside = (
         next(
             t

@@ -17,6 +17,7 @@ from trainfit.models.build import build_model
 from trainfit.prediction import communication
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import estimate, replay_on
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.trace import trace
 from trainfit.report.prediction_text import show
 from trainfit.spec.errors import InputError
@@ -42,7 +43,7 @@ def ledger(count: int, **fields: Any) -> Ledger:
 
 
 def predicted(count: int) -> Estimate:
-    return estimate(recipe(count), gpu("h200"), ledger(count))
+    return estimate(recipe(count), machine_with(gpu("h200")), ledger(count))
 
 
 @cache
@@ -142,7 +143,7 @@ def test_copy_engines_take_neither_buffers_nor_communicators() -> None:
     assert {one.name for one in copied.collectives} == {"copied_gather", "copied_scatter"}
     shards = 4 * elements(2)
     assert shards <= copied.peer_bytes <= 3 * shards
-    peaks = [estimate(recipe(2), gpu("h200"), found).phases for found in (plain, copied)]
+    peaks = [estimate(recipe(2), machine_with(gpu("h200")), found).phases for found in (plain, copied)]
     assert peaks[0].after_init == peaks[1].after_init
     assert peaks[1].steady.optimizer <= peaks[0].steady.optimizer - shards
     outside = [overhead_bytes(gpu("h200"), found) for found in (plain, copied)]

@@ -12,6 +12,7 @@ from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction import communication
 from trainfit.prediction.estimate import estimate, replay_on
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.time.roofline import step_times
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -87,7 +88,7 @@ def test_hidden_states_are_gathered_before_each_part_and_scattered_after_it() ->
 
 def test_a_group_of_ranks_reads_one_batch() -> None:
     one = recipe(2, 2)
-    found = estimate(one, gpu("h200"), ledger(2, 2, whole=True))
+    found = estimate(one, machine_with(gpu("h200")), ledger(2, 2, whole=True))
     measured = Measurement(recipe_id="", status="done", step_s=0.5, environment=WHERE)
     row = Row(
         variant="one", recipe=one.content(), recipe_id="", status="done", estimate=found,
@@ -112,7 +113,7 @@ def test_the_computation_waits_for_the_tensor_group_and_not_for_the_shards() -> 
     assert {one.is_synchronous for one in found.collectives if one.span == 2} == {True}
     assert {one.is_synchronous for one in found.collectives if one.span == 3} == {False}
     latency_s = communication.ring(2, 2, gpu("h200")).latency_s
-    for at, exposed_s in step_times(found, gpu("h200")).exposed_s.items():
+    for at, exposed_s in step_times(found, machine_with(gpu("h200"))).exposed_s.items():
         here = [one for one in found.collectives if one.segment == at]
         total_s = sum(communication.collective_s(one, gpu("h200")) for one in here)
         least_s = sum(one.is_synchronous for one in here) * latency_s

@@ -15,8 +15,9 @@ from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import NO_LAYER, Ledger, Op
 from trainfit.prediction.estimate import estimate
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import ledger_of
-from trainfit.prediction.time.calibrated import calibrated, using
+from trainfit.prediction.time.calibrated import calibrated, own_calibration
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.calibration import OpTime
@@ -45,8 +46,7 @@ def ledger() -> Ledger:
 
 
 def timed(ledger: Ledger, name: str = "h200", file: Path | None = None) -> Roofline:
-    with using(file):
-        found = roofline(ledger, gpu(name))
+    found = roofline(ledger, machine_with(gpu(name), own_calibration(file)))
     assert found is not None
     return found
 
@@ -56,8 +56,8 @@ def test_the_catalogs_operations_with_the_host_that_its_rates_expect_change_noth
 ) -> None:
     file = written(tmp_path / "copy.json")
     assert timed(ledger, file=file) == timed(ledger)
-    with using(file):
-        assert "copy.json, by calibrate on h200" in calibrated(gpu("h200")).origin
+    own = own_calibration(file)
+    assert "copy.json, by calibrate on h200" in calibrated(gpu("h200"), own).origin
     assert calibrated(gpu("h200")).rates is rates()
 
 
@@ -87,24 +87,23 @@ def test_a_file_of_a_gpu_without_bf16(tmp_path: Path, ledger: Ledger) -> None:
     file = written(tmp_path / "old.json", gpu="v100-sxm2-32gb", ops=rows)
     found = timed(ledger, "v100-sxm2-32gb", file)
     assert found.expected.matmul_s > 0
-    with using(file):
-        assert calibrated(gpu("v100-sxm2-32gb")).gpu == "v100-sxm2-32gb"
+    assert calibrated(gpu("v100-sxm2-32gb"), own_calibration(file)).gpu.name == "v100-sxm2-32gb"
 
 
 def test_a_row_may_take_the_operations_of_another(ledger: Ledger) -> None:
     like = gpu("h100-sxm").model_copy(update={"name": "mine", "operations_of": "h100-sxm"})
     assert calibrated(like) is calibrated(gpu("h100-sxm"))
-    assert roofline(ledger, like) == timed(ledger, "h100-sxm")
+    assert roofline(ledger, machine_with(like)) == timed(ledger, "h100-sxm")
 
 
 def test_a_gpu_with_a_calibration_of_its_own_takes_its_operations(ledger: Ledger) -> None:
     h100, h200 = gpu("h100-sxm"), gpu("h200")
-    assert calibrated(h100).gpu == "h100-sxm"
-    assert calibrated(gpu("h100-pcie")).gpu == "h200"
+    assert calibrated(h100).gpu.name == "h100-sxm"
+    assert calibrated(gpu("h100-pcie")).gpu.name == "h200"
     add = Op("aten.add.Tensor", "", 0, NO_LAYER, 0.0, 0.0, 0.0, 0.0, 10**9, "bfloat16")
     # Their products are as fast; the H200's memory is 1.43 times as fast on the data sheet.
-    assert 1.1 < op_s(add, h100) / op_s(add, h200) < 1.45
-    found = estimate(tiny_recipe(), h100, ledger)
+    assert 1.1 < op_s(add, machine_with(h100)) / op_s(add, machine_with(h200)) < 1.45
+    found = estimate(tiny_recipe(), machine_with(h100), ledger)
     assert any("timed by calibrate on h100-sxm" in one for one in found.assumptions)
     assert not any("not calibrated" in one for one in found.assumptions)
 
@@ -118,8 +117,8 @@ def test_costs_of_the_host_count_for_every_gpu(
         before, after = timed(ledger, name).expected, timed(ledger, name, file).expected
         assert after.matmul_s == before.matmul_s
         assert after.issue_s == pytest.approx(2 * before.issue_s)
-    with using(file):
-        assert "a host that takes 2.00 times as long" in calibrated(gpu("h100-sxm")).origin
+    own = own_calibration(file)
+    assert "a host that takes 2.00 times as long" in calibrated(gpu("h100-sxm"), own).origin
 
 
 def test_single_costs_count_where_no_small_step_was_measured(tmp_path: Path, ledger: Ledger) -> None:
@@ -172,8 +171,8 @@ def test_other_files_are_refused(tmp_path: Path, content: str | None, problem: s
     file = tmp_path / "other.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(InputError, match=problem), using(file):
-        pass
+    with pytest.raises(InputError, match=problem):
+        own_calibration(file)
 
 
 def test_a_file_that_says_nothing_of_the_gpu_or_a_host_is_refused(tmp_path: Path, ledger: Ledger) -> None:

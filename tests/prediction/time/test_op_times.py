@@ -6,6 +6,7 @@ from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Op
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.op_times import OpTimes, work_of
@@ -28,7 +29,7 @@ def test_a_compiled_kernel_takes_the_rate_of_those_with_the_same_words() -> None
     """Sizes are equal, so only names tell a slow reduction from fast pointwise kernels."""
     slow = row("triton_red_fused_log_softmax_3", 512 * MB, 4e-4)
     fast = [row(f"triton_poi_fused_mul_silu_{n}", 512 * MB, 1.2e-4) for n in range(4)]
-    times = OpTimes([slow, *fast], "h200")
+    times = OpTimes([slow, *fast], gpu("h200"))
     assert times.seconds(op("triton_red_fused_log_softmax_7", 512 * MB)) == pytest.approx(4e-4, rel=0.1)
     assert times.seconds(op("triton_poi_fused_add_mul_silu_7", 512 * MB)) == pytest.approx(1.2e-4, rel=0.1)
 
@@ -37,14 +38,14 @@ def test_a_compiled_cast_to_fp8_takes_longer_than_its_nearest_timed_kernel() -> 
     cast, card = op("triton_poi_fused__scaled_mm__to_copy_clamp_mul_4", 64 * MB), gpu("h200")
     alone_s = calibrated(card).times.seconds(cast)
     assert alone_s is not None
-    assert op_s(cast, card) == pytest.approx(rates().fp8_casts * rates().memory * alone_s)
+    assert op_s(cast, machine_with(card)) == pytest.approx(rates().fp8_casts * rates().memory * alone_s)
 
 
 def test_what_was_timed_in_the_cache_is_no_faster_than_the_memory_when_it_leaves_the_cache() -> None:
     bandwidth = gpu("h200").memory_bytes_per_s
     assert bandwidth is not None
     cached = row("aten.mul.Tensor", 20 * MB, 20 * MB / (2 * bandwidth))
-    times = OpTimes([cached], "h200")
+    times = OpTimes([cached], gpu("h200"))
     small, large = 40 * MB, 2**30
     assert small < (gpu("h200").cached_bytes or 0) < large
     within, beyond = (times.seconds(op("aten.mul.Tensor", size)) for size in (small, large))
@@ -63,7 +64,7 @@ def test_attention_computes_whole_tiles(kernel: str, tile: int) -> None:
         return 1e6 * tokens**2
 
     times = OpTimes(
-        [row(name, MB, flops(1024) / rate, kernel=kernel, head=64, seq=1024, flops=flops(1024))], "h200"
+        [row(name, MB, flops(1024) / rate, kernel=kernel, head=64, seq=1024, flops=flops(1024))], gpu("h200")
     )
     found = times.seconds(op(name, MB, flops(seq), kernel, 64, seq))
     assert found == pytest.approx(flops(1024 + tile) / rate, rel=0.02)
@@ -95,5 +96,5 @@ def test_what_stays_in_the_cache_is_that_of_the_calibrated_gpu() -> None:
     assert bandwidth is not None
     assert card.l2_cache_bytes == 40 * MB
     cached = row("aten.mul.Tensor", 20 * MB, 20 * MB / (2 * bandwidth))
-    found = OpTimes([cached], card.name).seconds(op("aten.mul.Tensor", 45 * MB))
+    found = OpTimes([cached], card).seconds(op("aten.mul.Tensor", 45 * MB))
     assert found == pytest.approx(45 * MB / bandwidth)

@@ -14,6 +14,7 @@ from evidence.scripts.operations_without_rows import predict
 from trainfit.catalog.load import gpu
 from trainfit.catalog.operation_kinds import operation_kinds
 from trainfit.ledger.ledger import Op
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.op_times import OpTimes
@@ -42,7 +43,7 @@ def roofline_s(op: Op, peak: PeakDtype = "bf16") -> float:
 
 def test_flops_are_never_priced_by_rows_of_bytes() -> None:
     """A calibration with additions alone says nothing of a convolution, a sort or an own operation."""
-    times = OpTimes([ADD], "h200")
+    times = OpTimes([ADD], H200)
     sort = Op("aten.sort.default", "", 0, 0, 0, 0, 0, 0, 64 * MB, "bfloat16")
     assert times.seconds(CONVOLUTION) is None
     assert times.seconds(sort) is None
@@ -53,7 +54,7 @@ def test_flops_are_never_priced_by_rows_of_bytes() -> None:
 
 def test_an_operation_takes_its_rows_of_another_dtype() -> None:
     sort = OpTime("aten.sort.default", "int64", "", (), "", 0, 0, False, 0.0, 64 * MB, 3e-4, "")
-    found = OpTimes([ADD, sort], "h200").seconds(
+    found = OpTimes([ADD, sort], H200).seconds(
         Op("aten.sort.default", "", 0, 0, 0, 0, 0, 0, 64 * MB, "float32")
     )
     assert found == pytest.approx(3e-4, rel=0.01)
@@ -73,20 +74,25 @@ def test_an_operation_takes_its_rows_of_another_dtype() -> None:
 )
 def test_a_convolution_takes_its_roofline(changes: dict[str, object], low: float, high: float) -> None:
     op = CONVOLUTION._replace(**changes)  # pyright: ignore[reportArgumentType]
-    assert low < op_s(op, H200) / roofline_s(op) < high
+    assert low < op_s(op, machine_with(H200)) / roofline_s(op) < high
 
 
 def test_a_depthwise_convolution_has_no_tensor_cores() -> None:
     op = CONVOLUTION._replace(shape=(512, 128 * 56 * 56, 1, 49))
-    assert op_s(op, H200) > 2 * roofline_s(op, "fp32")
-    assert op_s(op._replace(shape=(32, 128 * 56 * 56, 16, 144)), H200) < op_s(op, H200) / 5
-    assert op_s(op._replace(layout=""), H200) > 4 * op_s(op, H200)  # PyTorch's own kernels
+    assert op_s(op, machine_with(H200)) > 2 * roofline_s(op, "fp32")
+    assert (
+        op_s(op._replace(shape=(32, 128 * 56 * 56, 16, 144)), machine_with(H200))
+        < op_s(op, machine_with(H200)) / 5
+    )
+    assert op_s(op._replace(layout=""), machine_with(H200)) > 4 * op_s(
+        op, machine_with(H200)
+    )  # PyTorch's own kernels
 
 
 @pytest.mark.parametrize("name", ["a100-sxm4-80gb", "h100-sxm", "rtx-4090", "v100-sxm2-32gb"])
 def test_other_gpus_take_their_own_rooflines(name: str) -> None:
     row, op = gpu(name), CONVOLUTION._replace(dtype="float16")
-    assert 1.0 < op_s(op, row) * row.peak_flops_per_s["fp16"] / op.causal_flops < 3.0
+    assert 1.0 < op_s(op, machine_with(row)) * row.peak_flops_per_s["fp16"] / op.causal_flops < 3.0
 
 
 def test_every_kind_has_a_sane_roofline() -> None:
@@ -94,10 +100,10 @@ def test_every_kind_has_a_sane_roofline() -> None:
     names = [f"aten.{name}.default" for row in operation_kinds().values() for name in row.operations]
     for name in [*names, "mylib.own.default", "aten.frobnicate.default"]:
         op = Op(name, "", 0, 0, 0, 0, 0, 0, 256 * MB, "float32")
-        assert 0.9 * roofline_s(op) < op_s(op, H200) < 100 * roofline_s(op), name
+        assert 0.9 * roofline_s(op) < op_s(op, machine_with(H200)) < 100 * roofline_s(op), name
         op = op._replace(causal_flops=1e12)
         if not calibrated(H200).times.has(op):
-            assert roofline_s(op, "fp32") < op_s(op, H200) < 15 * roofline_s(op, "fp32"), name
+            assert roofline_s(op, "fp32") < op_s(op, machine_with(H200)) < 15 * roofline_s(op, "fp32"), name
 
 
 def test_a_convolution_is_a_product_of_its_points_and_filters() -> None:

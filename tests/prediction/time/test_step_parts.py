@@ -10,10 +10,11 @@ from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import FIRST, LAST, MIDDLE, NO_LAYER, Ledger, Op, Segment
 from trainfit.prediction import predict
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.time.roofline import Roofline, roofline
 from trainfit.spec.result import StepTime
 
-H200 = gpu("h200")
+H200 = machine_with(gpu("h200"))
 FORWARD, UPDATE = 0, 1
 
 

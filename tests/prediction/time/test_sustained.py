@@ -5,6 +5,7 @@ import pytest
 from trainfit.catalog.load import gpu, gpus
 from trainfit.ledger.ledger import NO_LAYER, Collective, Op
 from trainfit.prediction import communication
+from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import predict
 from trainfit.prediction.time.device_time import op_s
 from virtual_runs import recipe_of
@@ -50,14 +51,16 @@ def test_an_operation_takes_the_calibrated_time_by_what_bounds_it(op: Op, share:
         * getattr(row.sustained, share)
         for row in (H200, A100)
     ]
-    assert op_s(op, A100) / op_s(op, H200) == pytest.approx(rates[0] / rates[1], rel=0.02)
+    assert op_s(op, machine_with(A100)) / op_s(op, machine_with(H200)) == pytest.approx(
+        rates[0] / rates[1], rel=0.02
+    )
 
 
 def test_a_gpu_without_shares_has_those_of_its_reference() -> None:
     a10 = gpu("a10")
     assert a10.sustained is None
     same = a10.model_copy(update={"name": "same", "sustained": gpu(a10.reference).sustained})
-    assert op_s(product(4096), a10) == op_s(product(4096), same)
+    assert op_s(product(4096), machine_with(a10)) == op_s(product(4096), machine_with(same))
 
 
 def test_no_gpu_sustains_more_than_copies_and_large_products_reach() -> None:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 
 from trainfit.bench.harness.memory_timeline import of_ledger
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import replay_on
+from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import ledger_of
 from trainfit.spec.bench import Curve
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES
 from trainfit.step import assemble
@@ -46,26 +47,30 @@ Prediction = dict[str, RunMemory]  # Memory by kind of run
 
 def predict_memory(recipe: Recipe) -> Prediction:
     """Predict both kinds of run of the recipe on its GPU."""
+    machine = machine_of(recipe.hardware)
     return {
-        FORWARD_ONLY: _memory_of(recipe, forward_ledger(recipe)),
-        WHOLE_STEP: _memory_of(recipe, ledger_of(recipe)),
+        FORWARD_ONLY: _memory_of(machine.gpu, forward_ledger(recipe, machine.row)),
+        WHOLE_STEP: _memory_of(machine.gpu, ledger_of(recipe, machine)),
     }
 
 
-def _memory_of(recipe: Recipe, ledger: Ledger) -> RunMemory:
-    replayed, fits = replay_on(find_gpu(recipe.hardware.gpu), ledger)
+def _memory_of(gpu: Gpu, ledger: Ledger) -> RunMemory:
+    replayed, fits = replay_on(gpu, ledger)
     ran = {segment.phase for segment in ledger.segments}
     steady = {phase: getattr(replayed.phases.steady, phase) for phase in PHASES if phase in ran}
     curve = of_ledger(ledger, "steady").curve(NUM_POINTS)
     return RunMemory(replayed.phases.after_init, steady, replayed.phases.first.peak, curve, fits)
 
 
-def forward_ledger(recipe: Recipe) -> Ledger:
-    """Return the ledger of building the model and two forwards without gradients, all layers traced."""
-    gpu = find_gpu(recipe.hardware.gpu)
+def forward_ledger(recipe: Recipe, gpu: Gpu) -> Ledger:
+    """Return the ledger of building the model and two forwards without gradients, all layers traced.
+
+    Args:
+        gpu: the catalog's row of the recipe's GPU.
+    """
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
-        step = assemble(recipe, torch.device("cpu"), compiler=virtual.compiler)
+        step = assemble(recipe, torch.device("cpu"), compiler=virtual.compiler, gpu=gpu)
         virtual.model_is_complete(step.model, [])
         for name in ("first", "steady"):
             virtual.begin(name, "data")

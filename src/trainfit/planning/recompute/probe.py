@@ -18,16 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.ledger.ledger import ALLOCATE, Ledger, Op, Segment
 from trainfit.ledger.segments import rounded
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import layer_lists
+from trainfit.prediction.machine import Machine
 from trainfit.prediction.time.roofline import device_seconds
 from trainfit.prediction.trace import gpu_of, run_steps
 from trainfit.spec.errors import InputError
-from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.step import assemble
@@ -138,13 +137,15 @@ def late_bytes(ledger: Ledger, label: Labels, segment: int) -> Counter[int | Non
     return late
 
 
-def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> defaultdict[tuple[int | None, str], Work]:
+def work_by_block(
+    ledger: Ledger, label: Labels, machine: Machine
+) -> defaultdict[tuple[int | None, str], Work]:
     """Return the work of a steady step by block and phase.
 
     (None, "optimizer") is the update, (None, "") all other work outside the blocks.
     """
     works: defaultdict[tuple[int | None, str], Work] = defaultdict(Work)
-    seconds = _device_seconds(ledger, gpu)
+    seconds = _device_seconds(ledger, machine)
     for op in ledger.steady_ops:
         block, phase = label.of_op(op), ledger.segments[op.segment].phase
         if phase == "optimizer":
@@ -161,9 +162,9 @@ def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> defaultdict[tuple[
     return works
 
 
-def _device_seconds(ledger: Ledger, gpu: Gpu) -> dict[int, float]:
-    if gpu.memory_bytes_per_s is not None and gpu.peak_flops_per_s:
-        return device_seconds(ledger, gpu)
+def _device_seconds(ledger: Ledger, machine: Machine) -> dict[int, float]:
+    if machine.gpu.memory_bytes_per_s is not None and machine.gpu.peak_flops_per_s:
+        return device_seconds(ledger, machine)
     flops_per_s, bytes_per_s = UNKNOWN_GPU["flops_per_s"], UNKNOWN_GPU["bytes_per_s"]
     return {
         id(op): max(op.causal_flops / flops_per_s, op.num_bytes / bytes_per_s) for op in ledger.steady_ops
@@ -203,7 +204,7 @@ class Probe:
     """Work outside all blocks."""
 
 
-def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
+def probe(recipe: Recipe, levels: Sequence[str], machine: Machine) -> Probe:
     """Trace a few blocks of the recipe, each level at least once for each kind of block.
 
     Args:
@@ -214,30 +215,30 @@ def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
     costs: dict[tuple[int, str], Cost] = {}
     first = 0
     while True:
-        found = _probed(recipe, levels, first)
+        found = _probed(recipe, levels, machine, first)
         costs = found.costs = costs | found.costs
         if all((kind, level) in costs for kind in found.kinds for level in levels):
             return found
         first += 1
 
 
-def _probed(recipe: Recipe, levels: Sequence[str], first: int) -> Probe:
+def _probed(recipe: Recipe, levels: Sequence[str], machine: Machine, first: int) -> Probe:
     try:
         with few_blocks(lambda number, _: number < len(levels) + 2):
-            return _Traced(recipe, levels, first).probe()
+            return _Traced(recipe, levels, machine, first).probe()
     except OutlinesLeftError:
-        return _Traced(recipe, levels, first).probe()
+        return _Traced(recipe, levels, machine, first).probe()
 
 
 class _Traced:
     """One trace, with levels assigned in turn beginning with the ``first``-th."""
 
-    def __init__(self, recipe: Recipe, levels: Sequence[str], first: int):
+    def __init__(self, recipe: Recipe, levels: Sequence[str], machine: Machine, first: int):
         self.levels, self.first = levels, first
-        self.gpu = find_gpu(recipe.hardware.gpu)
+        self.machine = machine
         self.requested = recipe
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
-        with gpu_of(self.recipe) as (virtual, ranks):
+        with gpu_of(self.recipe, machine.row) as (virtual, ranks):
             self.virtual = virtual
             step = assemble(
                 self.recipe,
@@ -246,6 +247,7 @@ class _Traced:
                 compiler=virtual.compiler,
                 mesh=ranks and ranks.mesh,
                 cluster=ranks and ranks.cluster,
+                gpu=machine.row,
             )
             virtual.model_is_complete(step.model, [])
             run_steps(step, virtual)
@@ -316,7 +318,7 @@ class _Traced:
         forward = pieces_of(self.ledger, label, last_forward, order)
         backward = pieces_of(self.ledger, label, last_backward, order[::-1])
         late = late_bytes(self.ledger, label, last_forward)
-        work = work_by_block(self.ledger, label, self.gpu)
+        work = work_by_block(self.ledger, label, self.machine)
         costs: dict[tuple[int, str], Cost] = {}
         for index in self._measured_blocks():
             costs[self.traced[index], self.chosen[index]] = Cost(

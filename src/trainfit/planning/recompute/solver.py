@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.recompute.assignment import (
     Array,
     Assignments,
@@ -29,10 +28,12 @@ from trainfit.planning.recompute.assignment import (
 )
 from trainfit.planning.recompute.probe import probe
 from trainfit.prediction.device_overhead import offload_bytes
+from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import predict
 from trainfit.prediction.time.roofline import copy_bytes_per_s
 from trainfit.prediction.trace import trace_whole
 from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
 from trainfit.spec.result import Estimate
@@ -69,6 +70,7 @@ class Plan(NamedTuple):
 class Candidates(NamedTuple):
     """All plans of the blocks, the fastest first."""
 
+    machine: Machine
     policies: list[Policy]
     rows: Assignments
     peak_bytes: Array
@@ -82,27 +84,31 @@ class Candidates(NamedTuple):
         return recipe.model_copy(update={"recompute": "none" if plain else Layers(layers=runs)})
 
 
-def resolve(recipe: Recipe) -> Recipe:
+def resolve(recipe: Recipe, machine: Machine | None = None) -> Recipe:
     """Return the recipe with its budget or fit planned; any other recipe unchanged.
+
+    Args:
+        machine: of the recipe's ``hardware``; None: with the catalog's calibration.
 
     Raises:
         InputError: as ``plan``.
     """
-    return plan(recipe).recipe if recipe.plans_recompute else recipe
+    return plan(recipe, machine).recipe if recipe.plans_recompute else recipe
 
 
 @frozen_gc()
-def plan(recipe: Recipe, until_s: float = math.inf) -> Plan:
+def plan(recipe: Recipe, machine: Machine | None = None, *, until_s: float = math.inf) -> Plan:
     """Return the fastest plan found within the recipe's GiB budget, or within its GPU's memory.
 
     Args:
+        machine: of the recipe's ``hardware``; None: with the catalog's calibration.
         until_s: no plan that has to fit on its GPU is traced later, by ``time.monotonic()``.
 
     Raises:
         OutOfTimeError: by then none was found to fit.
         InputError: no plan is within it (the least reachable is named), or the blocks are not repeated.
     """
-    found = candidates(recipe)
+    found = candidates(recipe, machine)
     if not isinstance(recipe.recompute, BudgetGib):
         return _fitting(recipe, found, until_s)
     budget_bytes = recipe.recompute.budget_gib * GIB
@@ -138,7 +144,7 @@ def _fitting(recipe: Recipe, found: Candidates, until_s: float) -> Plan:
     What else the device holds differs from plan to plan. That of the last traced one selects the next: a
     smaller plan after one that is too large, a faster one where room is left.
     """
-    gpu = find_gpu(recipe.hardware.gpu)
+    gpu = found.machine.gpu
     most_bytes = gpu.usable_bytes * (1 - gpu.least_headroom)
     evaluated = found.peak_bytes + found.offload_bytes
     best: Plan | None = None
@@ -179,16 +185,17 @@ def _others(recipe: Recipe) -> str:
 
 def _traced(recipe: Recipe, found: Candidates, index: int) -> Plan:
     planned = found.recipe(recipe, index)
-    return Plan(planned, predict(planned))
+    return Plan(planned, predict(planned, found.machine))
 
 
-def candidates(recipe: Recipe) -> Candidates:
+def candidates(recipe: Recipe, machine: Machine | None = None) -> Candidates:
     """Return all plans of the recipe's blocks, ordered by time, offloaded bytes and peak."""
     _check(recipe)
-    gpu = find_gpu(recipe.hardware.gpu)
+    machine = machine or machine_of(recipe.hardware)
+    gpu = machine.gpu
     levels = COMPILED_LEVELS if recipe.compile else LEVELS
-    found = probe(recipe, levels)
-    policies = policies_of(found, levels, offload_levels=_offload_levels(recipe))
+    found = probe(recipe, levels, machine)
+    policies = policies_of(found, levels, offload_levels=_offload_levels(recipe, gpu))
     copy_rate = 1.0 if gpu.vendor == "host" else copy_bytes_per_s(gpu) * COPY_SHARE
     accumulate = recipe.batch.accumulate
     rows = assignments(found, policies, copy_rate, accumulate)
@@ -203,11 +210,12 @@ def candidates(recipe: Recipe) -> Candidates:
         seconds / seconds.min(), 9
     )  # The same numbers summed in another order differ in the last bits, and count as equal.
     order = kept[np.lexsort((peak_bytes[kept], gone_bytes[kept], seconds[kept]))]
-    return Candidates(policies, rows[order], peak_bytes[order], offload_bytes(gpu, gone_bytes[order]))
+    outside = offload_bytes(gpu, gone_bytes[order])
+    return Candidates(machine, policies, rows[order], peak_bytes[order], outside)
 
 
-def _offload_levels(recipe: Recipe) -> tuple[str, ...]:
-    if recipe.compile or find_gpu(recipe.hardware.gpu).vendor == "host":
+def _offload_levels(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
+    if recipe.compile or gpu.vendor == "host":
         return ()
     # Under autocast, saved copies of weights look like activations; autocast holds them, so offloading frees
     # nothing.

@@ -11,18 +11,17 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.ledger.ledger import Collective, Ledger, Segment
 from trainfit.ledger.replay import Replay
 from trainfit.prediction import cache, communication
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import matmul_dtype, of_recipe, replay_on, summary
+from trainfit.prediction.machine import Machine
 from trainfit.prediction.pipeline.schedule import timeline
 from trainfit.prediction.pipeline.stage_ledger import TRACED, composed, role, segments_of
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import Roofline, roofline
-from trainfit.spec.hardware import Gpu
 from trainfit.spec.pipeline import Action, Stage, in_flight, order, warm_up
 from trainfit.spec.recipe import LossTerms, Recipe
 from trainfit.spec.result import Estimate, PipelineGpu, StepTime, Traffic
@@ -36,22 +35,23 @@ MORE_GROUPS = 2
 
 
 def estimate_pipeline(
-    recipe: Recipe, gpu: Gpu, *, use_cache: bool = True, deterministic: bool = False
+    recipe: Recipe, machine: Machine, *, use_cache: bool = True, deterministic: bool = False
 ) -> Estimate:
     """Return the Estimate of a recipe with a pipeline, of the GPU with the highest peak.
 
     Raises:
         InputError: as ``predict``.
     """
-    registry.check(recipe)
-    return _Pipeline(recipe, gpu, use_cache=use_cache, deterministic=deterministic).estimate()
+    registry.check(recipe, machine.row)
+    return _Pipeline(recipe, machine, use_cache=use_cache, deterministic=deterministic).estimate()
 
 
-def fullest_ledger(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
+def fullest_ledger(
+    recipe: Recipe, machine: Machine, *, use_cache: bool = True, deterministic: bool = False
+) -> Ledger:
     """Return the ledger of the GPU with the highest peak, its last micro-batches left out."""
-    registry.check(recipe)
-    gpu = find_gpu(recipe.hardware.gpu)
-    return _Pipeline(recipe, gpu, use_cache=use_cache, deterministic=deterministic).fullest()[1].ledger
+    registry.check(recipe, machine.row)
+    return _Pipeline(recipe, machine, use_cache=use_cache, deterministic=deterministic).fullest()[1].ledger
 
 
 class _Memory(NamedTuple):
@@ -63,14 +63,14 @@ class _Memory(NamedTuple):
 class _Part:
     """Time and traffic of some segments of a stage's steady step."""
 
-    def __init__(self, ledger: Ledger, gpu: Gpu, segments: list[int]):
+    def __init__(self, ledger: Ledger, machine: Machine, segments: list[int]):
         named = [
             segment if index in segments else Segment("other", segment.phase)
             for index, segment in enumerate(ledger.segments)
         ]
         self.ledger = replace(ledger, segments=named)
-        self.time = roofline(self.ledger, gpu)
-        self.gpu = gpu
+        self.time = roofline(self.ledger, machine)
+        self.gpu = machine.gpu
 
     def flops(self, quantity: str) -> float:
         return self.ledger.steady_sum(quantity)
@@ -82,13 +82,13 @@ class _Part:
 class _Stage:
     """A traced stage: its forwards, its forwards with their backwards, by traced micro-batch; its update."""
 
-    def __init__(self, ledger: Ledger, gpu: Gpu):
+    def __init__(self, ledger: Ledger, machine: Machine):
         self.ledger = ledger
         forwards, backwards = (segments_of(ledger, "steady", phase) for phase in ("forward", "backward"))
-        self.forward = [_Part(ledger, gpu, [at]) for at in forwards]
+        self.forward = [_Part(ledger, machine, [at]) for at in forwards]
         # Together, as the host issues ahead from one to the other.
-        self.both = [_Part(ledger, gpu, [*pair]) for pair in zip(forwards, backwards, strict=True)]
-        self.update = _Part(ledger, gpu, segments_of(ledger, "steady", "optimizer"))
+        self.both = [_Part(ledger, machine, [*pair]) for pair in zip(forwards, backwards, strict=True)]
+        self.update = _Part(ledger, machine, segments_of(ledger, "steady", "optimizer"))
 
     def seconds(self, is_forward: bool, at: int, *, lowest: bool = False) -> float:
         """Return the expected, or the least, seconds of a traced micro-batch's forward or backward."""
@@ -108,17 +108,18 @@ def _seconds(time: Roofline | None, *, lowest: bool = False) -> float:
 
 
 class _Pipeline:
-    def __init__(self, recipe: Recipe, gpu: Gpu, **options: Any):
+    def __init__(self, recipe: Recipe, machine: Machine, **options: Any):
         self.recipe, self.mesh, self.num = recipe, recipe.mesh, recipe.batch.accumulate
-        self.gpu = communication.on_hosts(gpu, recipe.hardware)
+        self.machine, self.gpu = machine, machine.gpu
         self.stages = stages_of(recipe)
         traced: dict[Stage, _Stage] = {}
         self.traced: list[_Stage] = []
         for stage in self.stages:
             alike = stage._replace(first_block=0)  # Blocks are all equal.
             if alike not in traced:
-                ledger = cache.loaded_or_traced(_traced_recipe(recipe, alike), stage=alike, **options)
-                traced[alike] = _Stage(ledger, self.gpu)
+                one = _traced_recipe(recipe, alike)
+                ledger = cache.loaded_or_traced(one, machine.row, stage=alike, **options)
+                traced[alike] = _Stage(ledger, machine)
             self.traced.append(traced[alike])
         self.sent_bytes = prod(hidden_shape(recipe)) * (
             2 if recipe.precision in ("bf16", "mixed-bf16") else 4
@@ -183,7 +184,7 @@ class _Pipeline:
                 "bubble": bubble,
             }
         )
-        found = of_recipe(self.recipe, self.gpu, memory.ledger, found, time)
+        found = of_recipe(self.recipe, self.machine, memory.ledger, found, time)
         return found.model_copy(update={"assumptions": (*self._assumptions(rank), *found.assumptions)})
 
     def _time(self, rank: int) -> tuple[Roofline | None, float | None, tuple[PipelineGpu, ...]]:

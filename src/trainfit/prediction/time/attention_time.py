@@ -5,13 +5,13 @@ as a tensor or without, forward and backward apart. A GPU without its own takes 
 column ``attention_rates_of`` names.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 from trainfit.catalog.attention import AttentionRate, Dtype, attention_runs, nearest_rate
 from trainfit.catalog.constants import constants
-from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import attention_gpu
 from trainfit.ledger.ledger import Ledger, Op
+from trainfit.prediction.time.op_times import OpTimes
 from trainfit.spec.hardware import Gpu
 
 DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
@@ -19,28 +19,26 @@ DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "f
 
 def compute_share(op: Op, gpu: Gpu) -> float:
     """Return the share of its dtype's peak that attention reaches where memory does not bound it."""
-    head, measured_on = _computed_head(op), gpu.attention_rates_of
-    rate = _rate(measured_on, op.kernel, op.dtype, head, op.seq, op.masked)
+    head = _computed_head(op)
+    rate = _rate(gpu.attention_rates_of, op.kernel, op.dtype, head, op.seq, op.masked)
     if rate is None:
         known = constants().shares
         is_masked = _masked_in_16_bits(op.masked, op.dtype)
         return known.attention_masked if is_masked else known.attention_unmeasured
-    peak = find_gpu(measured_on).peak_flops_per_s[rate.dtype]
+    peak = attention_gpu(gpu).peak_flops_per_s[rate.dtype]
     return rate.flops_per_s(backward="backward" in op.name) / peak * op.head / head
 
 
-def assumptions(
-    ledger: Ledger, gpu: Gpu, is_measured: Callable[[Op, Gpu], bool] = lambda op, gpu: False
-) -> tuple[str, ...]:
+def assumptions(ledger: Ledger, gpu: Gpu, times: OpTimes | None = None) -> tuple[str, ...]:
     """Return the origin of the rates of the steady step's attention, one line a kernel.
 
     Args:
-        is_measured: says that the GPU's calibration has the operation, which then needs no line.
+        times: operations of the GPU's calibration; those that it has need no line.
     """
     ops = {
         (op.kernel, op.dtype, _computed_head(op), op.head, op.seq, op.masked)
         for op in ledger.steady_ops
-        if op.kernel and not is_measured(op, gpu)
+        if op.kernel and (times is None or times.seconds(op) is None)
     }
     return tuple(dict.fromkeys(_origin(gpu, *measured) for measured in sorted(ops)))
 

@@ -1,21 +1,18 @@
 """What step times are computed with: operations timed on one GPU, the rates of a step. No torch here.
 
 The catalog has those of one H200 and one H100, and of the hosts of measured steps; another GPU takes those of
-its reference. A file that ``trainfit
-calibrate`` wrote replaces the operations for recipes of its GPU, and rescales the host's costs by the small
-steps that it measured.
+its reference. A file that ``trainfit calibrate`` wrote replaces the operations for recipes of its GPU, and
+rescales the host's costs by the small steps that it measured.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from contextvars import ContextVar
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from trainfit.catalog import names
-from trainfit.catalog.load import FOLDER
+from trainfit.catalog.load import FOLDER, gpus
 from trainfit.catalog.rates import Rates, rates
 from trainfit.prediction.time.op_times import OpTimes
 from trainfit.spec.calibration import MAX_FILE_BYTES, Calibration, HostStep, calibration_of
@@ -28,14 +25,28 @@ LEAST_STEPS = 4
 """Small steps that a calibration must have for the host to be rescaled by them."""
 OPTIONAL_COSTS = {"compiled", "launch"}
 """Words in the names of host costs that a calibration lacks if made without a GPU, or cut short."""
-_chosen: ContextVar[str | None] = ContextVar("calibration", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnCalibration:
+    """A calibration file of the user, with its text, which goes to other processes."""
+
+    file: str
+    text: str
+    content: Calibration
+
+    @property
+    def digest(self) -> str:
+        """Hash of the file's text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
     """Operations timed on a GPU and rates of a step."""
 
-    gpu: str
+    gpu: Gpu
+    """The GPU whose operations were timed."""
     times: OpTimes
     rates: Rates
     origin: str
@@ -44,39 +55,58 @@ class Calibrated:
     """Whether the host was calibrated by small steps."""
 
 
-@contextlib.contextmanager
-def using(file: str | Path | None) -> Iterator[None]:
-    """Predict with a calibration file of the user; None: with the catalog's, or the one already in use.
+class RowKey:
+    """A GPU's row as part of a cache's key: rows of one name are equal but for their hosts."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+
+    def __hash__(self) -> int:
+        return hash(self.gpu.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowKey) and self.gpu.name == other.gpu.name
+
+
+def own_calibration(file: str | Path | None) -> OwnCalibration | None:
+    """Read a calibration file of the user; None: no file.
 
     Raises:
         InputError: no calibration that can be used.
     """
     if file is None:
-        yield
-        return
-    path = str(Path(file).absolute())
-    _read(path)
-    token = _chosen.set(path)
+        return None
+    path = Path(file).absolute()
     try:
-        yield
-    finally:
-        _chosen.reset(token)
+        return calibration_from(str(path), read_text(path, MAX_FILE_BYTES))
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        remedy = "name a file that trainfit calibrate wrote"
+        raise InputError(problem, remedy, field="--calibration", value=str(path)) from None
 
 
-def chosen_file() -> str | None:
-    """Return the user's calibration file in use."""
-    return _chosen.get()
-
-
-def calibrated(gpu: Gpu) -> Calibrated:
-    """Return what step times of a GPU are computed with.
+@functools.lru_cache(maxsize=8)
+def calibration_from(file: str, text: str) -> OwnCalibration:
+    """Return the calibration that a file's text holds; equal texts share one, and the times that it gives.
 
     Raises:
-        InputError: ``operations_of`` of its row names no calibration of the catalog.
+        InputError: naming the first wrong field of ``file``.
     """
-    file = _chosen.get()
+    return OwnCalibration(file, text, calibration_of(text, file))
+
+
+def calibrated(gpu: Gpu, own: OwnCalibration | None = None) -> Calibrated:
+    """Return what step times of a GPU are computed with.
+
+    Args:
+        own: the user's calibration; None: the catalog's alone.
+
+    Raises:
+        InputError: ``operations_of`` of its row names no calibration of the catalog, or ``own`` says nothing
+            of the GPU, nor of a host.
+    """
     shipped = _shipped(gpu.name, gpu.operations_of, gpu.reference)
-    return shipped if file is None else _of_user(file, gpu.name, shipped)
+    return shipped if own is None else _of_user(own, RowKey(gpu), shipped)
 
 
 @functools.cache
@@ -97,7 +127,8 @@ def _of_catalog(gpu: str) -> Calibrated:
     found = _catalog(gpu)
     torch = found.environment.torch
     origin = f"operations timed by calibrate on {gpu} (torch {torch}), host costs fitted to measured steps"
-    return Calibrated(gpu, OpTimes(found.ops, gpu), rates(), origin)
+    row = gpus()[gpu]
+    return Calibrated(row, OpTimes(found.ops, row), rates(), origin)
 
 
 @functools.cache
@@ -106,24 +137,25 @@ def _catalog(gpu: str) -> Calibration:
     return Calibration.model_validate_json((FOLDER / "calibrations" / f"{gpu}.json").read_bytes())
 
 
-@functools.cache
-def _of_user(path: str, gpu: str, shipped: Calibrated) -> Calibrated:
-    found = _read(path)
-    own_gpu = bool(found.ops) and found.gpu == gpu
+@functools.lru_cache(maxsize=64)
+def _of_user(own: OwnCalibration, row: RowKey, shipped: Calibrated) -> Calibrated:
+    found, gpu, file = own.content, row.gpu, Path(own.file).name
+    own_gpu = bool(found.ops) and found.gpu == gpu.name
     ratio, basis = _host_ratio(found)
     if not own_gpu and ratio is None:
-        problem = f"it has neither operations of {gpu} nor enough costs of a host"
-        raise InputError(problem, "calibrate on that GPU", field="--calibration", value=path)
-    own = f"{Path(path).name}, by calibrate on {found.gpu or found.environment.device}"
+        problem = f"it has neither operations of {gpu.name} nor enough costs of a host"
+        raise InputError(problem, "calibrate on that GPU", field="--calibration", value=own.file)
+    made = f"{file}, by calibrate on {found.gpu or found.environment.device}"
     known, origins = shipped.rates, []
     if own_gpu:
-        origins.append(f"operations of {own} (torch {found.environment.torch})")
+        origins.append(f"operations of {made} (torch {found.environment.torch})")
     else:
-        origins.append(f"operations timed by calibrate on {shipped.gpu}")
+        origins.append(f"operations timed by calibrate on {shipped.gpu.name}")
     if ratio is not None:
         known = known.on_host(ratio)
-        by = f"by {basis} of {Path(path).name}"
-        origins.append(f"a host that takes {ratio:.2f} times as long as the catalog's rates expect, {by}")
+        origins.append(
+            f"a host that takes {ratio:.2f} times as long as the catalog's rates expect, by {basis} of {file}"
+        )
     return Calibrated(
         gpu if own_gpu else shipped.gpu, OpTimes(found.ops, gpu) if own_gpu else shipped.times, known,
         "; ".join(origins), has_own_host=len(found.host_steps) >= LEAST_STEPS,
@@ -155,13 +187,3 @@ def _key(step: HostStep) -> str:
 
 def _ratios(own: dict[str, float], others: dict[str, float]) -> list[float]:
     return [own[name] / seconds for name, seconds in others.items() if own.get(name)]
-
-
-@functools.cache
-def _read(path: str) -> Calibration:
-    try:
-        return calibration_of(read_text(Path(path), MAX_FILE_BYTES), path)
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-        remedy = "name a file that trainfit calibrate wrote"
-        raise InputError(problem, remedy, field="--calibration", value=path) from None

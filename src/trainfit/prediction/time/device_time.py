@@ -11,13 +11,13 @@ from functools import lru_cache
 from typing import Literal
 
 from trainfit.catalog.constants import constants
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import reference, sustained
 from trainfit.catalog.operation_kinds import OTHER, OperationKind, kind_of, operation_kinds
 from trainfit.catalog.rates import Rates
 from trainfit.ledger.ledger import Op
+from trainfit.prediction.machine import Machine
 from trainfit.prediction.time.attention_time import compute_share
-from trainfit.prediction.time.calibrated import Calibrated, calibrated
+from trainfit.prediction.time.calibrated import Calibrated, RowKey
 from trainfit.prediction.time.op_times import ALIGNED, base_of
 from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.spec.hardware import Gpu
@@ -44,49 +44,28 @@ def uses_tensor_cores(op: Op) -> bool:
     return part_of(op) == "products" and PEAK_DTYPE.get(op.dtype, "fp32") not in ("fp32", "fp64")
 
 
-def is_measured(op: Op, gpu: Gpu) -> bool:
-    """Return whether the calibration has an operation like this one."""
-    return calibrated(gpu).times.seconds(op) is not None
-
-
-def op_s(op: Op, gpu: Gpu, known: Calibrated | None = None) -> float:
-    """Return the seconds that one operation is expected to take, in one layer; the GPU's rates are known.
-
-    ``known``: what the time is computed with; None: what is in use for the GPU.
-    """
+def op_s(op: Op, machine: Machine) -> float:
+    """Return the seconds that one operation is expected to take, in one layer; the GPU's rates are known."""
     if not op.calls and not op.num_bytes:
         return 0.0
     # The fields that decide it: equal layers and phases share the result.
     same = op._replace(module="", segment=0, group=0, host=(0, 0, 0, 0), wrapped=(0, 0), in_mode=0)
-    return _seconds(same, _Sheet(gpu), known or calibrated(gpu))
-
-
-class _Sheet:
-    """A GPU's row as part of a cache's key: rows of one name are equal but for their hosts."""
-
-    def __init__(self, gpu: Gpu):
-        self.gpu = gpu
-
-    def __hash__(self) -> int:
-        return hash(self.gpu.name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sheet) and self.gpu.name == other.gpu.name
+    return _seconds(same, RowKey(machine.row), machine.known)
 
 
 @lru_cache(maxsize=65536)
-def _seconds(op: Op, sheet: _Sheet, known: Calibrated) -> float:
+def _seconds(op: Op, row: RowKey, known: Calibrated) -> float:
     if op.name.partition(".")[2].partition(".")[0] in UNWRITTEN:
         return 0.0  # It allocates alone: no kernel.
-    gpu, launch_s = sheet.gpu, op.calls * known.rates.kernel_s
+    gpu, launch_s = row.gpu, op.calls * known.rates.kernel_s
     if not op.num_bytes and not op.causal_flops:
         return launch_s
     dtype = PEAK_DTYPE.get(op.dtype, "fp32")
     taken_s = known.times.seconds(op)
     if taken_s is None:
         return _by_share(op, gpu, dtype) + launch_s
-    if gpu.name != known.gpu:
-        taken_s *= max(sustained_s(op, gpu)) / max(sustained_s(op, find_gpu(known.gpu)))
+    if gpu.name != known.gpu.name:
+        taken_s *= max(sustained_s(op, gpu)) / max(sustained_s(op, known.gpu))
     return max(taken_s * _factor(op, known.rates), launch_s)
 
 

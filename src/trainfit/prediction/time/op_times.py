@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trainfit.catalog.constants import OperationConstants, constants
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.operation_kinds import kind_of
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.time.experts import is_looped, num_groups, one_group, padding
@@ -201,11 +200,11 @@ class OpTimes:
     """Rows of a calibration by key; ``seconds`` is of the calibrated GPU itself.
 
     Args:
-        gpu_name: the catalog's name of that GPU, whose data sheet says which operations are bound by memory.
+        gpu: that GPU, whose data sheet says which operations are bound by memory.
     """
 
-    def __init__(self, rows: Iterable[OpTime], gpu_name: str, known: OperationConstants | None = None):
-        self._gpu, self._known = find_gpu(gpu_name), known or constants().operations
+    def __init__(self, rows: Iterable[OpTime], gpu: Gpu, known: OperationConstants | None = None):
+        self._gpu, self._known = gpu, known or constants().operations
         self._bytes_per_s = _bytes_per_s(self._gpu)
         self._cached_bytes = self._gpu.cached_bytes or self._gpu.l2_cache_bytes or 0
         """Not known of a GPU: no row counts as one of the cache."""

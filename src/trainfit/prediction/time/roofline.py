@@ -12,7 +12,7 @@ from trainfit.catalog.operation_kinds import operation_kinds
 from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
-from trainfit.prediction.time.calibrated import Calibrated, calibrated
+from trainfit.prediction.machine import Machine
 from trainfit.prediction.time.device_time import least_s, op_s, part_of, roofline_kind, uses_tensor_cores
 from trainfit.prediction.time.host_time import collective_issue_s, counts_python, issue_of, loop_issue_s
 from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
@@ -78,19 +78,16 @@ class Roofline:
         return slow_s / total if total else 1.0
 
 
-def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofline | None:
-    """Time of the steady step; None where the GPU's rates are not known.
-
-    ``known``: what it is computed with; None: what is in use for the GPU.
-    """
-    known = known or calibrated(gpu)
+def roofline(ledger: Ledger, machine: Machine) -> Roofline | None:
+    """Time of the steady step; None where the GPU's rates are not known."""
+    gpu = machine.gpu
     if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
     parts = dict.fromkeys(("products", "attention", "memory", "optimizer"), 0.0)
     least = 0.0
     copies_s = {"in": 0.0, "out": 0.0}
-    issue = _issue_s(ledger, known)
-    device = _device_s(ledger, gpu, known, issue)
+    issue = _issue_s(ledger, machine)
+    device = _device_s(ledger, machine, issue)
     for op in ledger.steady_ops:
         segment, times = ledger.segments[op.segment], ledger.times(op)
         if op.name in COPY_DIRECTIONS:
@@ -101,7 +98,7 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
         least += times * max(least_s(op, gpu))
         is_update = op.is_update or segment.phase == "optimizer"
         parts["optimizer" if is_update else part_of(op)] += times * device[id(op)]
-    found = _replayed(ledger, gpu, known, device, issue)
+    found = _replayed(ledger, machine, device, issue)
     waited_s = sum(found.exposed_s.values())
     copied_s = max(copies_s.values()) * transfers(gpu).host_copies
     lowest_s = max(least, copied_s, communication.lowest_s(ledger, gpu))
@@ -118,31 +115,29 @@ def roofline(ledger: Ledger, gpu: Gpu, known: Calibrated | None = None) -> Roofl
     return Roofline(expected, lowest_s)
 
 
-def step_times(ledger: Ledger, gpu: Gpu) -> Times:
+def step_times(ledger: Ledger, machine: Machine) -> Times:
     """Replay the steady step; the GPU's rates are known."""
-    known = calibrated(gpu)
-    issue = _issue_s(ledger, known)
-    return _replayed(ledger, gpu, known, _device_s(ledger, gpu, known, issue), issue)
+    issue = _issue_s(ledger, machine)
+    return _replayed(ledger, machine, _device_s(ledger, machine, issue), issue)
 
 
-def device_seconds(ledger: Ledger, gpu: Gpu) -> dict[int, float]:
+def device_seconds(ledger: Ledger, machine: Machine) -> dict[int, float]:
     """Return the seconds on the GPU of each entry of the steady step but copies, by its ``id``."""
-    known = calibrated(gpu)
-    return _device_s(ledger, gpu, known, _issue_s(ledger, known))
+    return _device_s(ledger, machine, _issue_s(ledger, machine))
 
 
-def without_rows(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
+def without_rows(ledger: Ledger, machine: Machine) -> tuple[str, ...]:
     """Return the kinds of the steady step's operations that no calibrated row is of, as an assumption.
 
     Attention has its own (attention_time.py). Kinds that take less than ``LEAST_SAID`` of the GPU's time are
     not listed.
     """
-    known, seconds = calibrated(gpu), device_seconds(ledger, gpu)
+    times, seconds = machine.known.times, device_seconds(ledger, machine)
     total_s, by_kind = 0.0, dict[str, float]()
     for op in ledger.steady_ops:
         taken_s = ledger.times(op) * seconds.get(id(op), 0.0)
         total_s += taken_s
-        if taken_s and not op.kernel and (op.num_bytes or op.causal_flops) and not known.times.has(op):
+        if taken_s and not op.kernel and (op.num_bytes or op.causal_flops) and not times.has(op):
             kind = roofline_kind(op)
             by_kind[kind] = by_kind.get(kind, 0.0) + taken_s
     kinds = sorted(
@@ -159,7 +154,7 @@ def without_rows(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     return (f"step time: operations of kinds that were not timed take rooflines: {', '.join(rooflines)}",)
 
 
-def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated, issue: dict[int, float]) -> dict[int, float]:
+def _device_s(ledger: Ledger, machine: Machine, issue: dict[int, float]) -> dict[int, float]:
     """Return the seconds on the GPU of each entry of the steady step, by its ``id``.
 
     An operation on lists of several groups' tensors is one call: its entries share that call's seconds.
@@ -177,27 +172,25 @@ def _device_s(ledger: Ledger, gpu: Gpu, known: Calibrated, issue: dict[int, floa
         taken_s = None
         if others:
             num_bytes = sum(ledger.times(op) * op.num_bytes for op in (first, *others))
-            taken_s = op_s(first._replace(num_bytes=num_bytes), gpu, known) / num_bytes if num_bytes else None
+            taken_s = op_s(first._replace(num_bytes=num_bytes), machine) / num_bytes if num_bytes else None
         for op in (first, *others):
-            seconds[id(op)] = op_s(op, gpu, known) if taken_s is None else op.num_bytes * taken_s
-    _slow_down(ledger, gpu, known, seconds, issue)
+            seconds[id(op)] = op_s(op, machine) if taken_s is None else op.num_bytes * taken_s
+    _slow_down(ledger, machine, seconds, issue)
     return seconds
 
 
-def _issue_s(ledger: Ledger, known: Calibrated) -> dict[int, float]:
+def _issue_s(ledger: Ledger, machine: Machine) -> dict[int, float]:
     """Return the seconds that the host needs for each entry, by its ``id``."""
-    issue = issue_of(ledger, known.rates.host)
+    issue = issue_of(ledger, machine.known.rates.host)
     return {id(op): issue.seconds(op) for op in ledger.steady_ops}
 
 
-def _slow_down(
-    ledger: Ledger, gpu: Gpu, known: Calibrated, device: dict[int, float], issue: dict[int, float]
-) -> None:
+def _slow_down(ledger: Ledger, machine: Machine, device: dict[int, float], issue: dict[int, float]) -> None:
     """Lengthen products by what the power limit takes from the clocks, where they are most of the step.
 
     Of the reference's architecture alone: published steps of A100s show nothing of the kind.
     """
-    if gpu.compute_capability != reference(gpu).compute_capability:
+    if machine.gpu.compute_capability != reference(machine.gpu).compute_capability:
         return
     products = [op for op in ledger.steady_ops if uses_tensor_cores(op)]
     busy_s, host_s = (
@@ -205,15 +198,13 @@ def _slow_down(
         for seconds in (device, issue)
     )
     products_s = sum(ledger.times(op) * device[id(op)] for op in products)
-    slowdown = known.rates.power.slowdown(products_s / max(busy_s, host_s)) if products_s else 1.0
+    slowdown = machine.known.rates.power.slowdown(products_s / max(busy_s, host_s)) if products_s else 1.0
     if slowdown > 1:
         device.update({id(op): slowdown * device[id(op)] for op in products})  # An entry may be there twice.
 
 
-def _replayed(
-    ledger: Ledger, gpu: Gpu, known: Calibrated, device: dict[int, float], issue: dict[int, float]
-) -> Times:
-    host, overlap = known.rates.host, known.rates.overlap
+def _replayed(ledger: Ledger, machine: Machine, device: dict[int, float], issue: dict[int, float]) -> Times:
+    gpu, host, overlap = machine.gpu, machine.known.rates.host, machine.known.rates.overlap
     is_script = counts_python(ledger)
     return replay(
         ledger,

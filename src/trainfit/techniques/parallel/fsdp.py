@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainfit.catalog.load import gpu, model_config
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Offer, Technique, refusal, value_at
 from trainfit.techniques.draft import Draft
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+    from trainfit.spec.hardware import Gpu
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "compile": (False, "block"),
@@ -84,13 +87,17 @@ def check(recipe: Recipe) -> None:
     check_buckets(recipe, "FSDP2")
     if recipe.mesh.copy_engines:
         check_values(recipe, COPIED, "parallel.copy_engines")
-        in_host = gpu(recipe.hardware.gpu).gpus_per_host
-        if (recipe.hardware.nodes or -(-recipe.hardware.count // in_host)) > 1:
-            problem = f"copy engines reach the {in_host} GPUs of one host"
-            raise refusal(recipe, "parallel.copy_engines", problem, "use one host, or leave it out")
     if recipe.optimizer.name == "sgd" and recipe.optimizer.implementation == "fused":
         problem = "PyTorch's fused SGD does not update shards"
         raise refusal(recipe, "optimizer.implementation", problem, "use foreach")
+
+
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuse copy engines between hosts."""
+    in_host = gpu.gpus_per_host
+    if recipe.mesh.copy_engines and (recipe.hardware.nodes or -(-recipe.hardware.count // in_host)) > 1:
+        problem = f"copy engines reach the {in_host} GPUs of one host"
+        raise refusal(recipe, "parallel.copy_engines", problem, "use one host, or leave it out")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -227,7 +234,7 @@ def _trace_whole(recipe: Recipe) -> bool:
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     """Offer parameters that stay gathered between forward and backward, also with gradients that stay whole
     until a step's last micro-batch, and shards within each host."""
-    count, in_host = recipe.hardware.count, gpu(recipe.hardware.gpu).gpus_per_host
+    count, in_host = recipe.hardware.count, find_gpu(recipe.hardware.gpu).gpus_per_host
     if count == 1:
         return ()
     gathered: Data = {"reshard_after_forward": False}
@@ -249,6 +256,7 @@ TECHNIQUE = Technique(
         "parallel.copy_engines",
     ),
     when=lambda recipe: recipe.mesh.data_ranks * recipe.mesh.context > 1 and recipe.mesh.shards_weights,
+    check_gpu=check_gpu,
     check=check,
     check_device=check_processes,
     apply=apply,

@@ -19,6 +19,8 @@ from trainfit.techniques.draft import Draft
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainfit.spec.hardware import Gpu
+
 
 MULTIPLE = 16  # Sizes of torch._scaled_mm's operands, in elements
 SMALL = (4096, 1024)
@@ -27,20 +29,21 @@ SMALL = (4096, 1024)
 CAPABILITY = (8, 9)  # The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0
 
 
-def check(recipe: Recipe) -> None:
-    """Refuse GPUs without fp8 tensor cores and recipes whose layers cannot be converted."""
-    from trainfit.catalog.load import gpu
-
-    require("torchao", "torchao", field="precision", value="fp8")
-    device = gpu(recipe.hardware.gpu)
-    capability = device.compute_capability
-    if device.gfx is not None:
-        problem = f"fp8 products are not modelled on {device.title}"
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuse GPUs without fp8 tensor cores."""
+    capability = gpu.compute_capability
+    if gpu.gfx is not None:
+        problem = f"fp8 products are not modelled on {gpu.title}"
         raise refusal(recipe, "precision", problem, "use precision: bf16, or an NVIDIA GPU")
-    if device.vendor != "host" and (capability is None or capability < CAPABILITY):
-        problem = f"{device.title} has no fp8 tensor cores that torch multiplies with"
+    if gpu.vendor != "host" and (capability is None or capability < CAPABILITY):
+        problem = f"{gpu.title} has no fp8 tensor cores that torch multiplies with"
         remedy = "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on"
         raise refusal(recipe, "precision", problem, remedy)
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse recipes whose layers cannot be converted."""
+    require("torchao", "torchao", field="precision", value="fp8")
     if recipe.adapter is not None:
         problem = "the base is frozen under an adapter, and fp8 layers would compute its weights' gradients"
         remedy = "use precision: bf16, with quantize: fp8 to store the base in 8 bits"
@@ -105,6 +108,7 @@ TECHNIQUE = Technique(
     order=60,
     title="fp8",
     covers={"precision": ("fp8",)},
+    check_gpu=check_gpu,
     check=check,
     check_device=check_device,
     apply=apply,
