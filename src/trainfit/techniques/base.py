@@ -73,6 +73,9 @@ class Offer:
     expected: Expected = AS_BEFORE
     """Memory and time of the recipe for which it is offered, with the fields. By default as without them, so
     that it is never proposed as a remedy for a recipe that does not fit."""
+    kept_bytes: tuple[float, float] = (0.0, 0.0)
+    """Least bytes that every GPU keeps of each parameter, and, in addition, of each trained one.
+    An offer that keeps more than there is is not traced."""
     numerics: str = ""
     """What they change in the mathematics, in a few words; empty: nothing beyond rounding."""
     is_start: bool = False

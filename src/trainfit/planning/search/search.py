@@ -19,7 +19,7 @@ from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.candidate import MIX, Candidate, Combinations, Goal, Key, Traced
 from trainfit.planning.search.plan import TIE, assembled, best_of, discounted, fastest, frontier, simpler
 from trainfit.planning.search.ranking import Batches, Ranking, sizes_of_traced
-from trainfit.planning.search.space import OWN_FAMILY, Option, Options, agree, changed, least_bytes
+from trainfit.planning.search.space import OWN_FAMILY, Option, Options, agree, changed
 from trainfit.spec.errors import InputError
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
@@ -388,7 +388,7 @@ class Search:
             more = (set(one.values) for one in self.space.options if one.family == option.family)
             if any(set(option.values) < values for values in more):
                 return "saves memory, but everything fits already"
-        needs_bytes = least_bytes(option, self.recipe, estimate.params, estimate.trainable_params)
+        needs_bytes = option.least_bytes(estimate.params, estimate.trainable_params)
         if needs_bytes > self.usable_bytes:
             return f"keeps {format_bytes(needs_bytes)} of weights and gradients on every GPU"
         return None

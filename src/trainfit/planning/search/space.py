@@ -31,6 +31,7 @@ class Option(NamedTuple):
     """Dotted fields and their values."""
     expected: Expected = AS_BEFORE
     """Memory and time with it, over those of the recipe without it."""
+    kept_bytes: tuple[float, float] = (0.0, 0.0)
     numerics: str = ""
     is_start: bool = False
     is_slow: bool = False
@@ -40,6 +41,11 @@ class Option(NamedTuple):
     def is_long(self) -> bool:
         """Whether its traces take several times as long as others: compiled, or with offloaded weights."""
         return self.is_slow or ("offload.weights", True) in self.values
+
+    def least_bytes(self, params: int, trainable_params: int) -> float:
+        """Return the least bytes of weights and gradients that it keeps on every GPU."""
+        of_each, of_trained = self.kept_bytes
+        return params * of_each + trainable_params * of_trained
 
     @property
     def label(self) -> str:
@@ -96,27 +102,6 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     found = recipe_from(data)
     registry.check(found.without_open_fields())  # A budget is planned before a step is built.
     return found
-
-
-def least_bytes(option: Option, recipe: Recipe, params: int, trainable_params: int) -> float:
-    """Return the least bytes of weights and gradients that an option of the mesh keeps on every GPU.
-
-    Tensor, expert and pipeline parallelism, which divide them, are other options; where the recipe has these,
-    or a quantised base, nothing is known: 0.
-    """
-    values, mesh = dict(option.values), recipe.mesh
-    if recipe.quantize is not None or mesh.tensor * mesh.expert * mesh.pipeline > 1:
-        return 0.0
-    width = 2 if recipe.precision in ("bf16", "fp8") else 4
-    whole = width * (params + trainable_params)
-    if values.get("parallel.strategy", mesh.strategy) not in ("auto", "fsdp"):
-        return whole
-    if (shard := values.get("parallel.shard")) is not None:
-        return whole / shard
-    # FSDP2 gathers weights and reduces gradients in at least 16 bits.
-    gathered = 2 * params if values.get("parallel.reshard_after_forward") is False else 0
-    reduced = 2 * trainable_params if values.get("parallel.sync_each_batch") is False else 0
-    return gathered + reduced
 
 
 def space(
@@ -184,7 +169,14 @@ def _options(recipe: Recipe, family: str, offer: Offer) -> Iterator[Option]:
         several = [(("attention", kernel),) for kernel in fastest_kernels(recipe)[:KERNELS]]
     for one in several:
         yield Option(
-            family, one, offer.expected, offer.numerics, offer.is_start, offer.is_slow, offer.speeds_up
+            family,
+            one,
+            offer.expected,
+            offer.kept_bytes,
+            offer.numerics,
+            offer.is_start,
+            offer.is_slow,
+            offer.speeds_up,
         )
 
 

@@ -27,6 +27,26 @@ def expected(recipe: Recipe, parallel: Data) -> Expected:
     return Expected(weights, gradients, state, part, part, part, time)
 
 
+def kept_bytes(recipe: Recipe, parallel: Data) -> tuple[float, float]:
+    """Return the least bytes of weights, and of weights and gradients, that every GPU keeps of a parameter.
+
+    Of a recipe with a quantised base, or divided by tensor, expert or pipeline parallelism, nothing is known.
+    """
+    mesh = recipe.mesh
+    if recipe.quantize is not None or mesh.tensor * mesh.expert * mesh.pipeline > 1:
+        return 0.0, 0.0
+    width = 2 if recipe.precision in ("bf16", "fp8") else 4
+    if parallel.get("strategy") in ("ddp", "zero1"):
+        return width, width
+    if (shard := parallel.get("shard")) is not None:
+        return width / shard, width / shard
+    # FSDP2 gathers weights and reduces gradients in at least 16 bits.
+    gathered, reduced = (
+        2 * (parallel.get(name) is False) for name in ("reshard_after_forward", "sync_each_batch")
+    )
+    return gathered, reduced
+
+
 def _sharing(mesh: Parallel) -> tuple[int, int]:
     """Return over how many ranks the weights and gradients, and the optimizer's state, are divided."""
     split = mesh.tensor * mesh.pipeline

@@ -13,6 +13,7 @@ from trainfit.techniques.parallel._ranks import (
     check_processes,
     check_values,
     expected,
+    kept_bytes,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     meshes: tuple[Data, ...] = ({"strategy": "ddp"}, {"strategy": "zero1"})
     return tuple(
-        Offer({"parallel": mesh}, expected(recipe, mesh)) for mesh in meshes if recipe.hardware.count > 1
+        Offer({"parallel": mesh}, expected(recipe, mesh), kept_bytes(recipe, mesh))
+        for mesh in meshes
+        if recipe.hardware.count > 1
     )
 
 

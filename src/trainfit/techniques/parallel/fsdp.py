@@ -23,6 +23,7 @@ from trainfit.techniques.parallel._ranks import (
     check_processes,
     check_values,
     expected,
+    kept_bytes,
 )
 
 if TYPE_CHECKING:
@@ -241,7 +242,9 @@ def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     meshes: list[Data] = [gathered, {**gathered, "sync_each_batch": False}]
     if count > in_host and count % in_host == 0:
         meshes.append({"replicate": count // in_host, "shard": in_host})
-    return tuple(Offer({"parallel": mesh}, expected(recipe, mesh)) for mesh in meshes)
+    return tuple(
+        Offer({"parallel": mesh}, expected(recipe, mesh), kept_bytes(recipe, mesh)) for mesh in meshes
+    )
 
 
 TECHNIQUE = Technique(
