@@ -20,7 +20,7 @@ from trainfit.catalog.config_checks import check_config
 from trainfit.cli.main import main
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
-from trainfit.techniques.adapter._target_pattern import check_pattern
+from trainfit.techniques.adapter.lora import check_pattern
 
 CPU_S = 6.0
 LLAMA: dict[str, Any] = {

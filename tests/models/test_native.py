@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainfit.models.build import build_model
-from trainfit.models.native.build import build_native
+from trainfit.models.build import build_model, build_native
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.models.native.families import native_config
 from trainfit.models.native.positions import additive_bias, alibi_slopes

@@ -9,8 +9,8 @@ import torch
 
 from native_and_hf import LLAMA3, TINY, YARN, batch, theirs_with_random_norms_and_biases
 from trainfit.catalog.model_types import native_types
+from trainfit.models.build import build_native
 from trainfit.models.hf import build_hf
-from trainfit.models.native.build import build_native
 from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.safetensors_io import load_safetensors, mapped_tensors, tensor_of
 from trainfit.spec.errors import InputError

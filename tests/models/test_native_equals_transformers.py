@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from native_and_hf import LLAMA3, TINY, batch, theirs_with_random_norms_and_biases
-from trainfit.models.native.build import build_native
+from trainfit.models.build import build_native
 from trainfit.models.native.safetensors_io import load_safetensors, save_safetensors
 from trainfit.spec.errors import InputError
 

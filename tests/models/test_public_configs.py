@@ -19,11 +19,9 @@ from trainfit.api.recipes import load_recipe
 from trainfit.catalog.config_notes import config_notes
 from trainfit.catalog.text_model import LAYER_KEYS, text_model, translations
 from trainfit.models.build import build_model
-from trainfit.models.experts import active_shares
 from trainfit.models.hf import hf_config_from
 from trainfit.models.language_head import language_head
-from trainfit.models.layers import decoder_blocks
-from trainfit.models.slow_layers import slow_layers
+from trainfit.models.layers import active_shares, decoder_blocks, slow_layers
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
 from trainfit.spec.units import read_count

@@ -12,9 +12,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.cli.main import guarded, main
+from trainfit.cli.main import guarded, main, plain_messages
 from trainfit.cli.options import print_json
-from trainfit.cli.streams import plain_messages
 from trainfit.report.console import heading, notes, rows
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from

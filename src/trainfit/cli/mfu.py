@@ -69,19 +69,16 @@ def run(
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.catalog.names import gpu_note
     from trainfit.report.console import progress
-    from trainfit.report.results import show_usage
     from trainfit.spec.errors import InputError
 
     found: dict[str, Any] = {}
     row = find_gpu(gpu)
-    note = gpu_note(gpu)
-    options.print_notes([] if note is None else [f"note: {note}"])
+    options.print_notes(f"note: {note}" for note in (gpu_note(gpu),) if note is not None)
     price = row.price_per_hour if price is None else price
     of_run = gpu_hours is not None and tokens is not None
-    if any(value is not None for value in (model, batch, seq, step_s, mfu, tokens)) or gpu_hours is None:
+    if _num_given(model, batch, seq, step_s, mfu, tokens) or gpu_hours is None:
         batch = 1 if of_run and batch is None else batch
-        speeds = sum((step_s is not None, mfu is not None, of_run))
-        if model is None or batch is None or seq is None or speeds != 1:
+        if model is None or batch is None or seq is None or _num_given(step_s, mfu, of_run or None) != 1:
             raise typer.BadParameter(TOGETHER)
         _check_positive({"--step-s": step_s, "--mfu": mfu, "--tokens": tokens, "--gpu-hours": gpu_hours})
         if gpu_hours is not None and tokens is not None:
@@ -97,10 +94,20 @@ def run(
             raise InputError("no price known", "give --price", field="--gpu", value=gpu)
         found |= money(gpu_hours, price)
     _check_finite(found)
+    _show(found, json=json)
+
+
+def _num_given(*values: object) -> int:
+    return sum(value is not None for value in values)
+
+
+def _show(found: dict[str, Any], *, json: bool) -> None:
     if json:
         options.print_json(found)
-    else:
-        show_usage(found)
+        return
+    from trainfit.report.results import show_usage
+
+    show_usage(found)
 
 
 def _check_positive(given: dict[str, float | None]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -96,18 +96,13 @@ def run(
         raise typer.BadParameter("--ray-address needs --executor ray")
     if predict_only and (measure or measure_only):
         raise typer.BadParameter("--predict-only measures nothing")
-    from trainfit.sweeps.journal import REPORT, Journal
-    from trainfit.sweeps.read import read_sweep
+    from trainfit.sweeps.journal import Journal
     from trainfit.sweeps.run import Run
 
-    sweep = read_sweep(*files, settings=settings)
-    file = sweep.file.with_options(
-        measure=measure or measure_only, only=measure_only, steps=steps, warmup=warmup, seconds=timeout,
-        memory_gib=memory_limit_gib,
+    sweep = _read(
+        files, settings, predict_only=predict_only, measure=measure or measure_only, only=measure_only,
+        steps=steps, warmup=warmup, seconds=timeout, memory_gib=memory_limit_gib,
     )  # fmt: skip
-    if predict_only:
-        file = file.model_copy(update={"predict": True, "measure": None, "train": None})
-    sweep = replace(sweep, file=file)
     deadline_s = math.inf if stop_after is None else time.monotonic() + stop_after
     out = out or Path("runs") / sweep.name
     with resumable(lambda: GO_ON), only_json(json), Journal(out, sweep.name, tuple(tag or ())) as journal:
@@ -118,20 +113,33 @@ def run(
         )  # fmt: skip
         for note in (*sweep.notes, *journal.notes):
             view.say(f"note: {note}")
-        with executing(executor, device or file.device, jobs, ray_address, deadline_s) as trials:
+        with executing(executor, device or sweep.file.device, jobs, ray_address, deadline_s) as trials:
             _run(state, trials, view)
-        page = None if journal.is_file else out / REPORT
-        failure = None if page is None else attempt(lambda: _report(state, out / REPORT))
-        page = page if failure is None else None
-    if json:
-        print_json(_content(state, journal.path, page))
-    elif markdown:
-        _print_markdown(state)
-    else:
-        _print(state, journal.path, page)
+        page, failure = (None, None) if journal.is_file else _reported(state, out)
+    _show(state, journal.path, page, json=json, markdown=markdown)
     if failure is not None:
         raise failure
     return EXIT_STOPPED if state.stopped else 0
+
+
+def _read(files: Sequence[Path], settings: list[str] | None, *, predict_only: bool, **given: Any) -> "Sweep":
+    """Return the sweep of files, with what the command line says of it (``SweepFile.with_options``)."""
+    from trainfit.sweeps.read import read_sweep
+
+    sweep = read_sweep(*files, settings=settings)
+    file = sweep.file.with_options(**given)
+    if predict_only:
+        file = file.model_copy(update={"predict": True, "measure": None, "train": None})
+    return replace(sweep, file=file)
+
+
+def _show(state: "Run", records: Path, page: Path | None, *, json: bool, markdown: bool) -> None:
+    if json:
+        print_json(_content(state, records, page))
+    elif markdown:
+        _print_markdown(state)
+    else:
+        _print(state, records, page)
 
 
 def _print_markdown(state: "Run") -> None:
@@ -207,6 +215,15 @@ class View:
             redirect_stdout=False,
         ):  # fmt: skip
             yield
+
+
+def _reported(state: "Run", folder: Path) -> tuple[Path | None, OSError | None]:
+    """Write the page of a sweep's folder; return it, or why it could not be written."""
+    from trainfit.sweeps.journal import REPORT
+
+    page = folder / REPORT
+    failure = attempt(lambda: _report(state, page))
+    return (page, None) if failure is None else (None, failure)
 
 
 def _report(state: "Run", page: Path) -> None:

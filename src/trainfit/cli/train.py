@@ -1,7 +1,8 @@
 """``trainfit train``: train a recipe on data, with progress, evaluation, logs, checkpoints and resume."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Context, Option
 
@@ -77,14 +78,7 @@ def run(
     force: options.Force = False,
 ) -> int:
     """Train a recipe on data; stop it any time and --resume."""
-    from trainfit.measurement.machine import check_ranks
-    from trainfit.training.ranks.launch import (
-        end_with_launcher,
-        is_launched,
-        launched_rank,
-        one_report,
-        started_by_us,
-    )
+    from trainfit.training.ranks.launch import end_with_launcher, is_launched
 
     end_with_launcher()
     if clip_norm is not None:
@@ -92,32 +86,52 @@ def run(
     if gpus is not None:
         settings = _with_count(recipe, settings, gpus)
         if gpus > 1 and not is_launched():
-            check_ranks(gpus, device, "--gpus")
-            if not force:
-                _check_memory(recipe, settings, device, deterministic)
-            return _launch(context.obj, gpus, out)
-    first = launched_rank() == 0
-    if tensorboard is None:
-        tensorboard = is_installed("tensorboard")
-        options.print_notes((NO_EVENT_FILES,) if first and not tensorboard else ())
+            check = None if force else lambda: _check_memory(recipe, settings, device, deterministic)
+            return _launch(context.obj, gpus, device, out, check)
+    given: dict[str, Any] = {
+        "out": str(out), "steps": steps, "resume": resume, "device": device,
+        "tokenizer": tokenizer and str(tokenizer), "eval_fraction": eval_fraction, "eval_every": eval_every,
+        "save_every": save_every, "keep": keep_last, "schedule": schedule, "warmup_steps": warmup_steps,
+        "deterministic": deterministic, "tensorboard": tensorboard, "hang_timeout_s": hang_timeout,
+    }  # fmt: skip
+    return _train(recipe, settings, data, given, peak_flops, record, json=json, force=force)
+
+
+def _train(
+    recipe: str,
+    settings: list[str] | None,
+    data: str,
+    given: dict[str, Any],
+    peak_flops: float | None,
+    record: Path | None,
+    *,
+    json: bool,
+    force: bool,
+) -> int:
+    """Train in this process, which may be one of several ranks, and return the exit code.
+
+    Args:
+        given: arguments of ``train_options``.
+    """
     from trainfit.api.calls import train_built, train_options
     from trainfit.api.planned import planned
     from trainfit.api.recipes import read
     from trainfit.training.folder import how_to_resume
+    from trainfit.training.ranks.launch import launched_rank, one_report, started_by_us
 
+    first = launched_rank() == 0
+    if given["tensorboard"] is None:
+        given["tensorboard"] = is_installed("tensorboard")
+        options.print_notes((NO_EVENT_FILES,) if first and not given["tensorboard"] else ())
     with one_report():
         requested, recipe_notes = read(recipe, settings or [])
         options.print_notes(f"note: {note}" for note in recipe_notes if first)
-        wanted = train_options(
-            data, out=str(out), steps=steps, resume=resume, device=device,
-            tokenizer=tokenizer and str(tokenizer), eval_fraction=eval_fraction, eval_every=eval_every,
-            save_every=save_every, keep=keep_last, schedule=schedule, warmup_steps=warmup_steps,
-            deterministic=deterministic, tensorboard=tensorboard, hang_timeout_s=hang_timeout,
-        )  # fmt: skip
+        wanted = train_options(data, **given)
     record = record if first else None
+    out = Path(given["out"])
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):
         with one_report():
-            built, notes = planned(requested, device)
+            built, notes = planned(requested, given["device"])
         options.print_notes(notes if first else ())
         summary = train_built(
             built, notes, wanted, peak_flops, progress=first, force=force or started_by_us()
@@ -168,11 +182,19 @@ def _check_memory(recipe: str, settings: list[str] | None, device: str, determin
             check_memory(planned(requested, device)[0], device, deterministic=deterministic)
 
 
-def _launch(words: list[str], gpus: int, out: Path) -> int:
-    """Run this command line as ``gpus`` ranks; report a rank that a signal ended."""
+def _launch(words: list[str], gpus: int, device: str, out: Path, check: Callable[[], None] | None) -> int:
+    """Run this command line as ``gpus`` ranks; report a rank that a signal ended.
+
+    Args:
+        check: called before ranks are started; None: nothing to check.
+    """
+    from trainfit.measurement.machine import check_ranks
     from trainfit.training.folder import how_to_resume
     from trainfit.training.ranks.launch import RankKilledError, exit_code_of, launch
 
+    check_ranks(gpus, device, "--gpus")
+    if check is not None:
+        check()
     try:
         return launch(words, gpus)
     except RankKilledError as error:

@@ -9,7 +9,7 @@ moved.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from trainfit.offload.blocks import HostBlocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.quantize import Quantized
 from trainfit.spec.recipe import ModelSpec
+
+if TYPE_CHECKING:
+    from trainfit.models.native.decoder import NativeDecoder
 
 MAX_MODULES = 20_000
 """Limit per model, over ten times that of the deepest published ones (experts are one tensor per layer)."""
@@ -58,7 +61,7 @@ def build_model(
     """
     config = model_config(spec.config)
     if spec.implementation == "native":
-        from trainfit.models.native.build import build_native as build
+        build = build_native
     else:
         from trainfit.models.hf import build_hf as build
     with _at_most(MAX_MODULES), linears_on_meta() if quantize is not None else nullcontext(set()) as waiting:
@@ -72,6 +75,20 @@ def build_model(
         initialise = partial(_initialise, model)
         fill_quantized(model, Quantized.of(quantize), device, initialise, within_block, waiting=waiting)
     return model
+
+
+def build_native(
+    config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
+) -> "NativeDecoder":
+    """Build the native decoder of ``config``, randomly initialised and in training mode."""
+    from trainfit.models.native.decoder import NativeDecoder
+    from trainfit.models.native.families import native_config
+
+    if attention == "triton":
+        from trainfit.kernels.flash_attention.op import register
+
+        register()  # torch.compile cannot trace this.
+    return NativeDecoder(native_config(config), kind=attention, dtype=dtype, device=torch.device(device))
 
 
 @contextmanager

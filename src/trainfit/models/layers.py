@@ -1,9 +1,14 @@
-"""Find a model's repeated decoder blocks by structure, and its number of positions.
+"""Find parts of a built model by structure: repeated decoder blocks, positions, experts, slow layers.
 
 transformers models (also wrapped by PEFT) and the native decoder keep their blocks in a ``nn.ModuleList`` of
 one class, or of few in hybrids that alternate attention with state-space blocks.
+
+State-space and linear-attention layers are slow in transformers without libraries of kernels. The virtual GPU
+runs transformers' own code in PyTorch, as a machine without these libraries does.
 """
 
+import re
+import sys
 from typing import Any
 
 from torch import nn
@@ -13,6 +18,17 @@ from trainfit.spec.errors import InputError
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_emb")
 """Names of position embeddings in transformers' models."""
 
+SLOW_CLASSES = re.compile(
+    r"(?:Mixer|MambaLayer|GatedDeltaNet|ShortConv|ShortConvolution|DeltaAttention|LinearAttention|Rglru|"
+    r"LightningAttention|RwkvSelfAttention|mLSTMLayer)$"
+)
+"""Names of state-space and linear-attention layers' classes in transformers."""
+SLOW_WITHOUT = {
+    "mamba-ssm": re.compile(r"selective_scan|chunk_scan|mamba_inner_fn"),
+    "flash-linear-attention": re.compile(r"gated_delta_rule|_kda$"),
+    "causal-conv1d": re.compile(r"^causal_conv1d_fn$"),
+}
+"""Libraries -> the functions of theirs that transformers' modules name."""
 ORIGINAL = "trainfit_original"
 """Attribute of a class that a technique derived from a block's: the original class."""
 
@@ -90,6 +106,46 @@ def code_names(module: nn.Module) -> set[str]:
     }
 
 
+def active_shares(model: nn.Module) -> dict[nn.Module, float]:
+    """Return the modules of routed experts, and the share of each one's parameters that one token meets.
+
+    transformers keeps a layer's experts in one module, whose router, or the block around both, has ``top_k``.
+    """
+    found: dict[nn.Module, float] = {}
+    for block in model.modules():
+        for name, experts in block.named_children():
+            num_experts = getattr(experts, "num_experts", None)
+            if not name.endswith("experts") or type(num_experts) is not int:
+                continue
+            for router in (*block.children(), block):
+                chosen = getattr(router, "top_k", None)
+                # A rank of expert parallel holds some of the experts; the router chooses of all.
+                of_all = max(num_experts, _number(getattr(router, "num_experts", None)))
+                if router is not experts and type(chosen) is int and 0 < chosen <= of_all:
+                    found[experts] = chosen / of_all
+                    break
+    return found
+
+
+def slow_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return a line for each kind of state-space or linear-attention layer whose slow path is traced."""
+    kinds = {type(module) for module in model.modules() if SLOW_CLASSES.search(type(module).__name__)}
+    return tuple(_slow_line(kind) for kind in sorted(kinds, key=lambda one: one.__name__))
+
+
 def _is_repeated(blocks: nn.ModuleList) -> bool:
     classes = {getattr(block, ORIGINAL, type(block)) for block in blocks}
     return len(blocks) > 0 and len(classes) <= max(1, len(blocks) // 2)
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int else 0
+
+
+def _slow_line(kind: type[nn.Module]) -> str:
+    names = vars(sys.modules[kind.__module__])
+    libraries = [library for library, own in SLOW_WITHOUT.items() if any(map(own.search, names))]
+    path = f"{kind.__name__}: transformers' slow path, in plain PyTorch, is assumed"
+    if not libraries:
+        return f"{path}; it has no other"
+    return f"{path}; with {' and '.join(libraries)} installed a step takes less time and memory"

@@ -16,10 +16,8 @@ from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
-from trainfit.models.experts import active_shares
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
-from trainfit.models.layers import code_parameters, layer_lists
-from trainfit.models.slow_layers import slow_layers
+from trainfit.models.layers import active_shares, code_parameters, layer_lists, slow_layers
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError

@@ -19,8 +19,7 @@ from trainfit.user.placement import CPU, CUDA
 from trainfit.user.steps import StepFollower
 from trainfit.user.torch_cuda.memory import accelerator_statistics, memory_calls, memory_functions
 from trainfit.user.torch_cuda.memory_stats import MemoryStats
-from trainfit.user.torch_cuda.nvml import nvml_functions
-from trainfit.user.torch_cuda.profiler import profiler_functions
+from trainfit.user.torch_cuda.monitoring import nvml_functions, profiler_functions
 from trainfit.user.torch_cuda.streams import (
     Event,
     Generator,
