@@ -29,7 +29,9 @@ STANDARD_LIBRARY = {"_asdict", "_replace", "_make", "_fields", "_exit", "_getfra
 OWN_STRINGS = set(
     """
     _s _mean_s _std_s _max _fp4 _nf4 _mult _enabled _generator _init
-    _fused _fused_ _foreach _foreach_ _amp_foreach _amp_foreach_ _c10d_functional _compile
+    _fused _fused_ _foreach _foreach_ _amp_foreach _amp_foreach_ _compile
+    _c10d_functional _c10d_functional_autograd
+    _amp _scaled_dot_product_
     _from_model_config _name_or_path _diffusers_version
 """.split()
 )
@@ -96,6 +98,7 @@ def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for name in known.values():
         if any(map(is_private, name.split("."))):
             yield 1, name
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             name = dotted(node, known)
@@ -103,8 +106,10 @@ def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
             elif name is None and is_private(node.attr) and node.attr not in own_names():
                 yield node.lineno, f".{node.attr}"
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-zA-Z][a-zA-Z0-9_]*", str(node.value)):
-            yield node.lineno, f".{node.value}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            for word in node.value.replace("::", " ").split():
+                if re.fullmatch(r"_[a-zA-Z][a-zA-Z0-9_]*", word):
+                    yield node.lineno, f".{word}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "replaced":
             owner, name = node.args[0], node.args[1]
             full = dotted(owner, known)
@@ -116,7 +121,7 @@ def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def operators() -> set[str]:
-    """Return the names of PyTorch's operators, which have a schema and are looked up by it."""
+    """Return the names of PyTorch's operators."""
     return {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
 
 
@@ -124,12 +129,10 @@ def has_entry(name: str) -> bool:
     owner, _, last = name.rpartition(".")
     if not owner:
         return last in LAST
-    if name.startswith("torch.ops."):
-        return True  # Operators
     return any(
         one.dotted == name
         or one.dotted.startswith(f"{name}.")  # A module or class on the way
-        or (":" in one.name and name.startswith(f"{one.dotted}."))  # A public part of a private thing
+        or (":" in one.name and name.startswith(f"{one.dotted}."))  # A part of it, such as an overload
         or one.dotted.split(".")[-2:] == name.split(".")[-2:]  # The same, imported from another module
         for one in ENTRIES
     )
@@ -137,7 +140,9 @@ def has_entry(name: str) -> bool:
 
 @pytest.mark.parametrize("path", trees(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_private_names_in_the_source_have_entries(path: Path) -> None:
-    free = own_names() | STANDARD_LIBRARY | OWN_STRINGS | operators()
+    free = own_names() | STANDARD_LIBRARY | OWN_STRINGS
+    if path.name == "op_kinds.py":
+        free |= operators()  # Sorted by name into kinds: a name that is gone is without effect.
     missing = {
         f"{path}:{line}: {name}"
         for line, name in used(trees()[path])
@@ -147,8 +152,17 @@ def test_private_names_in_the_source_have_entries(path: Path) -> None:
     assert not missing
 
 
+def test_operators_of_the_catalog_have_entries() -> None:
+    schemas = re.findall(r"\b(\w+)::(\w+)", (SOURCE / "catalog/collectives.toml").read_text())
+    private = {
+        f"torch.ops.{space}.{name}" for space, name in schemas if is_private(space) or is_private(name)
+    }
+    assert private
+    assert not {name for name in private if not has_entry(name)}
+
+
 def test_every_entry_is_used() -> None:
-    source = "\n".join(path.read_text() for path in trees())
+    source = "\n".join(path.read_text() for path in [*trees(), SOURCE / "catalog/collectives.toml"])
     words = set(re.findall(r"\w+", source))
     names = {one.name: {one.dotted.rpartition(".")[2]} for one in ENTRIES}
     for one in ENTRIES:
@@ -202,6 +216,8 @@ def broken():
         last = (attributes or one.name).rpartition(".")[2]
         owners = []
         change(one, lambda owner, name: owners.append(owner) or read(owner, name))
+        if not owners:
+            pytest.skip("its module cannot be imported in this build")
         target = owners[-1]
 
         def patched(owner: object, name: str) -> object:

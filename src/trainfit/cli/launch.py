@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainfit.spec.errors import InputError
+from trainfit.virtual import torch_internals
 
 PYTHON = re.compile(r"(.*/)?python(\d(\.\d+)?)?$")
 WITH_VALUE = ("-W", "-X")
@@ -119,6 +120,7 @@ def _torchrun(words: list[str], gpus_per_host: int) -> Launch:
 
 
 def _accelerate(words: list[str]) -> Launch:
+    torch_internals.require("accelerate")
     try:
         from accelerate.commands.launch import _validate_launch_command, launch_command_parser
         from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env

@@ -109,6 +109,7 @@ def _parts_of(recipe: Recipe) -> list[str]:
     """Return the parts whose private names a recipe's trace relies on."""
     needed = {
         "tracing": True,
+        "operators": True,
         "models": recipe.model.implementation == "hf",
         "ranks": recipe.hardware.count > 1,
         "compiler": bool(recipe.compile),

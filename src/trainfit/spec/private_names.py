@@ -9,6 +9,7 @@ rooms above it, and runs the checks. The entries of the rooms below the virtual 
 """
 
 import ctypes
+import dis
 import importlib
 import inspect
 import re
@@ -25,7 +26,7 @@ CHECKED = {
     "triton": "3.6 to 3.7",
     "torchao": "0.16 to 0.18",
     "peft": "0.19 to 0.21",
-    "accelerate": "1.12 to 1.15",
+    "accelerate": "1.15",
     "bitsandbytes": "0.50",
     "safetensors": "0.8",
 }
@@ -34,6 +35,8 @@ ABSENT = "absent"
 """Form of a name that some of the checked versions or builds do not have; trainfit does without it there."""
 INSTANCE = "instance attribute"
 """Form of an attribute that the methods of its class set."""
+
+FAILS = "fails in a small call"
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,16 @@ def read(owner: Any, name: str) -> Any:
 
 
 def _sets(kind: type, name: str) -> bool:
-    """Return whether a method of the class names the attribute."""
+    """Return whether a method of the class sets an attribute of this name."""
     codes = (
         getattr(inspect.unwrap(value), "__code__", None) for value in vars(kind).values() if callable(value)
     )
-    return any(code is not None and name in code.co_names for code in codes)
+    naming = (code for code in codes if code is not None and name in code.co_names)
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == name
+        for code in naming
+        for step in dis.get_instructions(code)
+    )
 
 
 Read = Callable[[Any, str], Any]
@@ -108,15 +116,14 @@ def change(one: PrivateName, read: Read = read) -> str:
 
     Args:
         read: returns an owner's attribute as it is stored.
-
-    Raises:
-        ModuleNotFoundError: the library is not installed.
     """
     try:
         raw, value = _found(one.name, read)
         form = form_of(raw)
     except AttributeError:
         form = ABSENT
+    except ImportError as error:
+        return f"cannot be imported: {_one_line(error)}"
     if form not in one.forms:
         return "is gone" if form == ABSENT else f"is now {form}, was {' or '.join(one.forms)}"
     if one.call is None or form == ABSENT:
@@ -124,8 +131,12 @@ def change(one: PrivateName, read: Read = read) -> str:
     try:
         result = one.call(value)
     except Exception as error:
-        return f"fails in a small call: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"{FAILS}: {_one_line(error)}"
     return "" if result == one.result else f"returns {result!r} in a small call, was {one.result!r}"
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _found(name: str, read: Read) -> tuple[Any, Any]:
@@ -162,7 +173,7 @@ def _shared_library(library: ModuleType, name: str) -> Any:
 
 
 def form_of(stored: Any) -> str:
-    """Return what an object is: a function's parameters, an operator's schema, or its kind."""
+    """Return what an object is: the parameters of a function or operator, or its kind."""
     if isinstance(stored, staticmethod | classmethod):
         stored = stored.__func__
     stored = inspect.unwrap(stored)
@@ -174,8 +185,8 @@ def form_of(stored: Any) -> str:
         return "class"
     if isinstance(stored, property) or inspect.isdatadescriptor(stored):
         return "property"
-    if hasattr(stored, "_schema"):
-        return str(stored._schema)
+    if hasattr(stored, "overloads"):
+        return "; ".join(map(_overload, (getattr(stored, name) for name in _functional(stored.overloads()))))
     if not callable(stored):
         return type(stored).__name__ if isinstance(stored, bool | list | dict) else "value"
     try:
@@ -183,6 +194,18 @@ def form_of(stored: Any) -> str:
     except ValueError:  # A function in C; pybind11 begins its docstring with its declaration.
         declared = re.match(rf"{re.escape(stored.__name__)}\((.*)\) -> ", str(stored.__doc__))
         return f"builtin ({', '.join(_names(declared[1]))})" if declared else "builtin"
+
+
+def _functional(overloads: list[str]) -> list[str]:
+    """Return an operator's overloads without those that write into given tensors."""
+    return sorted(name for name in overloads if "out" not in name)
+
+
+def _overload(operator: Any) -> str:
+    """Return the names of an operator's arguments and the number of its results."""
+    schema = operator._schema
+    arguments = (f"{one.name}{'=' if one.has_default_value() else ''}" for one in schema.arguments)
+    return f"{operator._overloadname}({', '.join(arguments)}) -> {len(schema.returns)}"
 
 
 def _parameters(signature: inspect.Signature) -> str:

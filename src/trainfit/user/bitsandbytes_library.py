@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.spec.errors import InputError
 from trainfit.user.tracer import UserTracer
+from trainfit.virtual import torch_internals
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.scope import NO_SCOPE
 from trainfit.virtual.trace.tensors import tensors_of
@@ -68,6 +69,7 @@ class BitsAndBytes:
         if self._is_ready:
             return
         self._is_ready = True
+        torch_internals.require("bitsandbytes")
         functional: Any = importlib.import_module(f"{NAME}.functional")
         operators: Any = importlib.import_module(f"{NAME}.backends.cuda.ops")
         native = NativeLibrary(self._tracer)

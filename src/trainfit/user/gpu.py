@@ -87,7 +87,7 @@ def user_gpu(
 def _user_gpu(
     gpu: Gpu, prefers_cudnn: bool, max_steps: int, num_ranks: int | None, evaluates_at: str
 ) -> Iterator[UserGpu]:
-    torch_internals.require("tracing", "scripts")
+    torch_internals.require("tracing", "operators", "scripts")
     streams = Streams()
     if num_ranks is None:
         steps, of_rank = StepFollower(max_steps, evaluates_at), (StreamPools(streams.current),)

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from trainfit.virtual import torch_internals
 from trainfit.virtual.trace.exclusive import replaced
 
 CACHED_QUERIES = ("torch", "cuda", "grouped_mm", "flash")
@@ -19,6 +20,8 @@ CACHED_QUERIES = ("torch", "cuda", "grouped_mm", "flash")
 @contextmanager
 def libraries() -> Iterator[None]:
     """Let transformers and accelerate find the virtual GPU, and load data in this process."""
+    if "accelerate.state" in sys.modules:
+        torch_internals.require("accelerate")
     _clear_queries()
     before = [dict(state) for state in _accelerate_states()]
     for state in _accelerate_states():

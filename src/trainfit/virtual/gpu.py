@@ -89,7 +89,7 @@ def virtual_gpu(
         prefers_cudnn: see ``attention_backend.choose_backend``.
         observers: follow the trace.
     """
-    torch_internals.require("tracing")
+    torch_internals.require("tracing", "operators")
     scopes = ScopeTracker(observers)
     notes: set[str] = set()
     with ExitStack() as stack:

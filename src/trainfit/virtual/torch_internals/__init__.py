@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -25,11 +25,13 @@ from trainfit.spec import private_names
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import cache_folder
 from trainfit.spec.optional import is_installed
-from trainfit.spec.private_names import BELOW, CHECKED, PrivateName, change
+from trainfit.spec.private_names import BELOW, CHECKED, FAILS, PrivateName, change
 from trainfit.spec.provenance import installed_version
 from trainfit.virtual.trace.exclusive import stored
 
-GROUPS = ("tracing", "models", "compiler", "ranks", "scripts", "devices")
+GROUPS = (
+    "tracing", "operators", "models", "compiler", "ranks", "scripts", "accelerate", "bitsandbytes", "devices",
+)  # fmt: skip
 """Parts of trainfit, each with a module and a table of its name here."""
 
 
@@ -63,18 +65,21 @@ def _known_changes(group: str) -> list[str]:
 
 
 def changes(checked: Iterable[PrivateName]) -> list[str]:
-    """Check entries, and return a line for each that changed. Entries of missing libraries are left out."""
-    lines = list[str]()
+    """Check entries, and return a line for each that changed. Entries of missing libraries are left out.
+
+    A call may fail because of another name that is gone, so failures come last.
+    """
+    found = list[tuple[bool, str]]()
 
     def check() -> None:
         for one in checked:
             if is_installed(one.library) and (what := change(one, stored)):
-                lines.append(_line(one, what))
+                found.append((FAILS in what, _line(one, what)))
 
     thread = threading.Thread(target=check, name="private names")
     thread.start()
     thread.join()
-    return lines
+    return [line for _, line in sorted(found, key=lambda each: each[0])]
 
 
 def _line(one: PrivateName, what: str) -> str:
@@ -125,9 +130,8 @@ def explain(error: BaseException) -> str:
     """
     if "torch" not in sys.modules or not isinstance(error, ImportError | AttributeError | TypeError):
         return ""
-    groups: Sequence[str] = ("tracing", "models", "ranks", "scripts", "compiler")
-    for group in groups:
-        if lines := changes(entries(group)):
+    for group in GROUPS:
+        if lines := changes(one for one in entries(group) if one.library in sys.modules):
             return f"{lines[0]}; {_remedy(lines[0])}"
     return ""
 

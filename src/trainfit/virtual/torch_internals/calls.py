@@ -1,7 +1,8 @@
 """Small calls of private functions, on the host, whose results are those that trainfit relies on.
 
 Each takes what a name refers to and returns plain values, which an entry compares with those of the checked
-versions. They run on a thread of their own, where no mode is entered.
+versions. They run on a thread of their own, where no mode is entered. No backward runs, and no fake mode but
+ours is entered: both could change the process (``cpu_fakes.py``).
 """
 
 import dataclasses
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from trainfit.virtual.trace.cpu_fakes import CpuFakeMode
 
 
 def uses_of_storage(count: Any) -> int:
@@ -107,19 +110,13 @@ def function_mode_stack(stack: Any) -> list[int]:
 
 def dispatch_mode_stack(stack: Any) -> list[int]:
     outside = len(stack())
-    with _fake_mode():
+    with CpuFakeMode():
         return [outside, len(stack())]
-
-
-def _fake_mode() -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
 
 
 def without_modes(disabled: Any) -> list[str]:
     """Return the class of a tensor that is made in a fake mode, with modes disabled and without."""
-    with _fake_mode():
+    with CpuFakeMode():
         with disabled():
             real = torch.empty(1)
         return [type(real).__name__, type(torch.empty(1)).__name__]
@@ -128,13 +125,13 @@ def without_modes(disabled: Any) -> list[str]:
 def fake_mode_of(active: Any) -> list[bool]:
     """Return whether there is a fake mode outside and inside one."""
     outside = active() is not None
-    with _fake_mode() as mode:
+    with CpuFakeMode() as mode:
         return [outside, active() is mode]
 
 
 def meta_inside(manager: Any) -> list[str]:
     """Return the device of a fake tensor inside and outside of a kernel's invocation."""
-    with _fake_mode() as mode:
+    with CpuFakeMode() as mode:
         x = torch.empty(2)
         with manager(mode):
             inside = x.device.type
@@ -142,7 +139,7 @@ def meta_inside(manager: Any) -> list[str]:
 
 
 def is_fake(asks: Any) -> list[bool]:
-    with _fake_mode():
+    with CpuFakeMode():
         fake = torch.empty(1)
     return [asks(torch.empty(1)), asks(fake)]
 
@@ -361,3 +358,46 @@ def skips_initialised(initialize: Any) -> list[str]:
     for module in (marked, other):
         initialize(SimpleNamespace(_init_weights=initialised.append), module)
     return [flag] if initialised == [other] else []
+
+
+def _shapes(results: Any) -> list[Any]:
+    return [tuple(t.shape) for t in results if isinstance(t, Tensor)]
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def flash(attend: Any) -> list[Any]:
+    """Return the shapes of flash attention's results: the output, its log-sum-exp, what dropout needs."""
+    q, k, v = (_meta(1, 2, 96, 64) for _ in range(3))
+    return _shapes(attend(q, k, v, 0.0, True))
+
+
+def biased(attend: Any) -> list[Any]:
+    """Return the shapes of the results of the memory-efficient and of cuDNN's attention."""
+    q, k, v = (_meta(1, 2, 96, 64) for _ in range(3))
+    return _shapes(attend(q, k, v, None, True, 0.0, True))
+
+
+def softmax(function: Any) -> list[str]:
+    """Return the dtypes of fp16 and bf16 inputs' softmax, of the former with a result in fp32."""
+    return [
+        str(function(_meta(2, 3, dtype=torch.float16), -1, True).dtype),
+        str(function(_meta(2, 3), -1, False).dtype),
+    ]
+
+
+def rms_norm(function: Any) -> list[Any]:
+    """Return dtypes and shapes of RMSNorm's result and of the scale that it saves."""
+    found = function(_meta(2, 4), [4], _meta(4), 1e-6)
+    return [(str(t.dtype), tuple(t.shape)) for t in found]
+
+
+def recurrent(function: Any) -> list[Any]:
+    """Return the shapes of a plain tanh layer's output and states, [s, b, input 3] to 4."""
+    f = torch.float32
+    weights = [_meta(4, 3, dtype=f), _meta(4, 4, dtype=f)]
+    options = (1, 4, 0, 1, False, 0.0, True, False, [], None)
+    found = function(_meta(5, 2, 3, dtype=f), weights, 2, None, _meta(1, 2, 4, dtype=f), None, *options)
+    return _shapes(found)

@@ -189,4 +189,57 @@ COMPILER = (
         "torch.lib.libc10:_ZN3c104impl26device_guard_impl_registryE",
         "a device guard for CUDA in a CPU build", "builtin",
     ),
+    entry(
+        "torch._inductor.graph:GraphLowering.is_backward", "telling a backward's program from a forward's",
+        "instance attribute",
+    ),
+    entry(
+        "torch._inductor.graph:GraphLowering.is_inference", "telling a program without backward",
+        "instance attribute",
+    ),
+    entry(
+        "torch._inductor.graph:GraphLowering.graph_outputs", "the strides of a program's outputs",
+        "instance attribute",
+    ),
+    entry(
+        "torch._inductor.graph:GraphLowering.constants", "the constants of a program", "instance attribute",
+    ),
+    entry("torch._inductor.graph:GraphLowering.module", "the graph that is lowered", "instance attribute"),
+    entry(
+        "torch._inductor.graph:GraphLowering.scheduler", "the scheduled kernels of a program",
+        "instance attribute",
+    ),
+    entry("torch._inductor.graph:GraphLowering.wrapper_code", "the lines of a program", "instance attribute"),
+    entry(
+        "torch._inductor.scheduler:BaseSchedulerNode.get_outputs", "the order of the kernels of all layers",
+        "(self)",
+    ),
+    entry(
+        "torch._inductor.scheduler:BaseSchedulerNode.get_buffer_names",
+        "the order of the kernels of all layers", "(self)",
+    ),
+    entry(
+        "torch._inductor.scheduler:BaseSchedulerNode.get_name", "the order of the kernels of all layers",
+        "(self)",
+    ),
+    entry(
+        "torch._inductor.scheduler:BaseSchedulerNode.mpi_node", "the order of the kernels of all layers",
+        "instance attribute",
+    ),
+    entry(
+        "torch._inductor.scheduler:SchedulerBuffer.mpi_buffer", "the order of the kernels of all layers",
+        "instance attribute",
+    ),
+    entry(
+        "torch._inductor.memory:FreeableInputBuffer.mpi_buffer", "the order of the kernels of all layers",
+        "instance attribute",
+    ),
+    entry(
+        "torch._inductor.memory:MemoryPlanningInfoForBuffer.succ_nodes",
+        "the order of the kernels of all layers", "instance attribute",
+    ),
+    entry(
+        "torch._inductor.output_code:CompiledFxGraph.current_callable", "the callable of a compiled graph",
+        "instance attribute",
+    ),
 )

@@ -161,4 +161,87 @@ RANKS = (
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
         "the parameters that FSDP2 gathers together", "instance attribute", "absent",
     ),
+    entry("torch._C:_get_accelerator", "process groups on the virtual GPU", "builtin (check)"),
+    entry(
+        "torch.distributed.distributed_c10d:_get_default_timeout", "process groups on the virtual GPU",
+        "(backend)", call=calls.timeout_s, result=1800.0,
+    ),
+    entry(
+        "torch.distributed.distributed_c10d:_new_process_group_helper", "process groups on the virtual GPU",
+        "(group_size, group_rank, global_ranks_in_group, backend, store, group_name, "
+        "backend_options=, timeout=, pg_tag=, device_id=, group_desc=)",
+    ),
+    entry("torch.distributed.distributed_c10d:_world.pg_map", "process groups on the virtual GPU", "dict"),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_init:_get_managed_states",
+        "moving parameters and buffers as FSDP2 does", "(modules, ignored_params=)",
+    ),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fully_shard:_get_managed_states",
+        "moving parameters and buffers as FSDP2 does", "absent",
+    ),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param",
+        "refusing FSDP2's offload to the host", "(self, param, device, shard_placement_fn, mesh_info)",
+        "(self, param, device, shard_placement_fn)",
+    ),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_unsharded_param",
+        "counting parameters once", "(self)",
+    ),
+    entry(
+        "torch.distributed.tensor._op_schema:_rebuild_tensor_from_dtensor_meta",
+        "shapes of DTensor's results", "(arg)",
+    ),
+    entry("torch.distributed.tensor._random:OffsetBasedRNGTracker", "random numbers of shards"),
+    entry(
+        "torch.distributed.tensor._random:OffsetBasedRNGTracker._distribute_region",
+        "random numbers of shards", "(self, spec, generator=)",
+    ),
+    entry("torch.distributed.tensor._random:_rng_tracker", "random numbers of shards", "value"),
+    entry("torch.nn.modules._functions:SyncBatchNorm", "batch norm over all ranks"),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
+        "the parameters that FSDP2 gathers together", "instance attribute",
+    ),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.mesh_info",
+        "the ranks that FSDP2 shards over", "instance attribute",
+    ),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_param", "the shard of a parameter",
+        "instance attribute",
+    ),
+    entry(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.offload_to_cpu",
+        "refusing FSDP2's offload to the host", "instance attribute",
+    ),
+    entry(
+        "torch.distributed.tensor._dispatch:OpDispatcher.sharding_propagator",
+        "forgetting the meshes of DTensor's cached rules", "instance attribute",
+    ),
+    entry(
+        "torch:ops.c10d._allgather_base_", "bytes and group of a collective",
+        "default(output_tensor, input_tensor, process_group, async_op=, timeout=) -> 2",
+    ),
+    entry(
+        "torch:ops.c10d._reduce_scatter_base_", "bytes and group of a collective",
+        "default(output_tensor, input_tensor, process_group, reduce_op, async_op=, timeout=) -> 2",
+    ),
+    entry(
+        "torch:ops._c10d_functional.all_gather_into_tensor", "bytes and group of a collective",
+        "default(input, group_size, group_name) -> 1",
+    ),
+    entry(
+        "torch:ops._c10d_functional.reduce_scatter_tensor", "bytes and group of a collective",
+        "default(input, reduce_op, group_size, group_name) -> 1",
+    ),
+    entry(
+        "torch:ops._c10d_functional.all_reduce", "bytes and group of a collective",
+        "default(input, reduce_op, group_name) -> 1",
+    ),
+    entry(
+        "torch:ops._c10d_functional.all_reduce_", "bytes and group of a collective",
+        "default(input, reduce_op, group_name) -> 1",
+    ),
 )

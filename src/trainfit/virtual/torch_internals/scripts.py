@@ -21,7 +21,6 @@ SCRIPTS = (
         "builtin (arg0, arg1, arg2, arg3, arg4, arg5, arg6, arg7, arg8)",
     ),
     entry("torch._C:_host_emptyCache", "statistics of pinned memory", "absent", "builtin"),
-    entry("torch._C:_get_accelerator", "process groups on the virtual GPU", "builtin (check)"),
     entry(
         "torch._C:_group_tensors_by_device_and_dtype", "foreach functions on the virtual GPU",
         "builtin (arg0, arg1)", call=calls.groups, result=[("torch.float16", 1), ("torch.float32", 2)],
@@ -107,43 +106,6 @@ SCRIPTS = (
     ),
     entry("torch.autograd.graph:Node._sequence_nr", "which forward a backward belongs to", "(self)"),
     entry(
-        "torch.distributed.distributed_c10d:_get_default_timeout", "process groups on the virtual GPU",
-        "(backend)", call=calls.timeout_s, result=1800.0,
-    ),
-    entry(
-        "torch.distributed.distributed_c10d:_new_process_group_helper", "process groups on the virtual GPU",
-        "(group_size, group_rank, global_ranks_in_group, backend, store, group_name, "
-        "backend_options=, timeout=, pg_tag=, device_id=, group_desc=)",
-    ),
-    entry("torch.distributed.distributed_c10d:_world.pg_map", "process groups on the virtual GPU", "dict"),
-    entry(
-        "torch.distributed.fsdp._fully_shard._fsdp_init:_get_managed_states",
-        "moving parameters and buffers as FSDP2 does", "(modules, ignored_params=)",
-    ),
-    entry(
-        "torch.distributed.fsdp._fully_shard._fully_shard:_get_managed_states",
-        "moving parameters and buffers as FSDP2 does", "absent",
-    ),
-    entry(
-        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param",
-        "refusing FSDP2's offload to the host", "(self, param, device, shard_placement_fn, mesh_info)",
-        "(self, param, device, shard_placement_fn)",
-    ),
-    entry(
-        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_unsharded_param",
-        "counting parameters once", "(self)",
-    ),
-    entry(
-        "torch.distributed.tensor._op_schema:_rebuild_tensor_from_dtensor_meta",
-        "shapes of DTensor's results", "(arg)",
-    ),
-    entry("torch.distributed.tensor._random:OffsetBasedRNGTracker", "random numbers of shards"),
-    entry(
-        "torch.distributed.tensor._random:OffsetBasedRNGTracker._distribute_region",
-        "random numbers of shards", "(self, spec, generator=)",
-    ),
-    entry("torch.distributed.tensor._random:_rng_tracker", "random numbers of shards", "value"),
-    entry(
         "torch.nn.attention.flex_attention:flex_attention_hop", "FlexAttention without a GPU",
         "(query, key, value, score_mod, block_mask, scale, kernel_options, score_mod_other_buffers=, "
         "mask_mod_other_buffers=)",
@@ -152,7 +114,6 @@ SCRIPTS = (
         "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
         "FlexAttention without a GPU", "bool",
     ),
-    entry("torch.nn.modules._functions:SyncBatchNorm", "batch norm over all ranks"),
     entry("torch.profiler:_KinetoProfile", "profilers in a script"),
     entry(
         "torch.serialization:_get_restore_location", "loading tensors onto the virtual GPU", "(map_location)",
@@ -187,21 +148,6 @@ SCRIPTS = (
     entry(
         "triton.testing:do_bench", "launches of Triton kernels",
         "(fn, warmup=, rep=, grad_to_none=, quantiles=, return_mode=)",
-    ),
-    entry("accelerate.state:PartialState._shared_state", "forgetting the devices of an earlier run", "dict"),
-    entry(
-        "accelerate.state:AcceleratorState._shared_state", "forgetting the devices of an earlier run", "dict",
-    ),
-    entry("accelerate.state:GradientState._shared_state", "forgetting the devices of an earlier run", "dict"),
-    entry("bitsandbytes.backends.cuda.ops:_get_raw_stream", "bitsandbytes' kernels without a GPU", "absent"),
-    entry("bitsandbytes.functional:CUBLAS_Context._instance", "bitsandbytes' kernels without a GPU", "value"),
-    entry(
-        "bitsandbytes.functional:GlobalPageManager._instance", "bitsandbytes' kernels without a GPU", "value",
-    ),
-    entry("bitsandbytes.functional:name2qmap", "bitsandbytes' kernels without a GPU", "dict"),
-    entry(
-        "accelerate.commands.launch:_validate_launch_command", "the command line of accelerate launch",
-        "(args)",
     ),
     entry("safetensors.torch:_flatten", "saving tensors of the virtual GPU", "absent"),
     entry(

@@ -233,4 +233,8 @@ TRACING = (
         "the share of attention in a compiled graph's memory budget", "(query_shape, key_shape, value_shape)",
         call=calls.sdpa_flops, result=1024,
     ),
+    entry(
+        "torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init", "fake tensors on the CPU alone",
+        "property",
+    ),
 )
