@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from trainfit.catalog import load
+from trainfit.prediction.machine import machine_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import load_recipe
 from trainfit.spec.recipe import Hardware
@@ -64,8 +65,7 @@ def test_an_h200_offers_what_torch_reports() -> None:
 
 @pytest.mark.parametrize(("given", "price"), [(None, 4.59), (2.0, 2.0), (0.0, 0.0)])
 def test_a_users_price_overrides_the_catalogs(given: float | None, price: float) -> None:
-    found = load.cluster(Hardware(gpu="h200", count=4, price_per_hour=given))
-    assert (found.price_per_hour, found.count, found.link.name) == (price, 4, "nvlink4")
+    assert machine_of(Hardware(gpu="h200", count=4, price_per_hour=given)).price_per_hour == price
 
 
 def test_links_count_one_direction() -> None:
@@ -84,7 +84,7 @@ def test_an_unknown_accelerator_lists_near_names() -> None:
 def test_a_shipped_recipe_is_valid_and_names_known_things(name: str) -> None:
     recipe = load_recipe(load.recipes()[name])
     assert load.model_config(recipe.model.config)["model_type"]
-    assert load.cluster(recipe.hardware).gpu.name == recipe.hardware.gpu
+    assert machine_of(recipe.hardware).row.name == recipe.hardware.gpu
 
 
 @pytest.mark.processes

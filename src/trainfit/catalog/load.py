@@ -18,10 +18,9 @@ from pydantic import JsonValue
 from trainfit.catalog import names
 from trainfit.catalog.config_checks import check_config
 from trainfit.spec.errors import InputError
-from trainfit.spec.hardware import Cluster, DeviceMemory, Gpu, Link, Source, Sustained, Transfers
+from trainfit.spec.hardware import DeviceMemory, Gpu, Link, Source, Sustained, Transfers
 from trainfit.spec.parsing.parse import V, parse
 from trainfit.spec.parsing.plain_data import read_config
-from trainfit.spec.recipe import Hardware
 from trainfit.spec.units import read_count
 from trainfit.spec.value import Value
 
@@ -151,14 +150,6 @@ def transfers(row: Gpu) -> Transfers:
 def link(name: str) -> Link:
     """Return the link called ``name``, such as ``nvlink4``."""
     return links().get(name) or _unknown("link", name, links(), "link")
-
-
-def cluster(hardware: Hardware) -> Cluster:
-    """Return the GPUs that a recipe's ``hardware`` names, with the user's price where one is given."""
-    found = gpu(hardware.gpu)
-    price = found.price_per_hour if hardware.price_per_hour is None else hardware.price_per_hour
-    neighbours = None if found.link == "none" else link(found.link)
-    return Cluster(gpu=found, count=hardware.count, link=neighbours, price_per_hour=price)
 
 
 def models() -> dict[str, ModelRow]:

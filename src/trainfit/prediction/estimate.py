@@ -45,14 +45,12 @@ def of_recipe(
     """Return the Estimate with what the recipe adds: tokens a second, cost, assumptions and bounds."""
     tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
     tokens_per_s = tokens / found.step_s if found.step_s else None
-    own = recipe.hardware.price_per_hour
-    price = machine.gpu.price_per_hour if own is None else own
     return found.model_copy(
         update={
             "recipe_id": recipe.id,
             "num_gpus": recipe.hardware.count,
             "tokens_per_s": tokens_per_s,
-            "cost": cost(recipe, price, tokens_per_s),
+            "cost": cost(recipe, machine.price_per_hour, tokens_per_s),
             "assumptions": (
                 *ledger.assumptions,
                 *_assumptions(recipe, machine, ledger, timed=time is not None),

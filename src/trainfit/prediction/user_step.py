@@ -170,7 +170,7 @@ def _estimate(
             "code": code,
             "bounds": script_bounds(time, gpu, ledger),
             "tokens_per_s": tokens_per_s,
-            "cost": _cost(gpu, virtual.num_ranks, tokens_per_s, inputs.samples_per_s),
+            "cost": _cost(machine.price_per_hour, virtual.num_ranks, tokens_per_s, inputs.samples_per_s),
         }
     )
 
@@ -183,8 +183,9 @@ def _inputs(virtual: UserGpu, step_s: float | None) -> tuple[StepInputs, float |
     return StepInputs(tokens=tokens, samples=samples, data_ranks=ranks, samples_per_s=rates[1]), rates[0]
 
 
-def _cost(gpu: Gpu, num_gpus: int, tokens_per_s: float | None, samples_per_s: float | None) -> Cost | None:
-    price = gpu.price_per_hour
+def _cost(
+    price: float | None, num_gpus: int, tokens_per_s: float | None, samples_per_s: float | None
+) -> Cost | None:
     if price is None:
         return None
     per_s = price * num_gpus / 3600

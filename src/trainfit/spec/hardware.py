@@ -1,4 +1,4 @@
-"""Gpu, Link and Cluster: what a recipe runs on. Peaks are dense (no structured sparsity)."""
+"""Gpu and Link: what a recipe runs on. Peaks are dense (no structured sparsity)."""
 
 from typing import Annotated, Literal, NamedTuple
 
@@ -154,13 +154,3 @@ class Gpu(Value):
         """The columns of an NVIDIA GPU; None elsewhere."""
         values = [getattr(self, name) for name in Cuda._fields]
         return None if None in values else Cuda(*values)
-
-
-class Cluster(Value):
-    """``count`` equal GPUs and the links between them."""
-
-    gpu: Gpu
-    count: PositiveInt = 1
-    link: Link | None  # None: the device has no neighbours (this machine's CPU)
-    price_per_hour: Annotated[float, Field(ge=0)] | None = None
-    """US dollars for one GPU and one hour, the user's own if given."""
