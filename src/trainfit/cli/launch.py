@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual import torch_internals
 
 PYTHON = re.compile(r"(.*/)?python(\d(\.\d+)?)?$")
 WITH_VALUE = ("-W", "-X")
@@ -120,6 +119,8 @@ def _torchrun(words: list[str], gpus_per_host: int) -> Launch:
 
 
 def _accelerate(words: list[str]) -> Launch:
+    from trainfit.virtual import torch_internals
+
     torch_internals.require("accelerate")
     try:
         from accelerate.commands.launch import _validate_launch_command, launch_command_parser
