@@ -1,7 +1,9 @@
 """Estimates of many recipes: from other processes as from this one, continued from a few micro-batches."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,24 @@ def test_another_process_gives_the_same_estimates_and_refusals() -> None:
     assert found == other
     assert refused.refused is not None
     assert str(refused.refused) == str(also.refused)
+
+
+def test_the_oldest_estimates_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
+    monkeypatch.setattr("trainfit.planning.estimates.MAX_KEPT", 3)
+    (tmp_path / "estimates").mkdir()
+    for age in range(4):
+        old = tmp_path / f"estimates/{age}.json"
+        old.write_text("{}")
+        os.utime(old, (age + 1e9, age + 1e9))
+    with Estimates(0) as estimates:
+        estimates.of([Request(recipe())])
+    kept = {path.stem for path in (tmp_path / "estimates").iterdir()}
+    assert len(kept) == 3
+    assert {"2", "3"} < kept
+    with Estimates(0) as estimates:
+        estimates.of([Request(recipe())])
+    assert estimates.num_traced == 0
 
 
 @pytest.mark.skipif(not CAN_FORK, reason="all processes are alike elsewhere")

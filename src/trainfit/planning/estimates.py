@@ -35,6 +35,8 @@ from trainfit.spec.result import Estimate, Interval
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
 
+FOLDER = "estimates"
+"""Below the folder of ledgers, of which the oldest are evicted likewise."""
 MAX_KEPT = 4000
 ANSWERS = "trainfit.planning.estimates:answers"
 NUM_AHEAD = 3
@@ -137,6 +139,9 @@ class Estimates:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._close()
+        if self.num_traced:
+            with suppress(OSError):
+                ledgers.evict(f"{FOLDER}/*.json", MAX_KEPT)
 
     def of(self, requests: Sequence[Request], ahead: Sequence[Request] = ()) -> list[Result]:
         """Return the requests' results, in their order.
@@ -407,7 +412,7 @@ def _path(request: Request, calibration: OwnCalibration | None) -> Path:
         "" if calibration is None else calibration.digest,
     ]
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
-    return cache_folder() / "estimates" / f"{name}.json"
+    return cache_folder() / FOLDER / f"{name}.json"
 
 
 def _load(request: Request, calibration: OwnCalibration | None) -> Result | None:

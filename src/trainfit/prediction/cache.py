@@ -70,11 +70,20 @@ def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: 
     """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
     try:
         ledger_file.save(ledger, path_of(recipe, deterministic=deterministic, stage=stage))
-        kept = sorted(cache_folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
-        for path in kept[:-MAX_LEDGERS]:
-            path.unlink(missing_ok=True)
+        evict("*.json.gz", MAX_LEDGERS)
     except OSError:
         return
+
+
+def evict(pattern: str, most: int) -> None:
+    """Remove the oldest files of the cache's folder that match a pattern, so that ``most`` are kept.
+
+    Raises:
+        OSError: another process removes files, or the folder is read-only.
+    """
+    kept = sorted(cache_folder().glob(pattern), key=lambda path: path.stat().st_mtime)
+    for path in kept[:-most]:
+        path.unlink(missing_ok=True)
 
 
 def loaded_or_traced(

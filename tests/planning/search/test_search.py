@@ -108,6 +108,16 @@ def test_a_largest_batch_that_exactly_does_not_fit_is_replaced() -> None:
     assert recipe_from(second.largest.recipe).batch.micro == largest.batch.micro - 1
 
 
+def test_a_recipe_with_a_pipeline_is_planned_as_it_is_predicted() -> None:
+    mesh = {"parallel": {"pipeline": 3}, "hardware": {"gpu": "h200", "count": 3}}
+    piped = recipe(batch={"micro": 2, "seq": 512, "accumulate": 6}, **mesh)
+    found = plan_recipe(piped, (), vary=("loss",), processes=0)
+    assert found.best.mesh.pipeline == 3
+    for one in found.found:
+        assert one.estimate == predict(one.as_recipe())
+        assert one.estimate.bubble is not None
+
+
 def test_a_limit_is_kept_and_costs_speed(free: Plan) -> None:
     least = free.frontier[0].estimate.peak_device_bytes
     most = free.found[0].estimate.peak_device_bytes
