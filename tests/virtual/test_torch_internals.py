@@ -358,3 +358,18 @@ def test_another_result_of_a_small_call_is_seen(one: PrivateName, broken) -> Non
     assert change(one, remember) == ""
     line = broken(one, _misbehaving(stored))
     assert re.match(r"(fails|returns .*) in a small call", line), line
+
+
+UNCHANGED = """
+from trainfit.virtual.torch_internals import changes, entries
+from trainfit.virtual.trace.gradient_accumulation import sole_reference_counts
+assert changes([*entries("tracing"), *entries("models"), *entries("ranks")]) == []
+print(len(sole_reference_counts()))
+"""
+
+
+@pytest.mark.processes
+def test_a_process_trains_after_the_checks() -> None:
+    """PyTorch's own fake mode, in a CUDA build without a GPU, is an invalid access in the next backward."""
+    done = subprocess.run([sys.executable, "-c", UNCHANGED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr[-2000:]
