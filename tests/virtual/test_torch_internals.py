@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.spec import private_names
 from trainfit.spec.errors import InputError
@@ -179,6 +180,20 @@ def test_entries_are_distinct() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_nothing_changed_in_the_installed_versions(group: str) -> None:
     assert changes(entries(group)) == []
+
+
+def test_checks_leave_the_process_as_it_is(monkeypatch) -> None:
+    """A fake mode of PyTorch replaces CUDA's device guard, for the thread that ends with the check."""
+
+    def called() -> None:
+        raise AssertionError("replaces the device guard of the process")
+
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", called)
+    with pytest.raises(AssertionError), FakeTensorMode():
+        pass
+    assert [line for group in GROUPS for line in changes(entries(group))] == []
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
 
 
 class _Other:
