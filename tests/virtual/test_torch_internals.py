@@ -111,14 +111,21 @@ def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
             for word in node.value.replace("::", " ").split():
                 if re.fullmatch(r"_[a-zA-Z][a-zA-Z0-9_]*", word):
                     yield node.lineno, f".{word}"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "replaced":
-            owner, name = node.args[0], node.args[1]
-            full = dotted(owner, known)
-            if full is None or not isinstance(name, ast.Constant):
-                continue
-            full = f"{full}.{name.value}"
-            if not full.startswith("torch.") or any(map(is_private, full.split("."))):
+        elif (patched := owner_and_name(node)) is not None:
+            full = dotted(patched[0], known)
+            full = full and f"{full}.{patched[1]}"
+            if full and (not full.startswith("torch.") or any(map(is_private, full.split(".")))):
                 yield node.lineno, full
+
+
+def owner_and_name(node: ast.AST) -> tuple[ast.expr, str] | None:
+    """Return what is patched in ``replaced(owner, "name", ...)`` or a tuple ``(owner, "name", ...)``."""
+    match node:
+        case ast.Call(func=ast.Name(id="replaced"), args=[owner, ast.Constant(value=str(name)), *_]):
+            return owner, name
+        case ast.Tuple(elts=[owner, ast.Constant(value=str(name)), _]):
+            return owner, name
+    return None
 
 
 def operators() -> set[str]:
@@ -175,6 +182,19 @@ def test_every_entry_is_used() -> None:
 def test_entries_are_distinct() -> None:
     names = [one.name for one in ENTRIES]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_the_checked_versions_are_those_of_the_requirements() -> None:
+    def pinned(file: str) -> dict[str, str]:
+        lines = (SOURCE.parents[1] / "requirements" / file).read_text().splitlines()
+        pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+        return {name: ".".join(version.split()[0].split(".")[:2]) for name, version in pins.items()}
+
+    newest, oldest = pinned("constraints.txt") | pinned("libraries.txt"), pinned("oldest.txt")
+    for library, versions in private_names.CHECKED.items():
+        first, _, last = versions.partition(" to ")
+        assert (last or first) == newest.get(library, last or first), library
+        assert first == oldest.get(library, first), library
 
 
 @pytest.mark.parametrize("group", GROUPS)

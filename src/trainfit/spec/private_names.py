@@ -25,7 +25,7 @@ CHECKED = {
     "transformers": "5.17 to 5.23",
     "triton": "3.6 to 3.7",
     "torchao": "0.16 to 0.18",
-    "peft": "0.19 to 0.21",
+    "peft": "0.20 to 0.21",
     "accelerate": "1.15",
     "bitsandbytes": "0.50",
     "safetensors": "0.8",
