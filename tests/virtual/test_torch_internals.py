@@ -318,12 +318,16 @@ def test_results_are_kept_by_versions(results: Path, monkeypatch) -> None:
     torch_internals.require("tracing", "models")
     (kept,) = results.iterdir()
     assert json.loads(kept.read_text()) == {"tracing": [], "models": []}
+    monkeypatch.delitem(sys.modules, "torch")
+    assert torch_internals._file() == kept  # The same before the libraries are imported
+    monkeypatch.undo()
+    monkeypatch.setenv("TRAINFIT_CACHE", str(results))
     fresh_results()
     monkeypatch.setattr(torch_internals, "changes", lambda checked: ["torch 2.99: a name changed"])
     torch_internals.require("tracing", "models")  # Not checked again
     with pytest.raises(InputError, match="a name changed"):
         torch_internals.require("ranks")
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    monkeypatch.setattr(torch_internals, "installed_version", lambda library: "2.99.0")
     fresh_results()
     with pytest.raises(InputError, match="a name changed"):
         torch_internals.require("tracing")

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainfit.spec import private_names
@@ -141,8 +142,11 @@ def _file() -> Path:
     digest = hashlib.sha256()
     for path in (Path(private_names.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
         digest.update(path.read_bytes())
-    versions = [f"{name} {_version(name)}" for name in CHECKED]
-    digest.update("\n".join([platform.python_version(), *versions]).encode())
+    # The same before torch is imported and after it, and another for a build in another environment.
+    versions = [f"{name} {installed_version(name)}" for name in CHECKED]
+    torch = find_spec("torch")
+    place = str(torch.origin) if torch is not None else ""
+    digest.update("\n".join([platform.python_version(), place, *versions]).encode())
     return cache_folder() / f"private-names-{digest.hexdigest()[:16]}.json"
 
 
