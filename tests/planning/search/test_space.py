@@ -1,9 +1,15 @@
-"""The space of a search: what its options keep on every GPU."""
+"""The space of a search: what its options keep on every GPU, and offers of any value."""
 
 from typing import Any
 
+import pytest
+
 from planned_recipe import recipe
-from trainfit.planning.search.space import offered
+from trainfit.api.plans import plan_recipe
+from trainfit.planning.search.space import offered, space
+from trainfit.spec.errors import InputError
+from trainfit.techniques import registry
+from trainfit.techniques.base import Data, Offer, Technique
 
 
 def test_the_least_bytes_of_what_a_mesh_keeps_on_every_gpu() -> None:
@@ -24,3 +30,29 @@ def test_the_least_bytes_of_what_a_mesh_keeps_on_every_gpu() -> None:
     assert least(kept, parallel={"tensor": 2}) == 0
     # What divides whole weights is not refused for them.
     assert least({"parallel.tensor": 2}, parallel={"strategy": "ddp"}) == 0
+
+
+def offering(monkeypatch: pytest.MonkeyPatch, *several: Data) -> None:
+    own = registry.in_order()
+    more = Technique(name="more", order=999, title="More", offers=lambda _: map(Offer, several))
+    monkeypatch.setattr(registry, "in_order", lambda: (*own, more))
+
+
+def test_offers_may_hold_mappings_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: Data = {"recompute": {"selective": {"save": ["attention"]}}}
+    offering(monkeypatch, saved, {**saved, "optimizer": {"name": "adamw8bit"}}, {"loader": ["a"]})
+    found = space(recipe(), keep_quality=False)
+    assert list(found.levels) == ['"none"', '"full"', '"selective"', '{"selective": {"save": ["attention"]}}']
+    assert len({*found.options, *found.levels.values()}) == len(found.options) + len(found.levels)
+    planned = plan_recipe(recipe(), (), vary=("recompute",), processes=0)
+    choices = [
+        *(one.choice for one in planned.rejected),
+        *(each for one in planned.found for each in one.changes),
+    ]
+    assert 'recompute: {"selective": {"save": ["attention"]}}' in choices
+
+
+def test_an_offer_of_a_field_that_recipes_lack_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    offering(monkeypatch, {"optimizer": {"betas": [0.8, 0.9]}})
+    with pytest.raises(InputError, match=r"optimizer\.betas: a technique offers it"):
+        space(recipe(), keep_quality=False)

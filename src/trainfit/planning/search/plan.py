@@ -176,8 +176,7 @@ def _rejections(ranking: Ranking, best: Traced | None, rejected: Mapping[Option,
     level = best.candidate.level if best else ""
     for other, sizes in ranking.levels.items():
         if other not in (level, ranking.level):
-            label = f"recompute: {json.loads(other)}"
-            yield Rejection(choice=label, reason=_compared(sizes, start, 1.0))
+            yield Rejection(choice=space.levels[other].label, reason=_compared(sizes, start, 1.0))
 
 
 def _compared(sizes: Sizes, before: Sizes, ranks: float) -> str:

@@ -70,20 +70,43 @@ class Space(NamedTuple):
     """Options with the reason why they are not tried."""
 
 
+class _Dict(dict[str, Any]):
+    """A field's value that is a mapping, hashable as options are keys."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(json.dumps(self, sort_keys=True))
+
+
+class _List(list[Any]):
+    """A field's value that is a list, likewise."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(json.dumps(self, sort_keys=True))
+
+
 def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each dotted field of nested ``fields`` with its value; ``recompute`` is one value."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and f"{prefix}{name}" != RECOMPUTE:
             yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            hashable = {dict: _Dict, list: _List}.get(type(value))
+            yield f"{prefix}{name}", hashable(value) if hashable else value
 
 
 def value_in(recipe: Recipe, field: str) -> Any:
-    """Return a recipe's value of a dotted field as plain data."""
+    """Return a recipe's value of a dotted field as plain data.
+
+    Raises:
+        InputError: recipes have no such field.
+    """
     value: Any = recipe.model_dump(mode="json")
     for part in field.split("."):
-        value = value[part] if value is not None else None
+        if isinstance(value, Mapping) and part not in value:
+            raise InputError(
+                "a technique offers it to plans, and no recipe has it", "correct its offers", field=field
+            )
+        value = value[part] if isinstance(value, Mapping) else None
     return value
 
 
@@ -133,8 +156,9 @@ def space(
         if not all(may_vary(field) or value_in(recipe, field) == value for field, value in values.items()):
             continue
         if list(values) == [RECOMPUTE]:
-            solves = solves or isinstance(values[RECOMPUTE], dict)
-            levels += [] if isinstance(values[RECOMPUTE], dict) else [option._replace(family=RECOMPUTE)]
+            is_budget = isinstance(values[RECOMPUTE], dict) and "budget_gib" in values[RECOMPUTE]
+            solves = solves or is_budget
+            levels += [] if is_budget else [option._replace(family=RECOMPUTE)]
         elif keep_quality and option.numerics:
             excluded.append((option, f"changes the numerics ({option.numerics})"))
         elif all(value_in(recipe, field) == value for field, value in values.items()):
