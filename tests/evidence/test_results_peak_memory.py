@@ -6,7 +6,7 @@ import pytest
 
 from evidence.scripts.tables import peak_memory as tables
 from page_claims import check, figures
-from trainfit.explanation.difference import difference
+from trainfit.explanation.peak import difference
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB, MIB
 

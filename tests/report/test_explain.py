@@ -9,8 +9,7 @@ import pytest
 from tiny_recipe import tiny_recipe
 from trainfit.cli.main import main
 from trainfit.explanation import peak
-from trainfit.explanation.difference import difference
-from trainfit.explanation.peak import explain, merged_path
+from trainfit.explanation.peak import difference, explain, merged_path
 from trainfit.ledger.file import save
 from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
@@ -68,7 +67,7 @@ def test_equal_layers_are_told_together_with_their_number() -> None:
 def test_told_by_three_layers_or_by_all_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = adafactor()
     short = explain(recipe)
-    monkeypatch.setattr(peak, "ledger_of", lambda recipe: trace(recipe, whole=True))
+    monkeypatch.setattr(peak, "ledger_of", lambda recipe, machine: trace(recipe, machine.row, whole=True))
     whole = explain(recipe)
     assert short.holders == whole.holders
     assert (short.breakdown, short.ends, short.most) == (whole.breakdown, whole.ends, whole.most)

@@ -19,7 +19,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement
-from trainfit.verification import this_device, verify
+from trainfit.verification import this_machine, verify
 from trainfit.verification.verify import Check, conclude, suite
 from trial_start import forked, processes
 
@@ -53,16 +53,16 @@ def test_every_device_name_is_one_gpus() -> None:
 
 
 def test_a_card_that_the_catalog_does_not_know(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(this_device, "device_name", lambda: "NVIDIA RTX 4090 D")
+    monkeypatch.setattr(this_machine, "device_name", lambda: "NVIDIA RTX 4090 D")
     assert main(["verify"]) == 65
     error = capsys.readouterr().err
     assert "NVIDIA RTX 4090 D" in error
     assert "rtx-4090 (NVIDIA GeForce RTX 4090)" in error
-    assert this_device.gpu_here("rtx-4090")[0] == gpu("rtx-4090")
-    monkeypatch.setattr(this_device, "device_name", lambda: None)
+    assert this_machine.gpu_here("rtx-4090")[0] == gpu("rtx-4090")
+    monkeypatch.setattr(this_machine, "device_name", lambda: None)
     assert main(["verify", "--gpu", "h100-sxm"]) == 65
     assert "no CUDA GPU" in capsys.readouterr().err
-    monkeypatch.setattr(this_device, "device_name", lambda: "AMD Instinct MI300X")
+    monkeypatch.setattr(this_machine, "device_name", lambda: "AMD Instinct MI300X")
     assert main(["verify", "--gpu", "tpu-v5p"]) == 65
     assert "measured or modelled" in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_errors_are_signed_and_a_refusal_is_a_result(monkeypatch: pytest.MonkeyP
 def test_a_cpu_is_verified_to_the_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr(this_device, "device_name", lambda: None)
+    monkeypatch.setattr(this_machine, "device_name", lambda: None)
     monkeypatch.setattr(verify, "measure", partial(measure, start=forked))
     monkeypatch.setattr(verify, "get_context", lambda _: processes())
     records = tmp_path / "verify.sqlite"
@@ -147,7 +147,7 @@ def test_a_failed_check_ends_with_one(monkeypatch: pytest.MonkeyPatch, capsys: C
     recipe = Recipe.model_validate({"model": {"config": "gpt2"}})
     sizes = {"predicted": {"allocated": 105}, "measured": {"allocated": 100}, "errors": {"allocated": 0.05}}
     over = Check(recipe_id=recipe.id, recipe=recipe.content(), status="done", **sizes)
-    monkeypatch.setattr(this_device, "device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(this_machine, "device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(verify, "verify", lambda *_, **__: conclude("h200", "NVIDIA H200", 7, (over,)))
     assert main(["verify", "--seed", "7"]) == 1
     text = capsys.readouterr().out

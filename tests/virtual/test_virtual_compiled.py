@@ -26,6 +26,7 @@ from compiled_blocks import (
     step_of,
 )
 from tiny_recipe import TINY_LLAMA, tiny_recipe
+from trainfit.catalog.load import gpu
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, FREE, MIDDLE, Event, Ledger, RepeatError, Segment, Storage
 from trainfit.ledger.replay import replay
@@ -179,7 +180,8 @@ def test_blocks_that_repeat_equal_all_of_them() -> None:
     """The first block's graph differs, as its input, a frozen embedding's output, needs no gradient."""
     adapter = Adapter(kind="lora", rank=4, targets=("out",))
     recipe = plain(5, compile="block", adapter=adapter)
-    folded, whole = _trace(recipe, whole=False), _trace(recipe, whole=True)
+    row = gpu(recipe.hardware.gpu)
+    folded, whole = _trace(recipe, row, whole=False), _trace(recipe, row, whole=True)
     assert folded.repeat > 1
     a, b = sums(folded), sums(whole)
     a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
@@ -190,7 +192,8 @@ def test_blocks_that_repeat_equal_all_of_them() -> None:
 def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
     """Six of seven layers, in one graph: every sum of the whole graph. Slices that differ are noticed."""
     recipe = plain(7, compile="model")
-    folded, whole = _trace(recipe, whole=False, margin=(1, 2)), _trace(recipe, whole=True)
+    row = gpu(recipe.hardware.gpu)
+    folded, whole = _trace(recipe, row, whole=False, margin=(1, 2)), _trace(recipe, row, whole=True)
     assert folded.repeats == (2,)
     a, b = sums(folded), sums(whole)
     a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
@@ -389,7 +392,7 @@ def test_only_the_first_step_tunes() -> None:
 
 def test_a_refused_model_of_few_layers_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[bool, tuple[int, int]]] = []
-    ledger = _trace(tiny_recipe("native", layers=1), whole=True)
+    ledger = trace(tiny_recipe("native", layers=1), whole=True)
 
     def refused(*_: Any, whole: bool, margin: tuple[int, int] = (0, 0)) -> Ledger:
         tried.append((whole, margin))

@@ -32,7 +32,7 @@ def run(
     Prints the table of errors; exit code 1 if the median error is over 2 %. Without a GPU, predictions for
     this CPU are verified, with tiny models.
     """
-    from trainfit.verification.this_device import gpu_here
+    from trainfit.verification.this_machine import gpu_here
     from trainfit.verification.verify import verify
 
     failures: list[OSError] = []

@@ -6,6 +6,7 @@ the byte. Live memory is listed by category, module and operation; identical lay
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from trainfit.explanation.communication import communication_bound
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
@@ -32,6 +33,16 @@ LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
 OPERATION = re.compile(r"^(aten|prims|trainfit)\.")
 WORKSPACE = "library workspace"
 BELONGS_TO_PARAMETERS = ("weights", "optimizer")  # Categories whose path is a parameter's name
+
+
+class Change(NamedTuple):
+    """A holder's bytes in the second explanation minus those in the first."""
+
+    category: str
+    path: str
+    op: str
+    made_in: str
+    num_bytes: int
 
 
 def explain(recipe: Recipe) -> Explanation:
@@ -66,6 +77,17 @@ def explain(recipe: Recipe) -> Explanation:
         most=MemoryBreakdown(**walk.most),
         communication=communication_bound(recipe, machine, ledger),
     )
+
+
+def difference(first: Explanation, second: Explanation) -> list[Change]:
+    """Return the holders that differ, the largest change first; equal names are the same holder."""
+    totals: dict[tuple[str, str, str, str], int] = {}
+    for sign, one in ((-1, first), (1, second)):
+        for holder in one.holders:
+            key = (holder.category, holder.path, holder.op, holder.made_in)
+            totals[key] = totals.get(key, 0) + sign * holder.num_bytes
+    changes = [Change(*key, num_bytes) for key, num_bytes in totals.items() if num_bytes]
+    return sorted(changes, key=lambda change: (-abs(change.num_bytes), change))
 
 
 def _moment(ledger: Ledger, events: Sequence[LiveEvent], index: int) -> Moment:

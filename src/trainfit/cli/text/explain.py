@@ -6,8 +6,8 @@ from itertools import groupby
 
 from rich.console import Console
 
-from trainfit.explanation.difference import difference
 from trainfit.explanation.ledgers import Comparison, Entry
+from trainfit.explanation.peak import difference
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
 from trainfit.report.prediction_text import two_peaks
 from trainfit.report.words import describe, holds_for
