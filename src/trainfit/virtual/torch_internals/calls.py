@@ -224,6 +224,25 @@ def decomposed(table: Any) -> list[bool]:
 
 def peak(estimate: Any) -> list[Any]:
     """Return the peak, and the bytes after each of two kernels; the second reads the first's output."""
+    highest, after = estimate(_two_kernels(), {}, set())
+    return [highest, list(after)]
+
+
+def neighbours(assign: Any) -> list[Any]:
+    """Return, for each of two kernels, its bytes and the kernels and buffers before it."""
+    kernels = _two_kernels()
+    assign(kernels, {}, {}, {})
+    return [
+        (one.mpi_node.size, *([each.get_name() for each in before] for before in _before(one.mpi_node)))
+        for one in kernels
+    ]
+
+
+def _before(planning: Any) -> tuple[Any, Any]:
+    return planning.pred_nodes, planning.pred_buffers
+
+
+def _two_kernels() -> "list[_Named]":
     from torch._inductor import memory
 
     kind: Any = memory.MemoryPlanningInfoForBuffer
@@ -231,8 +250,7 @@ def peak(estimate: Any) -> list[Any]:
     first, second = _Named("first"), _Named("second")
     first.give(kind(1024, 1024, **{name: {second} for name in users}))
     second.give(kind(512, 512))
-    highest, after = estimate([first, second], {}, set())
-    return [highest, list(after)]
+    return [first, second]
 
 
 class _Named:
@@ -241,6 +259,7 @@ class _Named:
     def __init__(self, name: str):
         self.get_name = lambda: name
         self.mpi_buffer: Any = None
+        self.mpi_node: Any = None
         self._outputs: list[_Named] = []
 
     def give(self, planning: Any) -> None:

@@ -111,6 +111,7 @@ COMPILER = (
         "torch._inductor.memory:assign_memory_planning_info_for_scheduler_nodes",
         "the order of the kernels of all layers",
         "(nodes, name_to_fused_node, name_to_buf, name_to_freeable_input_buf)",
+        call=calls.neighbours, result=[(1024, [], []), (512, ["first"], ["first"])],
     ),
     entry("torch._inductor.output_code:OutputCode", "handing a program to AOTAutograd"),
     entry(
