@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -214,6 +215,17 @@ def test_checks_leave_the_process_as_it_is(monkeypatch) -> None:
     assert [line for group in GROUPS for line in changes(entries(group))] == []
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()
+
+
+def test_warnings_that_are_errors_are_no_change() -> None:
+    def warns(owner: object, name: str) -> object:
+        warnings.warn("deprecated", stacklevel=2)
+        return read(owner, name)
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("error")
+        patch.setattr(torch_internals, "stored", warns)
+        assert changes(entries("tracing")) == []
 
 
 class _Other:
