@@ -3,9 +3,9 @@
 ``recompute: {budget_gib: x}`` -> ``recompute: {layers: [...]}``. The budget bounds the highest allocated
 bytes (``torch.cuda.max_memory_allocated``) at every point of the step; ``recompute: fit`` bounds the bytes on
 the device, which hold the CUDA context, NCCL and the allocator's unused memory too. One short trace measures
-a block's cost in each way (``probe``), many assignments are evaluated from it
-(``assignment``), and the fastest that fits is traced whole, as ``predict`` does. Only a plan whose own
-prediction is within the bound is returned.
+a block's cost in each way (``probe``), many assignments are evaluated from it (``assignment``), and the
+fastest that fits is traced whole, as ``predict`` does. Only a plan whose own prediction is within the bound
+is returned.
 
 A larger budget is never predicted slower: the candidates and their order do not depend on the budget.
 """
@@ -51,8 +51,6 @@ BATCH = 4096
 """Most assignments that are evaluated together."""
 MAX_TRIALS = 12
 """Plans traced whole. The excess of one that is over the budget corrects the estimate of the others."""
-
-
 FILLED = 0.99
 """Share of the available device bytes from which a plan that fits is not improved further."""
 

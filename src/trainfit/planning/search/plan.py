@@ -13,7 +13,6 @@ from trainfit.spec.units import GIB, format_bytes
 
 T = TypeVar("T")
 
-
 TIE = 0.01
 """Relative difference of speed below which two recipes count as tied; the simpler one is chosen."""
 NUMERICS_GAIN = 0.02
