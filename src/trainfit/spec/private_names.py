@@ -187,6 +187,8 @@ def form_of(stored: Any) -> str:
         return "property"
     if hasattr(stored, "overloads"):
         return "; ".join(map(_overload, (getattr(stored, name) for name in _functional(stored.overloads()))))
+    if type(stored).__name__ == "_FuncPtr":  # Of ctypes; whether it has a signature depends on Python.
+        return "symbol"
     if not callable(stored):
         return type(stored).__name__ if isinstance(stored, bool | list | dict) else "value"
     try:

@@ -188,7 +188,7 @@ COMPILER = (
     ),
     entry(
         "torch.lib.libc10:_ZN3c104impl26device_guard_impl_registryE",
-        "a device guard for CUDA in a CPU build", "builtin",
+        "a device guard for CUDA in a CPU build", "symbol",
     ),
     entry(
         "torch._inductor.graph:GraphLowering.is_backward", "telling a backward's program from a forward's",
