@@ -23,6 +23,7 @@ from trainfit.spec.private_names import ABSENT, PrivateName, change, form_of, re
 from trainfit.virtual import torch_internals
 from trainfit.virtual.torch_internals import GROUPS, changes, entries
 from trainfit.virtual.trace.exclusive import exclusive, replaced
+from trainfit.virtual.trace.gradient_accumulation import sole_reference_counts
 
 SOURCE = Path(private_names.__file__).parents[1]
 TABLES = (SOURCE / "spec/private_names.py", SOURCE / "virtual/torch_internals")
@@ -252,6 +253,13 @@ def _misbehaving(stored: object) -> object:
         return _Other
 
     return nothing
+
+
+@pytest.fixture(autouse=True)
+def _counts_anew() -> Iterator[None]:
+    """Forget what was observed while a name was broken."""
+    yield
+    sole_reference_counts.cache_clear()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch._subclasses import fake_tensor
 
-OWN = Path(__file__).parents[2]
+OWN = Path(__file__).parents[1]
 LIBRARIES = ("site-packages", "dist-packages", str(OWN), "<", str(Path(traceback.__file__).parent))
 """Parts of the paths of code that is not the user's."""
 DRIVER = re.compile(

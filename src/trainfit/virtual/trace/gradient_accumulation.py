@@ -20,7 +20,7 @@ aten = torch.ops.aten
 ENGINE = "_engine_run_backward"
 """The Python function that calls the engine; operations of the engine and of C++ nodes come from its
 frame."""
-DISPATCHING = ("trainfit/virtual/", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
+DISPATCHING = ("trainfit/virtual/", "trainfit/user/", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """Files whose frames are between an operation and the dispatch mode."""
 
 
