@@ -22,7 +22,7 @@ TRAIN = ["train", "tiny-cpu", "--out", "run", "--steps", "2", "--device", "cpu",
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in an empty folder without the packages of the extras; None in sys.modules halts an import."""
-    if "transformers" in sys.modules:  # It may have found accelerate before, and then imports it with a model.
+    if "transformers" in sys.modules:  # It imports accelerate with a model, if it found it before.
         importlib.import_module("transformers.models.llama.modeling_llama")
     monkeypatch.chdir(tmp_path)
     for name in {*EXTRAS, *(name for name in sys.modules if name.partition(".")[0] in EXTRAS)}:
