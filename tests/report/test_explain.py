@@ -142,7 +142,7 @@ def test_the_command_prints_one_json_object_or_text(
     assert f"steady step, backward, at {found.moment.op}" in text
     assert "|forward" in text
     assert f"{len(found.holders) - 3} more" in text
-    assert "The second recipe's peak minus the first's" in text
+    assert "The second's peak minus the first's" in text
     assert main(["explain", str(tmp_path / "missing.yaml")]) == 74
 
 

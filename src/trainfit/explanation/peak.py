@@ -6,10 +6,11 @@ the byte. Live memory is listed by category, module and operation; identical lay
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainfit.explanation.communication import communication_bound
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
+from trainfit.ledger.replay import Replay
 from trainfit.ledger.segments import rounded
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import of_both_peaks, replay_on, two_peaks
@@ -56,27 +57,34 @@ def explain(recipe: Recipe) -> Explanation:
     (replayed, *others), _ = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
     outside, traced = overhead_bytes(gpu, ledger), ledger
     ledger = ledger.with_lower_peak()
-    events = ledger.expand()
-    holders = _holders(ledger, replayed.at_peak)
-    step = ledger.segments[events[replayed.peak_event].segment].step
-    walk = _Walk(ledger, events, step)
     return Explanation(
         recipe=recipe.content(),
         recipe_id=recipe.id,
         gpu=gpu.name,
-        peak_allocated_bytes=replayed.peak_allocated_bytes,
         two_peaks=two_peaks(traced, replayed, others[0], outside) if others else None,
-        versions=ledger.versions,
-        phases=replayed.phases,
-        moment=_moment(ledger, events, replayed.peak_event),
-        breakdown=replayed.breakdown,
-        holders=holders,
-        unsplit_bytes=replayed.peak_allocated_bytes - sum(holder.num_bytes for holder in holders),
-        ends=walk.ends,
-        curve=walk.curve(CURVE_POINTS),
-        most=MemoryBreakdown(**walk.most),
         communication=communication_bound(recipe, machine, ledger),
+        **memory_of(ledger, replayed),
     )
+
+
+def memory_of(ledger: Ledger, replayed: Replay) -> dict[str, Any]:
+    """Return what a replayed ledger says of its peak, as fields of an Explanation."""
+    events = ledger.expand()
+    holders = _holders(ledger, replayed.at_peak)
+    step = ledger.segments[events[replayed.peak_event].segment].step
+    walk = _Walk(ledger, events, step)
+    return {
+        "peak_allocated_bytes": replayed.peak_allocated_bytes,
+        "versions": ledger.versions,
+        "phases": replayed.phases,
+        "moment": _moment(ledger, events, replayed.peak_event),
+        "breakdown": replayed.breakdown,
+        "holders": holders,
+        "unsplit_bytes": replayed.peak_allocated_bytes - sum(holder.num_bytes for holder in holders),
+        "ends": walk.ends,
+        "curve": walk.curve,
+        "most": MemoryBreakdown(**walk.most),
+    }
 
 
 def difference(first: Explanation, second: Explanation) -> list[Change]:
@@ -129,7 +137,7 @@ def _named(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
     segment = ledger.segments[op.segment]
     made_in = segment.step if segment.step == "init" else f"{segment.step}.{segment.phase}"
     if storage.category in BELONGS_TO_PARAMETERS:
-        return storage.category, merged_path(storage.path.split("/")[1]), "", made_in
+        return storage.category, merged_path(storage.path.split("/")[1] or op.module), "", made_in
     return storage.category, merged_path(op.module), _short(op.name), made_in
 
 
@@ -147,25 +155,31 @@ class _Walk:
     """Live bytes by category through one step, those from before it included."""
 
     def __init__(self, ledger: Ledger, events: Sequence[LiveEvent], step: str):
-        self.points: list[tuple[str, dict[str, int]]] = []
-        """After each of the step's events: its phase, and bytes by category."""
         self.ends: dict[str, MemoryBreakdown] = {}
-        alive = dict.fromkeys(CATEGORIES, 0)
+        phases = [segment.phase if segment.step == step else "" for segment in ledger.segments]
+        size = -(-sum(bool(phases[event.segment]) for event in events) // CURVE_POINTS) or 1
+        alive, total, number, phase = dict.fromkeys(CATEGORIES, 0), 0, 0, ""
         self.most = dict(alive)
+        points: list[tuple[int, str, dict[str, int]]] = []
+        """The highest moment of each of CURVE_POINTS equal stretches: bytes, phase, bytes by category."""
         for event in events:
-            size = rounded(event.num_bytes)
-            alive[event.category] += size if event.kind == ALLOCATE else -size
-            segment = ledger.segments[event.segment]
-            if segment.step != step:
+            before, phase = phase, phases[event.segment]
+            if before in PHASES and before != phase:
+                self.ends[before] = MemoryBreakdown(**alive)
+            change = rounded(event.num_bytes) * (1 if event.kind == ALLOCATE else -1)
+            alive[event.category] += change
+            total += change
+            if not phase:
                 continue
-            self.points.append((segment.phase, dict(alive)))
-            self.most = {name: max(self.most[name], alive[name]) for name in alive}
-            if segment.phase in PHASES:
-                self.ends[segment.phase] = MemoryBreakdown(**alive)
-
-    def curve(self, num_points: int) -> tuple[CurvePoint, ...]:
-        """The highest moment of each of ``num_points`` equal stretches."""
-        size = -(-len(self.points) // num_points) or 1
-        stretches = [self.points[at : at + size] for at in range(0, len(self.points), size)]
-        highest = [max(stretch, key=lambda point: sum(point[1].values())) for stretch in stretches]
-        return tuple(CurvePoint(phase=phase, alive=MemoryBreakdown(**alive)) for phase, alive in highest)
+            if number % size == 0:
+                points.append((total, phase, dict(alive)))
+            elif total > points[-1][0]:
+                points[-1] = total, phase, dict(alive)
+            for name in (event.category,) if number else CATEGORIES:
+                self.most[name] = max(self.most[name], alive[name])
+            number += 1
+        if phase in PHASES:
+            self.ends[phase] = MemoryBreakdown(**alive)
+        self.curve = tuple(
+            CurvePoint(phase=phase, alive=MemoryBreakdown(**alive)) for _, phase, alive in points
+        )

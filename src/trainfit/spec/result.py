@@ -468,13 +468,43 @@ class CommunicationBound(Value):
         return any(one.communication_s > one.compute_s for one in self.phases)
 
 
+class FailedRequest(Value):
+    """A request that ended in an OutOfMemoryError."""
+
+    num_bytes: Bytes
+    allocated_bytes: Bytes  # Before it
+    reserved_bytes: Bytes
+    free_bytes: Bytes  # On the device, outside PyTorch
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that were missing in all; 0: they were there, in pieces."""
+        there = self.reserved_bytes - self.allocated_bytes + self.free_bytes
+        return max(0, self.num_bytes - there)
+
+
+class SnapshotFacts(Value):
+    """What a memory snapshot of PyTorch says of one device, in addition to its peak."""
+
+    file: str
+    device: Count
+    num_events: Count
+    is_whole: bool  # Its history begins with the first allocation
+    reserved_at_peak_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    expandable_reserved_bytes: Bytes
+    """The highest reserved bytes of the same requests with ``expandable_segments:True``."""
+    failed: FailedRequest | None = None  # The last one
+
+
 class Explanation(Value):
-    """One recipe's peak explained."""
+    """The peak of a recipe, or of a memory snapshot, explained."""
 
     kind: Literal["explanation"] = "explanation"
-    recipe: dict[str, Any]
-    recipe_id: str
-    gpu: str
+    recipe: dict[str, Any] | None = None
+    recipe_id: str = ""
+    gpu: str = ""
+    snapshot: SnapshotFacts | None = None
     peak_allocated_bytes: Bytes
     two_peaks: TwoPeaks | None = None  # All else is of the expected one
     versions: dict[str, str] = {}  # Versions of the libraries that it holds for, as an Estimate has them

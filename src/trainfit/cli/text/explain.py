@@ -1,18 +1,27 @@
 """An explanation as text for a terminal: the peak, a chart of the step's memory, categories, holders."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Console
 
 from trainfit.explanation.ledgers import Comparison, Entry
+from trainfit.explanation.oom_text import OutOfMemoryText
 from trainfit.explanation.peak import difference
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
 from trainfit.report.prediction_text import two_peaks
 from trainfit.report.words import describe, holds_for
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, CommunicationBound, CurvePoint, Explanation
+from trainfit.spec.result import (
+    CATEGORIES,
+    CommunicationBound,
+    CurvePoint,
+    Explanation,
+    FailedRequest,
+    MemoryBreakdown,
+    Moment,
+)
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
 
 CHART_ROWS = 8
@@ -22,11 +31,8 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     """Print the peak, a chart of the step's memory, and what is alive by category and by holder."""
     out = console()
     out.print(describe(recipe), style="bold")
-    at = explanation.moment
-    where = f" of {at.module}" if at.module else ""
-    peak = format_bytes(explanation.peak_allocated_bytes)
     each = " of one GPU" * (recipe.hardware.count > 1)
-    out.print(f"Peak {peak}{each}: {at.step} step, {at.phase}, at {at.op}{where}")
+    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}{each}: {_moment(explanation.moment)}")
     if explanation.two_peaks is not None:
         rows(out, two_peaks(explanation), "left", "wrap")
     if line := holds_for(explanation.versions):
@@ -37,6 +43,123 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     if explanation.communication is not None:
         _communication(out, explanation.communication, recipe.hardware.count)
     out.print()
+
+
+def _moment(at: Moment) -> str:
+    where = f" of {at.module}" * bool(at.op and at.module) or at.module
+    return f"{at.step} step, {at.phase}" + f", at {at.op}{where}" * bool(at.op or at.module)
+
+
+def show_snapshot(explanation: Explanation, top: int) -> None:
+    """Print the peak of a memory snapshot, what held memory there, and what else would have fitted."""
+    out, facts = console(), explanation.snapshot
+    assert facts is not None
+    out.print(f"{facts.file}: GPU {facts.device}, {facts.num_events:,} events", style="bold")
+    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {_moment(explanation.moment)}")
+    notes = [[line] for line in snapshot_notes(explanation)]
+    rows(out, notes, "wrap")
+    _chart(out, explanation)
+    _categories(out, explanation)
+    _holders(out, explanation, top)
+    out.print()
+
+
+def snapshot_notes(explanation: Explanation) -> Iterator[str]:
+    """Yield what a snapshot says beyond its peak: reserved bytes, a failed request, its remedies."""
+    facts = explanation.snapshot
+    assert facts is not None
+    reserved, peak = facts.peak_reserved_bytes, explanation.peak_allocated_bytes
+    unused = max(0, facts.reserved_at_peak_bytes - peak)
+    yield f"reserved {format_bytes(reserved)} at most; {format_bytes(unused)} of it unused at the peak"
+    saved = reserved - facts.expandable_reserved_bytes
+    gain = "would save " if saved > 0 else "would take "
+    yield f"expandable_segments:True {gain}{format_bytes(abs(saved))} of reserved memory" + " more" * (
+        saved < 0
+    )
+    if not facts.is_whole:
+        yield (
+            "the history begins late: what was there before has the place of its own allocation if that was "
+            "recorded, and counts as weights otherwise"
+        )
+    if facts.failed is not None:
+        yield from failure_notes(facts.failed, explanation.breakdown)
+
+
+def show_message(found: OutOfMemoryText) -> None:
+    """Print what the message of an OutOfMemoryError says, and what would help."""
+    out = console()
+    lines = [
+        [title, format_bytes(size)]
+        for title, size in (
+            ("requested", found.requested), ("allocated by PyTorch", found.allocated),
+            ("reserved and unused", found.cached), ("free on the GPU", found.free),
+            ("the GPU", found.capacity), ("this process is allowed", found.allowed),
+            ("another process", found.others),
+        )
+        if size is not None
+    ]  # fmt: skip
+    rows(out, lines, "left", "right")
+    out.print()
+    rows(out, [[line] for line in _advice(found)], "wrap")
+
+
+def _advice(found: OutOfMemoryText) -> Iterator[str]:
+    if found.allocated is None or found.reserved is None or found.room is None:
+        yield "the message does not say how much PyTorch holds: the traceback of a newer PyTorch does"
+        return
+    if found.others:
+        yield f"another process holds {format_bytes(found.others)} of this GPU: end it, or choose another GPU"
+    request = FailedRequest(
+        num_bytes=found.requested,
+        allocated_bytes=found.allocated,
+        reserved_bytes=max(found.reserved, found.allocated),
+        free_bytes=found.room,
+    )
+    yield from list(failure_notes(request))[1:]
+    if request.missing_bytes:
+        yield "who holds it: torch.cuda.memory._record_memory_history(), then explain the snapshot"
+
+
+def failure_notes(failed: FailedRequest, alive: MemoryBreakdown | None = None) -> Iterator[str]:
+    """Yield what a failed request lacked, and what would give it.
+
+    Args:
+        alive: what held memory, if that is known.
+    """
+    asked, cached = format_bytes(failed.num_bytes), failed.reserved_bytes - failed.allocated_bytes
+    yield (
+        f"failed: a request of {asked}, with {format_bytes(failed.allocated_bytes)} in use, "
+        f"{format_bytes(cached)} reserved and unused, {format_bytes(failed.free_bytes)} free on the device"
+    )
+    if failed.free_bytes >= failed.num_bytes:
+        yield (
+            "the device had room for it: a limit of the process stopped it "
+            "(torch.cuda.set_per_process_memory_fraction)"
+        )
+        return
+    if not failed.missing_bytes:
+        yield (
+            "enough was there, in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them, and "
+            "torch.cuda.empty_cache() before it gives back whole segments"
+        )
+        return
+    yield f"missing: {format_bytes(failed.missing_bytes)}"
+    if alive is None:
+        return
+    grows = alive.activations + alive.temporary
+    if grows > failed.missing_bytes:
+        share = 1 - failed.missing_bytes / (grows + failed.num_bytes)
+        yield f"a batch of {share:.0%} of the tokens fits, if activations and temporaries grow with it"
+    remedies = {
+        "activations": "recomputation of activations (gradient checkpointing) saves most of them",
+        "optimizer": "8-bit AdamW holds a quarter of fp32 moments; sharding divides them",
+        "gradients": "an update in the backward frees them one by one; sharding divides them",
+        "weights": "sharding divides them; a quantised base with LoRA holds a quarter",
+    }
+    for name in sorted(remedies, key=lambda name: -getattr(alive, name)):
+        size = getattr(alive, name)
+        if size >= failed.missing_bytes / 2:
+            yield f"{name} {format_bytes(size)}: {remedies[name]}"
 
 
 def _chart(out: Console, explanation: Explanation) -> None:
@@ -145,14 +268,16 @@ def _what(path: str, op: str) -> str:
 
 
 def show_difference(first: Explanation, second: Explanation, top: int) -> None:
-    """Print the bytes of the second recipe minus the first's, each at its own peak."""
+    """Print the bytes of the second minus the first's, each at its own peak."""
     out = console()
-    heading(out, "The second recipe's peak minus the first's")
+    heading(out, "The second's peak minus the first's")
     lines = [["peak", _signed(second.peak_allocated_bytes - first.peak_allocated_bytes)]]
     for name in CATEGORIES:
         if more := getattr(second.breakdown, name) - getattr(first.breakdown, name):
             lines.append([name, _signed(more)])
     rows(out, lines, "left", "right")
+    if (first.snapshot is None) is not (second.snapshot is None):
+        return  # A snapshot names lines of code, a recipe modules.
     changes = difference(first, second)[:top]
     if changes:
         heading(out, "By holder, the largest changes")

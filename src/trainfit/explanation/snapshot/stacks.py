@@ -1,0 +1,72 @@
+"""What a stack of calls says about an allocation: its category, and the line of the user's code that made it.
+
+Rules go by files and functions of PyTorch, transformers and common trainers. Backwards run in autograd's own
+thread, whose stacks have no Python frames.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from trainfit.explanation.snapshot.read import Frame
+
+Made = Literal["weights", "optimizer", "activations", "backward", "communication", "workspace", "other"]
+
+LIBRARIES = re.compile(
+    r"(^|-packages/)(torch|triton)/|/(contextlib|functools|threading)\.py$|^<frozen |^<string>"
+)
+"""Paths of files whose lines say little about who allocates."""
+WEIGHT_MAKERS = frozenset(
+    """
+    __init__ _apply convert _load_from_state_dict load_state_dict from_pretrained reset_parameters to_empty
+    _load_parameter_into_model _load_state_dict_into_meta_model set_module_tensor_to_device init_weights
+    """.split()
+)
+BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py", "torch/_tensor.py")
+WORKSPACES = ("getWorkspaceData", "getCUDABlasLtWorkspace", "getChosenWorkspaceSize", "allocate_cublas")
+NO_PYTHON = "autograd's thread (no Python frames)"
+NOT_RECORDED = "before the history began"
+
+
+def is_python(frame: Frame) -> bool:
+    """Return whether a frame is Python's; C++ frames are recorded with ``stacks="all"``."""
+    return frame.file.endswith(".py") or frame.file.startswith("<")
+
+
+def made_by(stack: Iterable[Frame]) -> Made:
+    """Return what kind of memory the calls of a stack make, the innermost first."""
+    frames = list(stack)
+    if any(frame.function.partition("(")[0].endswith(WORKSPACES) for frame in frames if not is_python(frame)):
+        return "workspace"
+    calls = [frame for frame in frames if is_python(frame)]
+    if not calls:
+        return "backward"
+    found: list[tuple[Made, Callable[[Frame], bool]]] = [
+        ("optimizer", _updates),
+        ("communication", lambda frame: "torch/distributed/" in frame.file and "fsdp" not in frame.file),
+        (
+            "backward",
+            lambda frame: frame.file.endswith(BACKWARD_FILES) and frame.function in ("backward", "grad"),
+        ),
+        ("activations", lambda frame: frame.function in ("forward", "_call_impl")),
+        ("weights", lambda frame: frame.function in WEIGHT_MAKERS),
+    ]
+    for kind, rule in found:
+        if any(map(rule, calls)):
+            return kind
+    return "other"
+
+
+def _updates(frame: Frame) -> bool:
+    is_optimizer = "/optim/" in frame.file or "optimizer" in frame.file.rpartition("/")[2]
+    return is_optimizer and frame.function.startswith(("step", "_init_group", "_init_state", "init_state"))
+
+
+def place(stack: Iterable[Frame]) -> str:
+    """Return the innermost line outside PyTorch: ``modeling_llama.py:178 forward``."""
+    calls = [frame for frame in stack if is_python(frame)]
+    if not calls:
+        return NO_PYTHON
+    own = (frame for frame in calls if not LIBRARIES.search(frame.file))
+    frame = next(own, calls[0])
+    return f"{'/'.join(frame.file.split('/')[-2:])}:{frame.line} {frame.function}"
