@@ -126,9 +126,9 @@ def failure_notes(failed: FailedRequest, alive: MemoryBreakdown | None = None) -
     Args:
         alive: what held memory, if that is known.
     """
-    asked, cached = format_bytes(failed.num_bytes), failed.reserved_bytes - failed.allocated_bytes
+    requested, cached = format_bytes(failed.num_bytes), failed.reserved_bytes - failed.allocated_bytes
     yield (
-        f"failed: a request of {asked}, with {format_bytes(failed.allocated_bytes)} in use, "
+        f"failed: a request of {requested}, with {format_bytes(failed.allocated_bytes)} in use, "
         f"{format_bytes(cached)} reserved and unused, {format_bytes(failed.free_bytes)} free on the device"
     )
     if failed.free_bytes >= failed.num_bytes:

@@ -32,6 +32,8 @@ MADE_BEFORE: dict[Made, str] = {
     "backward": "gradients",
 }  # fmt: skip
 """What made memory that was alive when the history began -> its category; all else is weights."""
+LOOK_AHEAD = 1024
+"""Events after which a forward is a new one, if none of them is of the backward."""
 WORKSPACES = frozenset((32 << 20, 8_519_680, 1 << 20))
 """Bytes of cuBLAS's and cuBLASLt's workspaces: on Hopper, on other GPUs, and before torch 2.7."""
 PHASE_OF: dict[Made, str] = {"activations": "forward", "backward": "backward", "optimizer": "optimizer"}
@@ -79,17 +81,17 @@ def ledger_of_snapshot(snapshot: Snapshot, device: int, course: Course) -> Ledge
     last = course.last
     stretches = _stretches(events, stacks)
     ledger = Ledger(segments=[Segment("init", "init"), *_segments(stretches, is_whole=not course.initial)])
-    places: dict[tuple[str, int], int] = {}
+    op_of_place: dict[tuple[str, int], int] = {}
     alive: dict[int, int] = {}
     """Address -> index of the storage."""
-    begins = [one.begin for one in stretches]
+    begins, boundaries = [one.begin for one in stretches], _boundaries(stretches)
 
     def op_of(stack: int, segment: int) -> int:
         place = NOT_RECORDED if segment == 0 and stack == NO_STACK else stacks.place(stack)
-        if (place, segment) not in places:
-            places[place, segment] = len(ledger.ops)
+        if (place, segment) not in op_of_place:
+            op_of_place[place, segment] = len(ledger.ops)
             ledger.ops.append(Op("", place, segment, NO_LAYER, 0.0, 0.0, 0.0, 0.0, 0, ""))
-        return places[place, segment]
+        return op_of_place[place, segment]
 
     def allocate(one: Alive, segment: int, category: str) -> None:
         alive[one.address] = len(ledger.storages)
@@ -111,8 +113,8 @@ def ledger_of_snapshot(snapshot: Snapshot, device: int, course: Course) -> Ledge
                 ledger.events.append(Event(FREED, storage, NO_LAYER, at + 1))
             continue
         stack, end = events.stacks[index], ends.get(index, last)
-        category = _category(stacks.made(stack), stretches, at, end if end < last else None)
         phase = stretches[at].phase
+        category = _category(stacks.made(stack), phase, boundaries[at], end if end < last else None)
         outlives = end >= last and at + 1 < len(stretches) and phase != LOADING
         if outlives and size in WORKSPACES and (phase, size) not in kept:
             kept.add((phase, size))  # The first of its size that is never freed: a library keeps it.
@@ -138,17 +140,11 @@ def _stretches(events: Events, stacks: _Stacks) -> list[Stretch]:
     return found
 
 
-def _leaves(events: Events, index: int, stacks: _Stacks, look_ahead: int = 256) -> bool:
-    """Return whether a forward after a backward is a new one: no backward frames in its next stacks."""
-    seen = 0
-    for at in range(index, len(events)):
-        if events.actions[at] == ALLOC:
-            seen += 1
-            if stacks.made(events.stacks[at]) == "backward":
-                return False
-            if seen >= look_ahead:
-                break
-    return True
+def _leaves(events: Events, index: int, stacks: _Stacks) -> bool:
+    """Return whether a forward after a backward is a new one: no backward frames in the next events."""
+    ahead = range(index, min(index + LOOK_AHEAD, len(events)))
+    allocated = (stacks.made(events.stacks[at]) for at in ahead if events.actions[at] == ALLOC)
+    return "backward" not in allocated
 
 
 def _segments(stretches: list[Stretch], *, is_whole: bool) -> list[Segment]:
@@ -174,17 +170,21 @@ def _ends(events: Events) -> dict[int, int]:
     return found
 
 
-def _category(made: Made, stretches: list[Stretch], at: int, end: int | None) -> str:
-    """Return the category of an allocation in stretch ``at`` that is freed by event ``end``; None: never."""
+def _boundaries(stretches: list[Stretch]) -> list[int | None]:
+    """Return, for each stretch, the event up to which its results live; None: the history ends before."""
+    following: dict[str, int] = {}
+    """Phase -> where it begins next, among the stretches that were seen."""
+    found: list[int | None] = []
+    for one in reversed(stretches):
+        wanted = NEXT_PHASE.get(one.phase) or [phase for phase in following if phase != one.phase]
+        found.append(min((following[phase] for phase in wanted if phase in following), default=None))
+        following[one.phase] = one.begin
+    return found[::-1]
+
+
+def _category(made: Made, phase: str, boundary: int | None, end: int | None) -> str:
+    """Return the category of an allocation that is freed by event ``end``; None: never."""
     if made in ("communication", "workspace", "weights"):
         return made
-    phase = stretches[at].phase
-    following = NEXT_PHASE.get(phase, ())
-    later = (
-        one.begin
-        for one in stretches[at + 1 :]
-        if one.phase != phase and (not following or one.phase in following)
-    )
-    boundary = next(later, None)
     lives_on = end is None or (boundary is not None and end > boundary)
     return RESULT_OF[phase] if lives_on else "temporary"
