@@ -85,7 +85,9 @@ def test_it_is_listed_with_what_it_sends(folder: Path) -> None:
     ("row", "line"),
     [
         (ROW.replace('like = "all_gather"\n', ""), "ring_shift: no GPU's row has a share .* add like"),
-        (ROW.replace("all_gather", "all_gathers"), "like = 'all_gathers': no such collective; use one of"),
+        (ROW.replace("all_gather", "all_gathers"), "like = 'all_gathers': no such collective"),
+        (ROW.replace("all_gather", "ring_shift"), "one that is like another itself"),
+        (ROW.replace("trainfit_tests::ring_shift", "c10d::allreduce_"), "all_reduce has this operation"),
         (ROW.replace("passes = 2", "passes = -2"), "passes"),
         (ROW.replace("passes = 2", 'pattern = "tree"'), "pattern"),
     ],

@@ -18,7 +18,8 @@ import pytest
 
 from trainfit.cli.main import main
 from trainfit.explanation.snapshot.explain import explain_snapshot
-from trainfit.explanation.snapshot.read import read_snapshot
+from trainfit.explanation.snapshot.read import Frame, read_snapshot
+from trainfit.explanation.snapshot.stacks import made_by
 from trainfit.explanation.snapshot.unpickle import NotPlainError, loads
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Explanation
@@ -143,6 +144,37 @@ def test_how_long_it_lives_decides_its_category(tmp_path: Path) -> None:
     assert found.most.activations == 2 * MIB
 
 
+def test_gradients_live_to_the_next_forward_where_an_update_allocates_nothing(tmp_path: Path) -> None:
+    def step(at: int) -> Events:
+        kept, gradient, used = (ADDRESS + at + number * 64 * MIB for number in range(3))
+        return [
+            event("alloc", kept, 2 * MIB, FORWARD),
+            event("alloc", gradient, 4 * MIB),
+            event("alloc", used, 8 * MIB),
+            event("free_requested", used, 8 * MIB),
+            event("free_requested", kept, 2 * MIB),
+            event("alloc", ADDRESS - MIB - at, 512, FORWARD),
+            event("free_requested", gradient, 4 * MIB),
+        ]
+
+    found = explain_snapshot(saved(tmp_path / "a.pickle", [*step(0), *step(1 << 30), *step(1 << 31)]))
+    assert found.breakdown.gradients == 4 * MIB
+    assert found.breakdown.activations >= 2 * MIB
+    assert found.breakdown.temporary == 8 * MIB
+
+
+def test_what_is_recomputed_belongs_to_the_backward() -> None:
+    checkpoint = "site-packages/torch/utils/checkpoint.py"
+    forward, recomputed = [Frame("checkpoint", checkpoint, 1)], [Frame("recompute_fn", checkpoint, 1)]
+    block = Frame("forward", "model.py", 7)
+    assert made_by([block, *forward]) == "activations"
+    assert made_by([block, *recomputed]) == "backward"
+    wrapper = "torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py"
+    assert made_by([block, Frame("forward", wrapper, 1)]) == "activations"
+    gathers = "site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+    assert made_by([Frame("foreach_all_gather", gathers, 1), block]) == "communication"
+
+
 def test_what_was_there_before_counts(tmp_path: Path) -> None:
     blocks = [
         {
@@ -185,7 +217,7 @@ def test_what_was_there_before_counts(tmp_path: Path) -> None:
             2 * MIB,
             "enough was there, in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins",
         ),
-        (9 * MIB, 0, "a limit of the process stopped it"),
+        (21 * MIB, 0, "a limit of the process stopped it"),
     ],
 )
 def test_what_a_failed_request_lacked(
@@ -243,10 +275,23 @@ def test_a_list_within_itself_ends(tmp_path: Path) -> None:
     one = [event("alloc", ADDRESS, 512, FORWARD) for _ in range(50)]
     with pytest.raises(InputError, match="no lists of events|more often"):
         explain_snapshot(saved(tmp_path / "a.pickle", [], device_traces=[one, one, one]))
+    freed_first = [event("segment_free", ADDRESS, 64 * MIB), *one]
+    assert explain_snapshot(saved(tmp_path / "c.pickle", freed_first)).peak_allocated_bytes == 50 * 512
     blocks = [{"address": 1, "size": 512, "state": "inactive"}] * 400
     segment = {"device": 0, "address": 1, "total_size": 512, "stream": 0, "blocks": blocks}
     with pytest.raises(InputError, match="more often"):
         explain_snapshot(saved(tmp_path / "b.pickle", one, segments=[dict(segment) for _ in range(3000)]))
+
+
+def nested(depth: int) -> bytes:
+    """A pickle of tuples within each other, without what pickle.dumps adds."""
+    return b")" + b"\x85" * depth
+
+
+def frame_named(value: bytes) -> bytes:
+    frame = b"}(\x8c\x04name" + value + b"\x8c\x08filename\x8c\x01f\x8c\x04lineK\x01u"
+    event = b"}(\x8c\x06action\x8c\x05alloc\x8c\x04sizeK\x01\x8c\x06frames](" + frame + b"eu"
+    return b"\x80\x04}(\x8c\x08segments]\x8c\x0ddevice_traces](](" + event + b"eeu."
 
 
 def content(**changes: Any) -> bytes:
@@ -266,6 +311,12 @@ def content(**changes: Any) -> bytes:
         pickle.dumps({"segments": [{}], "device_traces": []}),
         content(size=-1),
         content(size=1 << 70),
+        content(size=1 << 62),
+        content(size=((((1,),),),)),
+        content(action=(1, 2)),
+        frame_named(nested(1_000_000)),
+        b"\x80\x04}" + nested(1_000_000) + b"K\x01s.",
+        b"\x80\x04}(" + nested(1_000_000) + b"K\x01u.",
         content(size="large"),
         content(size=2.0),
         content(frames=7),

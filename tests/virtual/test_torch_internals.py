@@ -1,6 +1,7 @@
 """Each private name of another library has an entry, and each entry is seen to change, in one line."""
 
 import ast
+import dataclasses
 import functools
 import inspect
 import json
@@ -39,6 +40,13 @@ OWN_STRINGS = set(
 """.split()
 )
 """Parts of our own names and of operators' names, and keys of files, that are written as strings."""
+OWN_STRINGS |= set(
+    """
+    _apply _call_impl _init_group _init_state _load_from_state_dict _load_parameter_into_model
+    _load_state_dict_into_meta_model
+""".split()
+)
+"""Functions that the stacks of a memory snapshot may name, of any version; none is called."""
 ENTRIES = [one for group in GROUPS for one in entries(group)]
 NAMED_BY_RESULT = {name for one in ENTRIES if isinstance(one.result, list) for name in map(str, one.result)}
 """Attributes of our objects that a library looks for, which the result of a small call names."""
@@ -216,6 +224,28 @@ def test_checks_leave_the_process_as_it_is(monkeypatch) -> None:
     assert [line for group in GROUPS for line in changes(entries(group))] == []
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()
+
+
+def test_a_default_dtype_of_the_users_is_no_change() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert [line for group in GROUPS for line in changes(entries(group))] == []
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_library_whose_import_fails_is_a_line_and_hides_no_other(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "broken_library.py").write_text("raise RuntimeError('no such driver')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    one = entries("tracing")[0]
+    monkeypatch.setattr(torch_internals, "is_installed", lambda library: True)
+    monkeypatch.setitem(private_names.CHECKED, "broken_library", "1")
+    names = ("broken_library:name", "torch:there_is_no_such_name")
+    found = changes(dataclasses.replace(one, name=name) for name in names)
+    assert len(found) == 2
+    assert any("cannot be reached: RuntimeError: no such driver" in line for line in found)
 
 
 def test_warnings_that_are_errors_are_no_change() -> None:

@@ -44,15 +44,17 @@ def collective_kinds() -> dict[str, CollectiveKind]:
         name: parse(CollectiveKind, {"name": name, **row}, file=names.place(names.COLLECTIVES, name))
         for name, row in names.rows(names.COLLECTIVES).items()
     }
+    schemas: dict[str, str] = {}
     for row in found.values():
-        if row.like is not None and row.like not in found:
-            raise InputError(
-                "no such collective",
-                f"use one of {', '.join(found)}",
-                field="like",
-                value=row.like,
-                file=names.place(names.COLLECTIVES, row.name),
-            )
+        file = names.place(names.COLLECTIVES, row.name)
+        if row.like is not None and (row.like not in found or found[row.like].like is not None):
+            known = ", ".join(name for name, one in found.items() if one.like is None)
+            problem = "no such collective, or one that is like another itself"
+            raise InputError(problem, f"use one of {known}", field="like", value=row.like, file=file)
+        for schema in row.schemas:
+            if schemas.setdefault(schema, row.name) != row.name:
+                problem = f"{schemas[schema]} has this operation"
+                raise InputError(problem, "name each in one row", field="schemas", value=schema, file=file)
     return found
 
 

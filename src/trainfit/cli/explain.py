@@ -55,6 +55,11 @@ def run(
     if any(name.endswith(LEDGER_SUFFIX) for name in names):
         _compare_ledgers(names, settings, top, json=json)
         return
+    snapshots = [name for name in names if is_snapshot(name)]
+    if settings and len(snapshots) == len(names):
+        raise InputError("a snapshot has no fields to set", "leave it out", field="--set", value=settings[0])
+    if device is not None and not snapshots:
+        raise InputError("only a snapshot has several GPUs", "leave it out", field="--device", value=device)
     recipes = {name: options.read_recipe(name, settings) for name in names if not is_snapshot(name)}
     found: list[tuple[Recipe | None, Explanation]] = []
     for name in names:
@@ -131,7 +136,7 @@ def _explain_message(name: str, other: str | None, settings: list[str] | None, *
     from trainfit.cli.text.explain import show_message
     from trainfit.explanation.oom_text import LONGEST, read_message
 
-    text = sys.stdin.read(LONGEST) if name == STANDARD_INPUT else last_of(Path(name), LONGEST)
+    text = last_of(None if name == STANDARD_INPUT else Path(name), LONGEST)
     found = read_message(text, file="" if name == STANDARD_INPUT else name)
     if json:
         options.print_json(found)
@@ -139,12 +144,17 @@ def _explain_message(name: str, other: str | None, settings: list[str] | None, *
         show_message(found)
 
 
-def last_of(path: Path, num_bytes: int) -> str:
-    """Return the end of a text file.
+def last_of(path: Path | None, num_bytes: int) -> str:
+    """Return the end of a text file, or of standard input.
 
     Raises:
         InputError: it cannot be read.
     """
+    if path is None:
+        kept = b""
+        while part := sys.stdin.buffer.read(num_bytes):
+            kept = (kept + part)[-num_bytes:]
+        return kept.decode("utf-8", "replace")
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

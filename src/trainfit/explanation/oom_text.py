@@ -12,14 +12,16 @@ PyTorch's messages changed over the years; these are read, with any of their fig
 """
 
 import re
+from itertools import pairwise
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.units import GIB, KIB, MIB, TIB
 from trainfit.spec.value import Bytes, Value
 
-SIZE = r"(?P<{name}>[\d,]+(?:\.\d+)?) ?(?P<{name}_unit>bytes|B|[KMGT]i?B)\b"
+SIZE = r"(?P<{name}>\d[\d,]{{0,20}}(?:\.\d{{1,9}})?) ?(?P<unit_of_{name}>bytes|B|[KMGT]i?B)\b"
 UNITS = {"B": 1, "K": KIB, "M": MIB, "G": GIB, "T": TIB}
 IS_ONE = re.compile(r"out of memory", re.IGNORECASE)
+LONGEST_MESSAGE = 1 << 12
 LONGEST = 1 << 20
 """Characters of a text that are searched, from the last message on."""
 
@@ -30,7 +32,7 @@ def _size(name: str, pattern: str) -> re.Pattern[str]:
 
 FIGURES = {
     "requested": (_size("requested", r"tried to allocate SIZE"),),
-    "capacity": (_size("capacity", r"total capacity of SIZE"), _size("capacity", r"SIZE total capacity")),
+    "capacity": (_size("capacity", r"total capaci?ty of SIZE"), _size("capacity", r"SIZE total capacity")),
     "free": (_size("free", r"of which SIZE is free"), _size("free", r"; SIZE free")),
     "in_use": (_size("in_use", r"this process has SIZE memory in use"),),
     "others": (_size("others", r"process \d+ has SIZE memory in use"),),
@@ -86,8 +88,8 @@ def read_message(text: str, *, file: str = "") -> OutOfMemoryText:
         InputError: there is none.
     """
     begins = [match.start() for match in IS_ONE.finditer(text)]
-    while begins:
-        part = text[begins.pop() :][:LONGEST]
+    for begin, end in reversed(list(pairwise([*begins, len(text)]))):
+        part = text[begin:end][:LONGEST_MESSAGE]
         sizes = {name: _first(patterns, name, part) for name, patterns in FIGURES.items()}
         found = {name: size for name, size in sizes.items() if size is not None}
         if "requested" in found:
@@ -105,5 +107,5 @@ def read_message(text: str, *, file: str = "") -> OutOfMemoryText:
 def _first(patterns: tuple[re.Pattern[str], ...], name: str, text: str) -> int | None:
     for pattern in patterns:
         if match := pattern.search(text):
-            return round(float(match[name].replace(",", "")) * UNITS[match[f"{name}_unit"][0].upper()])
+            return round(float(match[name].replace(",", "")) * UNITS[match[f"unit_of_{name}"][0].upper()])
     return None

@@ -4,7 +4,7 @@ A private name can be removed, take other arguments or return something else in 
 what trainfit needs it for, which versions it was checked with, which form it has and, where a figure depends
 on its result, a small call with the result that is relied on.
 
-Imports no library by itself. ``virtual/torch_internals.py`` has the entries of the virtual GPU and of the
+Imports no library by itself. ``virtual/torch_internals/`` has the entries of the virtual GPU and of the
 rooms above it, and runs the checks. The entries of the rooms below the virtual GPU are here.
 """
 

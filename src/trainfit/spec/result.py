@@ -494,6 +494,8 @@ class SnapshotFacts(Value):
     peak_reserved_bytes: Bytes
     expandable_reserved_bytes: Bytes
     """The highest reserved bytes of the same requests with ``expandable_segments:True``."""
+    is_expandable: bool = False  # It was set
+    has_stacks: bool = True
     failed: FailedRequest | None = None  # The last one
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from trainfit.explanation.ledgers import Comparison, Entry
 from trainfit.explanation.oom_text import OutOfMemoryText
 from trainfit.explanation.peak import difference
+from trainfit.ledger.allocator import segment_size
+from trainfit.ledger.segments import rounded
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
 from trainfit.report.prediction_text import two_peaks
 from trainfit.report.words import describe, holds_for
@@ -71,11 +73,20 @@ def snapshot_notes(explanation: Explanation) -> Iterator[str]:
     reserved, peak = facts.peak_reserved_bytes, explanation.peak_allocated_bytes
     unused = max(0, facts.reserved_at_peak_bytes - peak)
     yield f"reserved {format_bytes(reserved)} at most; {format_bytes(unused)} of it unused at the peak"
+    if not facts.has_stacks:
+        yield (
+            "the history has no stacks, so nothing says who allocated or when a phase began: record it with "
+            "_record_memory_history(stacks='python')"
+        )
     saved = reserved - facts.expandable_reserved_bytes
+    if facts.is_expandable:
+        yield "expandable_segments:True was set"
+        saved = 0
     gain = "would save " if saved > 0 else "would take "
-    yield f"expandable_segments:True {gain}{format_bytes(abs(saved))} of reserved memory" + " more" * (
-        saved < 0
-    )
+    if saved:
+        yield f"expandable_segments:True {gain}{format_bytes(abs(saved))} of reserved memory" + " more" * (
+            saved < 0
+        )
     if not facts.is_whole:
         yield (
             "the history begins late: what was there before has the place of its own allocation if that was "
@@ -131,7 +142,7 @@ def failure_notes(failed: FailedRequest, alive: MemoryBreakdown | None = None) -
         f"failed: a request of {requested}, with {format_bytes(failed.allocated_bytes)} in use, "
         f"{format_bytes(cached)} reserved and unused, {format_bytes(failed.free_bytes)} free on the device"
     )
-    if failed.free_bytes >= failed.num_bytes:
+    if failed.free_bytes >= segment_size(rounded(failed.num_bytes)):
         yield (
             "the device had room for it: a limit of the process stopped it "
             "(torch.cuda.set_per_process_memory_fraction)"

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainfit.explanation.peak import memory_of
-from trainfit.explanation.snapshot.read import Snapshot, read_snapshot
+from trainfit.explanation.snapshot.read import NO_STACK, Snapshot, read_snapshot
 from trainfit.explanation.snapshot.replay import Course, course_of, reserved_with
 from trainfit.explanation.snapshot.to_ledger import ledger_of_snapshot
-from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.replay import replay
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Explanation, FailedRequest, SnapshotFacts
@@ -32,8 +32,13 @@ def explain_snapshot(
     if not ledger.storages:
         problem = "nothing was allocated while its history was recorded"
         raise InputError(problem, "record the history while the model trains", file=str(path))
-    replayed = replay(ledger, CachingAllocator())
     events = snapshot.events[chosen]
+    try:
+        replayed = replay(ledger, CachingAllocator())
+        expandable = reserved_with(events, course, expandable=True)
+    except OutOfMemory:  # More than a GPU's addresses
+        remedy = "save it again; the file may be damaged"
+        raise InputError("its sizes are no GPU's", remedy, file=str(path)) from None
     facts = SnapshotFacts(
         file=str(path),
         device=chosen,
@@ -41,7 +46,9 @@ def explain_snapshot(
         is_whole=not course.initial,
         reserved_at_peak_bytes=course.reserved_at_peak,
         peak_reserved_bytes=course.peak_reserved,
-        expandable_reserved_bytes=reserved_with(events, course, expandable=True),
+        expandable_reserved_bytes=expandable,
+        is_expandable=snapshot.settings.get("expandable_segments") is True,
+        has_stacks=any(stack != NO_STACK for stack in events.stacks),
         failed=_failed(snapshot, chosen, course),
     )
     return Explanation(snapshot=facts, **memory_of(ledger, replayed))

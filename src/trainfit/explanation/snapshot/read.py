@@ -19,6 +19,8 @@ ACTIONS = (
 NUMBERS = {name: number for number, name in enumerate(ACTIONS)}
 OTHER = len(ACTIONS)
 LARGEST = (1 << 63) - 1
+MOST_BYTES = 1 << 44
+"""Of one allocation, far above any GPU's memory."""
 NO_STACK = -1
 REMEDY = "save it with torch.cuda.memory._dump_snapshot, after torch.cuda.memory._record_memory_history()"
 FEWEST_BYTES = 8
@@ -135,20 +137,20 @@ class _Reader:
         return True
 
     def _event(self, into: Events, item: dict[str, Any]) -> None:
-        into.actions.append(NUMBERS.get(item["action"], OTHER))
+        into.actions.append(NUMBERS.get(_text(item, "action"), OTHER))
         into.addresses.append(_number(item, "device_free" if "device_free" in item else "addr"))
-        into.sizes.append(_number(item, "size"))
+        into.sizes.append(_number(item, "size", most=MOST_BYTES))
         into.streams.append(_number(item, "stream"))
         into.times_us.append(_number(item, "time_us"))
         into.stacks.append(self._stack(item.get("frames")))
 
     def _block(self, item: dict[str, Any]) -> Block:
-        size = _number(item, "size")
+        size = _number(item, "size", most=MOST_BYTES)
         return Block(
             address=_number(item, "address"),
             num_bytes=size,
             requested_bytes=_number(item, "requested_size", size),
-            is_active=item["state"] != "inactive",
+            is_active=_text(item, "state") == "active_allocated",  # Not what only waits for another stream
             stack=self._stack(item.get("frames")),
         )
 
@@ -170,7 +172,8 @@ class _Reader:
             return known[1]
         if type(frame) is not dict:
             raise NotPlainError("a frame is no dict")
-        value = Frame(str(frame["name"]), str(frame["filename"]), _number(frame, "line"))
+        file = _text(frame, "filename").replace("\\", "/")
+        value = Frame(_text(frame, "name"), file, _number(frame, "line"))
         index = self._frames.setdefault(value, len(self._frames))
         self._known[id(frame)] = frame, index
         return index
@@ -215,12 +218,19 @@ def _snapshot(content: Any, reader: _Reader) -> Snapshot:
     events = [reader.events.get(id(trace), (trace, Events()))[1] for trace in traces]
     if len({id(trace) for trace in traces}) < len(traces) or any(map(len, traces)):
         raise NotPlainError("its device_traces are no lists of events")
-    segments = tuple(_segment(one, reader) for one in content["segments"])
-    if sum(len(one.blocks) for one in segments) > reader.most:
-        raise NotPlainError("it repeats a list more often than a snapshot does")
+    segments, num_blocks = list[Segment](), 0
+    for one in content["segments"]:
+        num_blocks += 1 + len(reader.blocks.get(id(one["blocks"]), ([], []))[1])
+        if num_blocks > reader.most:
+            raise NotPlainError("it repeats a list more often than a snapshot does")
+        segments.append(_segment(one, reader))
     settings = content.get("allocator_settings")
     return Snapshot(
-        tuple(events), segments, reader.stacks, reader.frames, settings if type(settings) is dict else {}
+        tuple(events),
+        tuple(segments),
+        reader.stacks,
+        reader.frames,
+        settings if type(settings) is dict else {},
     )
 
 
@@ -237,15 +247,24 @@ def _segment(item: dict[str, Any], reader: _Reader) -> Segment:
     return Segment(
         device=_number(item, "device"),
         address=address,
-        num_bytes=_number(item, "total_size"),
+        num_bytes=_number(item, "total_size", most=MOST_BYTES),
         stream=_number(item, "stream"),
         is_expandable=item.get("is_expandable") is True,
         blocks=blocks,
     )
 
 
-def _number(item: dict[str, Any], name: str, default: int = 0) -> int:
+def _number(item: dict[str, Any], name: str, default: int = 0, most: int = LARGEST) -> int:
     value = item.get(name, default)
-    if type(value) is not int or not 0 <= value <= LARGEST:
-        raise NotPlainError(f"{name} = {str(value)[:40]}: no size, address or number")
+    if type(value) is not int:
+        raise NotPlainError(f"{name} is no whole number")
+    if not 0 <= value <= most:
+        raise NotPlainError(f"{name} = {value}: not from 0 to {most}")
+    return value
+
+
+def _text(item: dict[str, Any], name: str) -> str:
+    value = item[name]
+    if type(value) is not str:
+        raise NotPlainError(f"{name} is no text")
     return value

@@ -70,7 +70,7 @@ def course_of(snapshot: Snapshot, device: int) -> Course:
             reserved += size
             most = max(most, reserved)
         elif action in GIVES:
-            reserved -= size
+            reserved = max(0, reserved - size)
     return Course(tuple(initial), last, at_peak, most, allocated, reserved)
 
 

@@ -22,6 +22,12 @@ WEIGHT_MAKERS = frozenset(
     _load_parameter_into_model _load_state_dict_into_meta_model set_module_tensor_to_device init_weights
     """.split()
 )
+COMMUNICATION_FILES = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+)  # fmt: skip
+RECOMPUTES = ("recompute_fn", "unpack_hook", "backward")
+"""Functions of torch/utils/checkpoint.py that run in the backward."""
 BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py", "torch/_tensor.py")
 WORKSPACES = ("getWorkspaceData", "getCUDABlasLtWorkspace", "getChosenWorkspaceSize", "allocate_cublas")
 NO_PYTHON = "autograd's thread (no Python frames)"
@@ -43,7 +49,11 @@ def made_by(stack: Iterable[Frame]) -> Made:
         return "backward"
     found: list[tuple[Made, Callable[[Frame], bool]]] = [
         ("optimizer", _updates),
-        ("communication", lambda frame: "torch/distributed/" in frame.file and "fsdp" not in frame.file),
+        ("communication", lambda frame: frame.file.endswith(COMMUNICATION_FILES)),
+        (
+            "backward",
+            lambda frame: frame.file.endswith("torch/utils/checkpoint.py") and frame.function in RECOMPUTES,
+        ),
         (
             "backward",
             lambda frame: frame.file.endswith(BACKWARD_FILES) and frame.function in ("backward", "grad"),

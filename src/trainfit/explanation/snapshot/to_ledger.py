@@ -8,7 +8,8 @@ forward, of the backward and of the optimizer:
     phase      forward        backward            optimizer      forward
 
 - f1 is alive when the backward begins: *activations*. f2 is not: *temporary*.
-- b1 is alive when the optimizer begins: *gradients*. b2 is not: *temporary*.
+- b1 is alive when the optimizer begins, or the next forward, as a fused update may allocate nothing:
+  *gradients*. b2 is not: *temporary*.
 - o2 is alive when the next phase begins: *optimizer* (its state). o1 is not: *temporary*.
 
 What is alive before the first event, or made before the first forward and never freed, is *weights*.
@@ -32,12 +33,10 @@ MADE_BEFORE: dict[Made, str] = {
     "backward": "gradients",
 }  # fmt: skip
 """What made memory that was alive when the history began -> its category; all else is weights."""
-LOOK_AHEAD = 1024
-"""Events after which a forward is a new one, if none of them is of the backward."""
 WORKSPACES = frozenset((32 << 20, 8_519_680, 1 << 20))
 """Bytes of cuBLAS's and cuBLASLt's workspaces: on Hopper, on other GPUs, and before torch 2.7."""
 PHASE_OF: dict[Made, str] = {"activations": "forward", "backward": "backward", "optimizer": "optimizer"}
-NEXT_PHASE = {"forward": ("backward",), "backward": ("optimizer",)}
+NEXT_PHASE = {"forward": ("backward",), "backward": ("optimizer", "forward")}
 """A phase -> the phases up to which its result lives; of others any other phase."""
 RESULT_OF = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer", LOADING: "weights"}
 
@@ -134,17 +133,8 @@ def _stretches(events: Events, stacks: _Stacks) -> list[Stretch]:
             continue
         if phase == "backward" and found[-1].phase == LOADING:
             continue  # A stack without Python frames, before there was a forward.
-        if phase == "forward" and found[-1].phase == "backward" and not _leaves(events, index, stacks):
-            continue  # Recomputation.
         found.append(Stretch(index, phase))
     return found
-
-
-def _leaves(events: Events, index: int, stacks: _Stacks) -> bool:
-    """Return whether a forward after a backward is a new one: no backward frames in the next events."""
-    ahead = range(index, min(index + LOOK_AHEAD, len(events)))
-    allocated = (stacks.made(events.stacks[at]) for at in ahead if events.actions[at] == ALLOC)
-    return "backward" not in allocated
 
 
 def _segments(stretches: list[Stretch], *, is_whole: bool) -> list[Segment]:

@@ -119,7 +119,10 @@ def _run(view: Any, take: Take, advance: Callable[[int], None]) -> Value:
             target = stack[begin - 1]
             if type(target) is not dict or (len(stack) - begin) % 2:
                 raise NotPlainError("it sets items of what is no dict")
-            target.update(zip(stack[begin::2], stack[begin + 1 :: 2], strict=True))
+            keys = stack[begin::2]
+            if not all(type(key) is str for key in keys):  # A nested tuple's hash has no bound.
+                raise NotPlainError("a key of a dict is no string")
+            target.update(zip(keys, stack[begin + 1 :: 2], strict=True))
             del stack[begin:]
         elif code == APPENDS:
             begin = marks.pop()
@@ -142,8 +145,8 @@ def _run(view: Any, take: Take, advance: Callable[[int], None]) -> Value:
             stack[-2:] = [(stack[-2], stack[-1])]
         elif code == SETITEM:
             value, key = pop(), pop()
-            if type(stack[-1]) is not dict:
-                raise NotPlainError("it sets an item of what is no dict")
+            if type(stack[-1]) is not dict or type(key) is not str:
+                raise NotPlainError("it sets an item of what is no dict, or by what is no string")
             stack[-1][key] = value
         elif code == APPEND:
             item = pop()

@@ -74,9 +74,16 @@ def changes(checked: Iterable[PrivateName]) -> list[str]:
     found = list[tuple[bool, str]]()
 
     def check() -> None:
-        for one in checked:
-            if is_installed(one.library) and (what := change(one, stored)):
-                found.append((FAILS in what, _line(one, what)))
+        import torch
+
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # As small calls assume; the process waits for this thread.
+        try:
+            for one in checked:
+                if what := _change(one):
+                    found.append((FAILS in what, _line(one, what)))
+        finally:
+            torch.set_default_dtype(dtype)
 
     thread = threading.Thread(target=check, name="private names")
     with warnings.catch_warnings():
@@ -84,6 +91,15 @@ def changes(checked: Iterable[PrivateName]) -> list[str]:
         thread.start()
         thread.join()
     return [line for _, line in sorted(found, key=lambda each: each[0])]
+
+
+def _change(one: PrivateName) -> str:
+    if not is_installed(one.library):
+        return ""
+    try:
+        return change(one, stored)
+    except Exception as error:  # Such as of a library whose import fails
+        return f"cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _line(one: PrivateName, what: str) -> str:

@@ -187,7 +187,7 @@ class Tracer(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
         if func.namespace in namespaces():
             for observer in self.observers:
-                observer.communicates(func, args)
+                observer.communicates(func, (*args, *kwargs.values()))
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:
