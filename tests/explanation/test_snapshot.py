@@ -108,7 +108,7 @@ def event(action: str, address: int, size: int, *calls: tuple[str, str]) -> dict
 
 
 def saved(path: Path, events: Events, *, segments: Any = (), **more: Any) -> Path:
-    content = {"segments": list(segments), "device_traces": [events], "allocator_settings": {}, **more}
+    content = {"segments": list(segments), "device_traces": [events], "allocator_settings": {}} | more
     path.write_bytes(pickle.dumps(content))
     return path
 
@@ -232,6 +232,20 @@ def test_what_a_failed_request_lacked(
     segment = {"device": 0, "address": ADDRESS, "total_size": held + cached, "stream": 0, "blocks": []}
     assert main(["explain", str(saved(tmp_path / "a.pickle", events, segments=[segment]))]) == 0
     assert line in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_was_set_is_no_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        event("segment_alloc", ADDRESS, 48 * MIB),
+        event("alloc", ADDRESS, 32 * MIB, FORWARD),
+        event("oom", 0, 12 * MIB, FORWARD) | {"device_free": 0},
+    ]
+    segment = {"device": 0, "address": ADDRESS, "total_size": 48 * MIB, "stream": 0, "blocks": []}
+    settings = {"allocator_settings": {"expandable_segments": True}}
+    assert main(["explain", str(saved(tmp_path / "a.pickle", events, segments=[segment], **settings))]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "expandable_segments:True was set" in out
+    assert "in pieces: torch.cuda.empty_cache() before it gives back whole segments" in out
 
 
 def test_expandable_segments_join_what_was_freed_in_pieces(tmp_path: Path) -> None:

@@ -75,11 +75,6 @@ class OutOfMemoryText(Value):
             return self.free
         return min(self.free, max(0, self.allowed - self.reserved))
 
-    @property
-    def is_fragmented(self) -> bool:
-        """Return whether what is cached and free is enough for the request, only not in one piece."""
-        return (self.cached or 0) + (self.room or 0) >= self.requested
-
 
 def read_message(text: str, *, file: str = "") -> OutOfMemoryText:
     """Read the last OutOfMemoryError of a text, such as a log.

@@ -84,16 +84,15 @@ def snapshot_notes(explanation: Explanation) -> Iterator[str]:
         saved = 0
     gain = "would save " if saved > 0 else "would take "
     if saved:
-        yield f"expandable_segments:True {gain}{format_bytes(abs(saved))} of reserved memory" + " more" * (
-            saved < 0
-        )
+        more = " more" * (saved < 0)
+        yield f"expandable_segments:True {gain}{format_bytes(abs(saved))} of reserved memory{more}"
     if not facts.is_whole:
         yield (
             "the history begins late: what was there before has the place of its own allocation if that was "
             "recorded, and counts as weights otherwise"
         )
     if facts.failed is not None:
-        yield from failure_notes(facts.failed, explanation.breakdown)
+        yield from failure_notes(facts.failed, explanation.breakdown, is_expandable=facts.is_expandable)
 
 
 def show_message(found: OutOfMemoryText) -> None:
@@ -131,11 +130,14 @@ def _advice(found: OutOfMemoryText) -> Iterator[str]:
         yield "who holds it: torch.cuda.memory._record_memory_history(), then explain the snapshot"
 
 
-def failure_notes(failed: FailedRequest, alive: MemoryBreakdown | None = None) -> Iterator[str]:
+def failure_notes(
+    failed: FailedRequest, alive: MemoryBreakdown | None = None, *, is_expandable: bool = False
+) -> Iterator[str]:
     """Yield what a failed request lacked, and what would give it.
 
     Args:
         alive: what held memory, if that is known.
+        is_expandable: ``expandable_segments:True`` was set.
     """
     requested, cached = format_bytes(failed.num_bytes), failed.reserved_bytes - failed.allocated_bytes
     yield (
@@ -149,8 +151,9 @@ def failure_notes(failed: FailedRequest, alive: MemoryBreakdown | None = None) -
         )
         return
     if not failed.missing_bytes:
+        joins = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them, and " * (not is_expandable)
         yield (
-            "enough was there, in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them, and "
+            f"enough was there, in pieces: {joins}"
             "torch.cuda.empty_cache() before it gives back whole segments"
         )
         return
