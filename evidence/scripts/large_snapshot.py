@@ -34,14 +34,8 @@ print(json.dumps({
 def events(count: int) -> list[dict[str, Any]]:
     """Return allocations and frees: ``count`` requests, of which each free is two events."""
     chance = random.Random(0)
-    frames = [
-        {
-            "name": f"forward{i}",
-            "filename": f"/usr/lib/python3/site-packages/lib/module{i % 97}.py",
-            "line": i,
-        }
-        for i in range(3000)
-    ]
+    file = "/usr/lib/site-packages/lib/module{}.py"
+    frames = [{"name": f"forward{i}", "filename": file.format(i % 97), "line": i} for i in range(3000)]
     begins = chance.choices(range(2700), k=4000)
     stacks = [[frames[min(2999, at + 7 * j)] for j in range(chance.randint(8, 45))] for at in begins]
     live: list[tuple[int, int]] = []
@@ -50,8 +44,8 @@ def events(count: int) -> list[dict[str, Any]]:
 
     def add(action: str, address: int, size: int, number: int) -> None:
         found.append({
-            "action": action, "addr": address, "size": size, "stream": 0,
-            "time_us": 1_700_000_000_000_000 + number, "compile_context": "N/A", "user_metadata": "", "frames": list(chance.choice(stacks)),
+            "action": action, "addr": address, "size": size, "stream": 0, "time_us": number,
+            "compile_context": "N/A", "user_metadata": "", "frames": list(chance.choice(stacks)),
         })  # fmt: skip
 
     for number in range(count):
