@@ -25,7 +25,8 @@ from trainfit.explanation.snapshot.explain import explain_snapshot
 begin = time.monotonic()
 found = explain_snapshot(Path(sys.argv[1]))
 print(json.dumps({
-    "events": found.snapshot.num_events, "wall_s": time.monotonic() - begin, "processor_s": time.process_time(),
+    "events": found.snapshot.num_events, "wall_s": time.monotonic() - begin,
+    "processor_s": time.process_time(),
     "highest_resident_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
 }))
 """
