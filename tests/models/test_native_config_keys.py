@@ -12,7 +12,8 @@ from trainfit.catalog.model_types import native_types
 from trainfit.models.build import build_native
 from trainfit.models.hf import build_hf
 from trainfit.models.native.config import NativeConfig
-from trainfit.models.native.safetensors_io import load_safetensors, mapped_tensors, tensor_of
+from trainfit.models.native.safetensors_io import load_safetensors
+from trainfit.models.weights.layout import layout
 from trainfit.spec.errors import InputError
 
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True}
@@ -136,13 +137,15 @@ def assert_equal(family: str, change: dict[str, Any], folder: Path) -> None:
     torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
     expected.loss.backward()
     got.loss.backward()
-    entries = {entry.name: entry for entry in mapped_tensors(ours.config)}
+    entries = {entry.name: entry for entry in layout(ours)}
     gradients = {key: value.grad for key, value in theirs.named_parameters()}
     assert set(gradients) == set(entries), "the same weights"
     for parameter in ours.parameters():
         parameter.data = parameter.grad
+    own = dict(ours.named_parameters())
     for key, gradient in gradients.items():
-        torch.testing.assert_close(tensor_of(ours, entries[key]), gradient, rtol=1e-3, atol=1e-5)
+        got_gradient = entries[key].of(own[entries[key].parameter])
+        torch.testing.assert_close(got_gradient, gradient, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("change", "words"), REFUSED, ids=str)

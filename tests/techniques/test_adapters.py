@@ -11,7 +11,7 @@ from native_and_hf import TINY
 from tiny_recipe import tiny_recipe
 from tiny_step import BASE, FAMILIES, learned
 from tiny_training import Listener, options_for, stop_at, tiny
-from trainfit.models.native.safetensors_io import mapped_tensors, tensor_of
+from trainfit.models.weights.layout import layout
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
@@ -70,8 +70,8 @@ def twins(kind: Any, config: dict[str, Any], attention: Any) -> tuple[Step, Step
     state: dict[str, Tensor] = theirs.base_model.state_dict()  # pyright: ignore
     encoder: dict[str, Tensor] = theirs.prompt_encoder["default"].state_dict()  # pyright: ignore
     with torch.no_grad():
-        for entry in mapped_tensors(base.config):  # pyright: ignore
-            tensor_of(base, entry).copy_(state[entry.name])  # pyright: ignore
+        for entry in layout(base):  # pyright: ignore
+            entry.of(base.get_parameter(entry.parameter)).copy_(state[entry.name])  # pyright: ignore
         if kind != "prefix":
             ours.prompt_encoder.load_state_dict(encoder)  # pyright: ignore
         else:

@@ -1,17 +1,13 @@
 """Load and save weights of a NativeDecoder in the Hugging Face layout (Llama, Mistral, Qwen).
 
-Fused parameters hold several tensors of the layout as row ranges: ``attention.qkv`` is q_proj, k_proj and
-v_proj; ``mlp.up`` is gate_proj and up_proj.
-
 Loading checks every name and shape in the files' headers, then copies one tensor at a time, without a second
 copy of the model. Saving copies one shard at a time to a new file, which replaces the old one when complete.
 """
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -19,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.decoder import NativeDecoder
+from trainfit.models.weights.layout import Stored, layout
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import read_json
 
@@ -28,33 +24,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 RECOMPUTED = ".rotary_emb.inv_freq"  # Buffer in old Llama files that the config determines
 OTHER_CONFIG = "use the config.json that belongs to these weights"
-
-
-class MappedTensor(NamedTuple):
-    """Hugging Face name, native parameter, and its rows (None: all)."""
-
-    name: str
-    parameter: str
-    rows: slice | None = None
-
-
-def mapped_tensors(config: NativeConfig) -> Iterator[MappedTensor]:
-    """Yield every tensor of the config's Hugging Face layout in file order, without a tied output layer."""
-    yield MappedTensor("model.embed_tokens.weight", "embed.weight")
-    if config.position_embedding == "learned":
-        yield MappedTensor("model.embed_positions.weight", "embed_positions.weight")
-    for layer in range(config.num_hidden_layers):
-        yield from _block_tensors(config, f"model.layers.{layer}", f"layers.{layer}")
-    if config.norm_placement == "pre":
-        yield from _norm_tensors(config, "model.norm", "norm")
-    if not config.tie_word_embeddings:
-        yield MappedTensor("lm_head.weight", "lm_head.weight")
-
-
-def tensor_of(model: NativeDecoder, entry: MappedTensor) -> Tensor:
-    """Return a detached view of the tensor in the model, to read or write."""
-    parameter = model.get_parameter(entry.parameter).detach()
-    return parameter if entry.rows is None else parameter[entry.rows]
 
 
 @torch.no_grad()
@@ -67,14 +36,15 @@ def load_safetensors(model: NativeDecoder, folder: str | Path) -> None:
         FileNotFoundError: No weights in ``folder``.
     """
     folder = Path(folder)
-    wanted = {entry.name: entry for entry in mapped_tensors(model.config)}
+    wanted = {entry.name: entry for entry in layout(model)}
+    parameters = model.state_dict()
     files = _shard_files(folder)
     _check(model, wanted, {name: (file, shape) for file in files for name, shape in _shapes(file)}, folder)
     for file in files:
         with safe_open(file, framework="pt", device=str(model.embed.weight.device)) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open gives no iterator)
                 if name in wanted:
-                    tensor_of(model, wanted[name]).copy_(tensors.get_tensor(name))
+                    wanted[name].of(parameters[wanted[name].parameter]).copy_(tensors.get_tensor(name))
                 elif _is_tied_head(model, name) and not torch.equal(
                     model.lm_head.weight, tensors.get_tensor(name).to(model.lm_head.weight)
                 ):
@@ -89,7 +59,8 @@ def save_safetensors(
     """Save the model, and ``config`` as config.json, in the form that transformers reads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {entry.name: tensor_of(model, entry) for entry in mapped_tensors(model.config)}
+    parameters = model.state_dict()
+    state = {entry.name: entry.of(parameters[entry.parameter]) for entry in layout(model)}
     split = split_state_dict_into_shards_factory(
         state,
         get_storage_size=_num_bytes,
@@ -142,7 +113,7 @@ def _shapes(file: Path) -> list[tuple[str, list[int]]]:
 
 
 def _check(
-    model: NativeDecoder, wanted: dict[str, MappedTensor], found: dict[str, tuple[Path, list[int]]], at: Path
+    model: NativeDecoder, wanted: dict[str, Stored], found: dict[str, tuple[Path, list[int]]], at: Path
 ) -> None:
     known = {*wanted, *(name for name in found if name.endswith(RECOMPUTED) or _is_tied_head(model, name))}
     missing = [name for name in wanted if name not in found]
@@ -153,7 +124,7 @@ def _check(
             raise InputError(f"{problem} tensor {names[0]}{more}", OTHER_CONFIG, file=str(at))
     for name, entry in wanted.items():
         file, shape = found[name]
-        expected = list(tensor_of(model, entry).shape)
+        expected = list(entry.shape)
         if shape != expected:
             problem = f"shape {shape} where the config needs {expected}"
             raise InputError(problem, OTHER_CONFIG, field=name, file=str(file))
@@ -167,38 +138,3 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(new, path)
-
-
-def _block_tensors(config: NativeConfig, theirs: str, ours: str) -> Iterator[MappedTensor]:
-    heads = config.num_attention_heads * config.head_dim
-    groups = config.num_key_value_heads * config.head_dim
-    qkv = {"q_proj": heads, "k_proj": groups, "v_proj": groups}
-    yield from _norm_tensors(config, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
-    yield from _fused_tensors(qkv, f"{theirs}.self_attn", f"{ours}.attention.qkv", config.attention_bias)
-    if config.qk_norm:
-        yield from _norm_tensors(config, f"{theirs}.self_attn.q_norm", f"{ours}.attention.q_norm")
-        yield from _norm_tensors(config, f"{theirs}.self_attn.k_norm", f"{ours}.attention.k_norm")
-    yield MappedTensor(f"{theirs}.self_attn.o_proj.weight", f"{ours}.attention.out.weight")
-    if config.attention_output_bias:
-        yield MappedTensor(f"{theirs}.self_attn.o_proj.bias", f"{ours}.attention.out.bias")
-    yield from _norm_tensors(config, f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm")
-    up = {"gate_proj": config.intermediate_size} if config.gated_mlp else {}
-    up["up_proj"] = config.intermediate_size
-    yield from _fused_tensors(up, f"{theirs}.mlp", f"{ours}.mlp.up", config.mlp_bias)
-    yield MappedTensor(f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down.weight")
-    if config.mlp_bias:
-        yield MappedTensor(f"{theirs}.mlp.down_proj.bias", f"{ours}.mlp.down.bias")
-
-
-def _fused_tensors(sizes: dict[str, int], theirs: str, ours: str, bias: bool) -> Iterator[MappedTensor]:
-    for kind in ("weight", "bias") if bias else ("weight",):
-        start = 0
-        for part, size in sizes.items():
-            yield MappedTensor(f"{theirs}.{part}.{kind}", f"{ours}.{kind}", slice(start, start + size))
-            start += size
-
-
-def _norm_tensors(config: NativeConfig, theirs: str, ours: str) -> Iterator[MappedTensor]:
-    yield MappedTensor(f"{theirs}.weight", f"{ours}.weight")
-    if config.norm == "layernorm":
-        yield MappedTensor(f"{theirs}.bias", f"{ours}.bias")
