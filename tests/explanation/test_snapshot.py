@@ -22,7 +22,7 @@ from trainfit.explanation.snapshot.read import Frame, read_snapshot
 from trainfit.explanation.snapshot.stacks import made_by
 from trainfit.explanation.snapshot.unpickle import NotPlainError, loads
 from trainfit.spec.errors import InputError
-from trainfit.spec.result import Explanation
+from trainfit.spec.explanation import Explanation
 from trainfit.spec.units import GIB, MIB
 
 SAVED = Path(__file__).parents[1] / "data" / "snapshots"

@@ -14,8 +14,9 @@ from trainfit.ledger.file import save
 from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.report.console import broken
+from trainfit.spec.explanation import Explanation
 from trainfit.spec.recipe import Batch, Optimizer, Recipe
-from trainfit.spec.result import CATEGORIES, Explanation
+from trainfit.spec.result import CATEGORIES
 
 LAYERS = 5
 ROUNDING = 512

@@ -17,9 +17,9 @@ from trainfit.catalog.load import model_config
 from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, markdown_grid, or_dash
+from trainfit.spec.explanation import Explanation
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.recipe_file import load_recipe
-from trainfit.spec.result import Explanation
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB
 from trainfit.sweeps.read import read_sweep

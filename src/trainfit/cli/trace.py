@@ -1,10 +1,5 @@
 """``trainfit trace``: predict a training script of the user's own, without a GPU and without a recipe."""
 
-import os
-import runpy
-import sys
-import traceback
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +17,7 @@ from trainfit.cli.options import (
     only_json,
     print_json,
 )  # fmt: skip
+from trainfit.cli.scripts import callable_of
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
@@ -97,11 +93,7 @@ def run(
         world_size = _same(world_size, launch.ranks, "world-size")
         nodes = _same(nodes, launch.nodes, "nodes")
 
-    def train() -> None:
-        _run_script(launch)
-
-    train.script = launch.file  # pyright: ignore[reportFunctionMemberAccess]
-    train.__qualname__ = launch.target if launch.is_module else Path(launch.target).name
+    train = callable_of(launch)
     watched = progress(f"tracing {train.__qualname__} on {gpu}, {steps} optimizer steps", live=False)
     with only_json(json), watched:
         estimate = trace(
@@ -137,40 +129,3 @@ def _same(given: int | None, launched: int | None, option: str) -> int | None:
         problem = f"the launcher's options say {launched}"
         raise InputError(problem, f"leave --{option} out", field=f"--{option}", value=given)
     return launched
-
-
-def _run_script(launch: Launch) -> None:
-    """Run the file or module as Python does, with its folder first on the path and its own ``sys.argv``.
-
-    Raises:
-        InputError: the script raised an exception, whose traceback is printed on standard error.
-    """
-    from trainfit.user.lacking import lack_of, line_of
-
-    folder = Path.cwd() if launch.is_module else Path(launch.target).resolve().parent
-    kept = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [launch.target, *launch.arguments], [str(folder)]
-    os.environ.update(launch.environment)  # Restored after the trace.
-    try:
-        if launch.is_module:
-            runpy.run_module(launch.target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(launch.target, run_name="__main__")
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            problem = f"the script ended with exit code {error.code}"
-            raise InputError(problem, "correct it, or its arguments", file=launch.target) from None
-    except InputError as error:
-        raise error.in_file(line_of(error) or launch.target) from error.__cause__
-    except Exception as error:
-        say("".join(traceback.format_exception(error)), err=True, end="")
-        lack, file = lack_of(error), line_of(error) or launch.target
-        if lack is not None:
-            raise InputError(lack, LEAVE_OUT, file=file) from None
-        raise InputError(f"{type(error).__name__}: {error}", CORRECT, file=file) from None
-    finally:
-        sys.argv, sys.path[:] = kept
-
-
-LEAVE_OUT = "leave it out, or trace a version of the script without it"
-CORRECT = "correct the script, unless it fails for lack of values: those on the device read as 0"

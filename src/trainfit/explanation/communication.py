@@ -17,8 +17,8 @@ from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.host_time import Issue, collective_issue_s
 from trainfit.prediction.time.roofline import step_times
+from trainfit.spec.explanation import CommunicationBound, PhaseCommunication
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CommunicationBound, PhaseCommunication
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 Entry = TypeVar("Entry", Op, Collective)

@@ -12,7 +12,9 @@ PyTorch's messages changed over the years; these are read, with any of their fig
 """
 
 import re
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.units import GIB, KIB, MIB, TIB
@@ -97,6 +99,26 @@ def read_message(text: str, *, file: str = "") -> OutOfMemoryText:
         "give the text from 'CUDA out of memory. Tried to allocate' on",
         file=file,
     )
+
+
+def last_of(path: Path | None, num_bytes: int) -> str:
+    """Return the end of a text file, or of standard input.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if path is None:
+        kept = b""
+        while part := sys.stdin.buffer.read(num_bytes):
+            kept = (kept + part)[-num_bytes:]
+        return kept.decode("utf-8", "replace")
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - num_bytes))
+            return file.read().decode("utf-8", "replace")
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", "name a text file", file=str(path)) from None
 
 
 def _first(patterns: tuple[re.Pattern[str], ...], name: str, text: str) -> int | None:

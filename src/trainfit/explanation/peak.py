@@ -4,35 +4,35 @@ The ledger is replayed on the caching allocator, as for a prediction, so the pea
 the byte. Live memory is listed by category, module and operation; identical layers share a row.
 """
 
+import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainfit.explanation.communication import communication_bound
+from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
 from trainfit.ledger.replay import Replay
 from trainfit.ledger.segments import rounded
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import of_both_peaks, replay_on, two_peaks
-from trainfit.prediction.machine import machine_of
+from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import ledger_of
+from trainfit.spec.explanation import ONE_OF_EQUAL, CurvePoint, Explanation, Holder, Moment
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import (
-    CATEGORIES,
-    ONE_OF_EQUAL,
-    PHASES,
-    CurvePoint,
-    Explanation,
-    Holder,
-    MemoryBreakdown,
-    Moment,
-)
+from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown
+
+if TYPE_CHECKING:
+    from trainfit.prediction.user_step import UserTrace
 
 CURVE_POINTS = 64
 LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
 """Layer number in a module path, or the name of a group of identical layers (``virtual.trace.scope``)."""
 OPERATION = re.compile(r"^(aten|prims|trainfit)\.")
 WORKSPACE = "library workspace"
+LATER = "later"
+"""Steps of a traced script after the steady one, which are its repetitions."""
+BEFORE_STEPS = ("init", "setup")
 BELONGS_TO_PARAMETERS = ("weights", "optimizer")  # Categories whose path is a parameter's name
 
 
@@ -46,24 +46,66 @@ class Change(NamedTuple):
     num_bytes: int
 
 
+class Explained(NamedTuple):
+    """An explanation, and the ledger that it is of."""
+
+    explanation: Explanation
+    ledger: Ledger
+    machine: Machine | None = None
+    """None: of a snapshot."""
+    recipe: Recipe | None = None
+    expandable: bool = False
+    """The allocator has ``expandable_segments:True``."""
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The allocator's limit on the machine's GPU; None: none is known."""
+        if self.machine is None or self.machine.gpu.vendor == "host":
+            return None
+        return self.machine.gpu.usable_bytes - overhead_bytes(self.machine.gpu, self.ledger)
+
+
 def explain(recipe: Recipe) -> Explanation:
     """Explain the memory at the peak of the recipe's step, and its course through that step.
 
     Raises:
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
     """
+    return explained(recipe).explanation
+
+
+def explained(recipe: Recipe) -> Explained:
+    """Return a recipe's explanation with its ledger; raises as ``explain``."""
     machine = machine_of(recipe.hardware)
     gpu, ledger = machine.gpu, ledger_of(recipe, machine)
-    (replayed, *others), _ = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
-    outside, traced = overhead_bytes(gpu, ledger), ledger
-    ledger = ledger.with_lower_peak()
+    found = _of_ledger(machine, ledger, of_both_peaks(ledger, lambda one: replay_on(gpu, one))[0])
+    explanation = found.model_copy(
+        update={
+            "recipe": recipe.content(),
+            "recipe_id": recipe.id,
+            "communication": communication_bound(recipe, machine, ledger.with_lower_peak()),
+        }
+    )
+    expandable = allocator_settings(os.environ).expandable_segments
+    return Explained(explanation, ledger.with_lower_peak(), machine, recipe, expandable)
+
+
+def explained_script(traced: "UserTrace") -> Explained:
+    """Return the explanation of a traced script with its ledger."""
+    ledger = traced.step_ledger()
+    found = _of_ledger(traced.machine, ledger, traced.replayed()[0])
+    explanation = found.model_copy(update={"script": traced.name})
+    return Explained(explanation, ledger.with_lower_peak(), traced.machine, None, traced.expandable)
+
+
+def _of_ledger(machine: Machine, ledger: Ledger, replays: Sequence[Replay]) -> Explanation:
+    """Return the explanation of a ledger from its replays (``estimate.of_both_peaks``)."""
+    replayed, *others = replays
+    outside = overhead_bytes(machine.gpu, ledger)
     return Explanation(
-        recipe=recipe.content(),
-        recipe_id=recipe.id,
-        gpu=gpu.name,
-        two_peaks=two_peaks(traced, replayed, others[0], outside) if others else None,
-        communication=communication_bound(recipe, machine, ledger),
-        **memory_of(ledger, replayed),
+        gpu=machine.gpu.name,
+        two_peaks=two_peaks(ledger, replayed, others[0], outside) if others else None,
+        **memory_of(ledger.with_lower_peak(), replayed),
     )
 
 
@@ -71,13 +113,17 @@ def memory_of(ledger: Ledger, replayed: Replay) -> dict[str, Any]:
     """Return what a replayed ledger says of its peak, as fields of an Explanation."""
     events = ledger.expand()
     holders = _holders(ledger, replayed.at_peak)
-    step = ledger.segments[events[replayed.peak_event].segment].step
+    moment = _moment(ledger, events, replayed.peak_event)
+    reached = getattr(replayed.phases.steady, moment.phase, 0)
+    if moment.step == LATER and reached == replayed.peak_allocated_bytes:
+        moment = moment.model_copy(update={"step": "steady"})
+    step = moment.step
     walk = _Walk(ledger, events, step)
     return {
         "peak_allocated_bytes": replayed.peak_allocated_bytes,
         "versions": ledger.versions,
         "phases": replayed.phases,
-        "moment": _moment(ledger, events, replayed.peak_event),
+        "moment": moment,
         "breakdown": replayed.breakdown,
         "holders": holders,
         "unsplit_bytes": replayed.peak_allocated_bytes - sum(holder.num_bytes for holder in holders),
@@ -121,7 +167,7 @@ def _place(ledger: Ledger, op: Op) -> str:
 def _holders(ledger: Ledger, alive: Iterable[tuple[int, int]]) -> tuple[Holder, ...]:
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for index, num_bytes in alive:
-        found.setdefault(_named(ledger, ledger.storages[index]), []).append(rounded(num_bytes))
+        found.setdefault(holder_name(ledger, ledger.storages[index]), []).append(rounded(num_bytes))
     holders = [
         Holder(category=c, path=path, op=op, made_in=made_in, count=len(sizes), num_bytes=sum(sizes))
         for (c, path, op, made_in), sizes in found.items()
@@ -129,13 +175,14 @@ def _holders(ledger: Ledger, alive: Iterable[tuple[int, int]]) -> tuple[Holder, 
     return tuple(sorted(holders, key=lambda holder: (-holder.num_bytes, holder.path, holder.op)))
 
 
-def _named(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
+def holder_name(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
     """Category, path, operation, and where it was made: equal for the same allocation of equal layers."""
     op = ledger.ops[storage.op] if storage.op >= 0 else None
     if op is None:
         return storage.category, "", WORKSPACE, "any"
     segment = ledger.segments[op.segment]
-    made_in = segment.step if segment.step == "init" else f"{segment.step}.{segment.phase}"
+    step = "steady" if segment.step == LATER else segment.step
+    made_in = step if step in BEFORE_STEPS else f"{step}.{segment.phase}"
     if storage.category in BELONGS_TO_PARAMETERS:
         return storage.category, merged_path(storage.path.split("/")[1] or op.module), "", made_in
     return storage.category, merged_path(op.module), _short(op.name), made_in

@@ -74,7 +74,7 @@ class CachingAllocator:
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
-        self._expandable = ExpandableSegments(self._reserve, capacity_bytes) if expandable_segments else None
+        self._expandable = ExpandableSegments(self._map, capacity_bytes) if expandable_segments else None
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._blocks: dict[int, Block] = {}
         self._next_handle = 1
@@ -94,7 +94,7 @@ class CachingAllocator:
         small = size <= SMALL_SIZE
         pool = self._pools.get((small, stream))
         if pool is None:
-            pool = self._pools[small, stream] = Pool(small)
+            pool = self._pools[small, stream] = Pool(small, stream)
         free = pool.free
         index = bisect_left(free, (size,))  # The smallest that fits, the lowest address among equals.
         if index == len(free):
@@ -136,11 +136,30 @@ class CachingAllocator:
                 block = item[2]
                 if not block.expandable and block.before is None and block.after is None:
                     self.reserved_bytes -= block.size
+                    self._on_segment("segment_free", pool, block.address, block.size)
                 else:
                     kept.append(item)
             pool.free = kept
             if self._expandable:
-                self.reserved_bytes -= self._expandable.unmap_free(pool)
+                for address, num_bytes in self._expandable.unmap_free(pool):
+                    self.reserved_bytes -= num_bytes
+                    self._on_segment("segment_unmap", pool, address, num_bytes)
+
+    def block(self, handle: int) -> Block:
+        """Return the block of a handle in use."""
+        return self._blocks[handle]
+
+    def segments(self) -> list[list[Block]]:
+        """Return each segment's blocks by address; of expandable segments the mapped runs."""
+        free = [item[2] for pool in self._pools.values() for item in pool.free]
+        found: list[list[Block]] = []
+        for block in (*free, *self._blocks.values()):
+            if block.before is None or not block.before.mapped:
+                blocks = [block]
+                while (after := blocks[-1].after) is not None and after.mapped:
+                    blocks.append(after)
+                found.append(blocks)
+        return sorted(found, key=lambda blocks: blocks[0].address)
 
     def reset_peaks(self) -> None:
         """Set both peaks to the current values (``torch.cuda.reset_peak_memory_stats``)."""
@@ -169,7 +188,19 @@ class CachingAllocator:
         num_bytes = segment_size(size)
         if not self._reserve(num_bytes):
             return None
-        return Block(self._segment_address(num_bytes), num_bytes, pool)
+        address = self._segment_address(num_bytes)
+        self._on_segment("segment_alloc", pool, address, num_bytes)
+        return Block(address, num_bytes, pool)
+
+    def _map(self, num_bytes: int, pool: Pool, address: int) -> bool:
+        """Reserve pages of an expandable segment."""
+        has_room = self._reserve(num_bytes)
+        if has_room:
+            self._on_segment("segment_map", pool, address, num_bytes)
+        return has_room
+
+    def _on_segment(self, action: str, pool: Pool, address: int, num_bytes: int) -> None:
+        """Follow what is taken from the driver and given back; ``action`` as in a memory snapshot."""
 
     def _reserve(self, num_bytes: int) -> bool:
         """Add to the reserved bytes and return True, if the capacity allows it."""

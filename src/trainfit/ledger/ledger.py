@@ -6,6 +6,7 @@ models have one run. A model whose layers recompute differently has several; run
 3 r.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -210,6 +211,8 @@ class Ledger:
     """Versions of the libraries that the step uses, by name."""
     empty_cache_every: int | None = None
     """Steps between two calls of ``torch.cuda.empty_cache``."""
+    emptied_at: tuple[int, ...] = ()
+    """Numbers of events before which a script, or a recorded run, emptied the cache. No layer is repeated."""
     peer_bytes: int = 0
     """Device memory outside the allocator that other ranks read and write."""
     held: list[tuple[int, int]] = field(default_factory=list)
@@ -224,7 +227,11 @@ class Ledger:
         if not self.optional:
             return self
         dropped = set(self.optional)
-        return replace(self, events=[one for one in self.events if one.storage not in dropped], optional=[])
+        kept = [number for number, one in enumerate(self.events) if one.storage not in dropped]
+        emptied_at = tuple(bisect_left(kept, number) for number in self.emptied_at)
+        return replace(
+            self, events=[self.events[number] for number in kept], optional=[], emptied_at=emptied_at
+        )
 
     def with_higher_peak(self) -> "Ledger | None":
         """Return the ledger with its ``optional`` storages, and the frees of ``held`` at their latest.

@@ -75,7 +75,7 @@ def replay(
     peaks = [0] * len(ledger.segments)
     handles: dict[tuple[int, int], int] = {}
     peak, peak_index, segment, after_init, init_reserved = -1, 0, -1, 0, 0
-    malloc, free = gpu.malloc, gpu.free
+    malloc, free, emptied_at = gpu.malloc, gpu.free, frozenset(ledger.emptied_at)
     for index, (kind, key, num_bytes, _, event_segment, storage) in enumerate(events):
         if event_segment != segment:
             before, after = (ledger.segments[s].step if s >= 0 else "" for s in (segment, event_segment))
@@ -89,6 +89,8 @@ def replay(
             for number in range(segment + 1, event_segment + 1):
                 peaks[number] = gpu.allocated_bytes
             segment = event_segment
+        if index in emptied_at:
+            gpu.empty_cache()
         if kind == ALLOCATE:
             handles[key] = malloc(num_bytes, streams[storage])
             now = gpu.allocated_bytes

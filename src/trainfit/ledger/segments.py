@@ -39,13 +39,15 @@ class Pool:
     """Free blocks of one size class.
 
     Attributes:
+        stream: number of the CUDA stream whose requests it serves.
         free: sorted (bytes, address, block); best fit is the first that is large enough.
         unmapped: sorted (address, block) of expandable segments' address space without memory.
     """
 
-    __slots__ = ("free", "page", "small", "unmapped")
+    __slots__ = ("free", "page", "small", "stream", "unmapped")
 
-    def __init__(self, small: bool):
+    def __init__(self, small: bool, stream: int = 0):
+        self.stream = stream
         self.small, self.page = small, SMALL_SEGMENT if small else LARGE_SEGMENT
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
@@ -148,11 +150,12 @@ class ExpandableSegments:
     one.
 
     Args:
-        reserve: adds to the reserved bytes and returns whether there is room.
+        reserve: called with the bytes, the pool and the address of pages that are about to be mapped; adds to
+            the reserved bytes and returns whether there is room.
         capacity_bytes: the device's memory; None for no limit.
     """
 
-    def __init__(self, reserve: Callable[[int], bool], capacity_bytes: int | None):
+    def __init__(self, reserve: Callable[[int, Pool, int], bool], capacity_bytes: int | None):
         self.reserve = reserve
         self.span = (capacity_bytes or UNLIMITED_DEVICE) * 9 // 8
         self.span -= self.span % LARGE_SEGMENT
@@ -171,15 +174,15 @@ class ExpandableSegments:
         del pool.free[bisect_left(pool.free, (block.size, block.address))]
         return block
 
-    def unmap_free(self, pool: Pool) -> int:
-        """Unmap the pages that are wholly in free blocks and return their bytes (``unmap_block``)."""
-        page, released = pool.page, 0
+    def unmap_free(self, pool: Pool) -> list[tuple[int, int]]:
+        """Unmap the pages that are wholly in free blocks (``unmap_block``); return addresses and bytes."""
+        page, released = pool.page, list[tuple[int, int]]()
         for size, address, block in list(pool.free):
             base = block.address % self.span
             start, end = -(-base // page) * page, (base + size) // page * page
             if not block.expandable or end <= start:
                 continue
-            released += end - start
+            released.append((address + start - base, end - start))
             del pool.free[bisect_left(pool.free, (size, address))]
             self._unmap(block, start - base, end - start)
         return released
@@ -205,7 +208,7 @@ class ExpandableSegments:
         pool, page = block.pool, block.pool.page
         end = -(-(block.address + size) // page) * page
         mapped = min(end - block.address // page * page, block.size)
-        if not self.reserve(mapped):
+        if not self.reserve(mapped, pool, block.address):
             return False
         _remove(pool.unmapped, block)
         block.mapped = True

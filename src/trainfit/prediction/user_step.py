@@ -11,10 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.ledger.allocator import OutOfMemory
+from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger, Segment
 from trainfit.ledger.replay import Replay, replay
@@ -37,7 +37,6 @@ from trainfit.user import UserGpu, user_gpu
 from trainfit.user import other_phases as one_phase
 from trainfit.user.lacking import lack_of, line_of
 from trainfit.user.steps import TraceComplete
-from trainfit.user.torch_cuda import EmptyCacheAllocator
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 
 LEAVE_OUT = "leave it out of the traced code, or trace a version without it"
@@ -50,6 +49,34 @@ NOT_MODELLED = {
 }
 
 
+class UserTrace(NamedTuple):
+    """A traced callable: its ledger, and what an estimate of it needs in addition."""
+
+    name: str
+    machine: Machine
+    ledger: Ledger
+    virtual: UserGpu
+    num_steps: int
+    """Whole optimizer steps."""
+    expandable: bool
+    """The environment, or the code, sets ``expandable_segments:True``."""
+    world_size: int | None
+
+    def replayed(self) -> tuple[list[Replay], bool]:
+        """Return the replays of the ledger's peaks, and whether they fit (``estimate.of_both_peaks``)."""
+        gpu, expandable = self.machine.gpu, self.expandable
+        return of_both_peaks(self.ledger, lambda one: _replay_on(gpu, one, expandable))
+
+    def step_ledger(self) -> Ledger:
+        """Return the ledger whose segments are those of a recipe: a steady step, and what is between."""
+        return replace(self.ledger, segments=[self._of_recipe(one) for one in self.ledger.segments])
+
+    def _of_recipe(self, segment: Segment) -> Segment:
+        if self.num_steps <= 1 and segment.step == "first":
+            segment = segment._replace(step="steady")
+        return segment._replace(phase="between") if segment.phase == "data" else segment
+
+
 def trace(
     step: Callable[[], Any],
     *,
@@ -59,7 +86,22 @@ def trace(
     nodes: int | None = None,
     calibration: OwnCalibration | None = None,
 ) -> Estimate:
-    """Return the estimate of ``trainfit.trace``, which documents arguments and errors.
+    """Return the estimate of ``trainfit.trace``, which documents arguments and errors."""
+    found = traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes, calibration=calibration)
+    estimate = _estimate(found)
+    return estimate if world_size is None else estimate.model_copy(update={"num_gpus": world_size})
+
+
+def traced(
+    step: Callable[[], Any],
+    *,
+    gpu: str = DEFAULT_GPU,
+    steps: int = 3,
+    world_size: int | None = None,
+    nodes: int | None = None,
+    calibration: OwnCalibration | None = None,
+) -> UserTrace:
+    """Run a callable as ``trainfit.trace`` does and return its ledger.
 
     One trace or prediction runs at a time in a process; another thread's waits.
     """
@@ -94,8 +136,8 @@ def trace(
     outside = allocator_settings(os.environ).assumptions  # Stated anyway.
     ledger.assumptions = _assumptions(ledger, virtual, whole)
     ledger.assumptions += tuple(note for note in allocator.assumptions if note not in outside)
-    found = _estimate(name, machine, ledger, virtual, whole, allocator.expandable_segments)
-    return found if world_size is None else found.model_copy(update={"num_gpus": world_size})
+    ledger.emptied_at = tuple(sorted(virtual.memory_stats.emptied_at))
+    return UserTrace(name, machine, ledger, virtual, whole, allocator.expandable_segments, world_size)
 
 
 def _run(step: Callable[[], Any]) -> None:
@@ -129,18 +171,15 @@ def _name_of(step: Callable[..., Any]) -> str:
     return getattr(step, "__qualname__", type(step).__name__)
 
 
-def _estimate(
-    name: str, machine: Machine, ledger: Ledger, virtual: UserGpu, num_steps: int, expandable: bool
-) -> Estimate:
-    gpu, emptied_at = machine.gpu, virtual.memory_stats.emptied_at
-    replays, fits = of_both_peaks(ledger, lambda one: _replay_on(gpu, one, emptied_at, expandable))
-    replayed = replays[0]
+def _estimate(traced: UserTrace) -> Estimate:
+    (replays, fits), machine = traced.replayed(), traced.machine
+    name, ledger, virtual = traced.name, traced.ledger, traced.virtual
+    gpu, num_steps, replayed = machine.gpu, traced.num_steps, replays[0]
     phases = replayed.phases
     if num_steps <= 1:
         phases = phases.model_copy(update={"steady": phases.first})
-        ledger.segments = [s._replace(step="steady") if s.step == "first" else s for s in ledger.segments]
     others = _other_phases(ledger, machine, virtual, replayed)
-    ledger.segments = [s._replace(phase="between") if s.phase == "data" else s for s in ledger.segments]
+    ledger = traced.step_ledger()
     time = roofline(ledger, machine)
     found = summary(gpu, ledger, replays, time, fits=fits)
     inputs, tokens_per_s = _inputs(virtual, found.step_s)
@@ -261,14 +300,14 @@ def _peak_phase(replayed: Replay, phases: Phases) -> str:
     return step if step == "setup" else replayed.peak_phase
 
 
-def _replay_on(gpu: Gpu, ledger: Ledger, emptied_at: set[int], expandable: bool) -> tuple[Replay, bool]:
-    """As ``estimate.replay_on``, the cache given back where the code did so."""
+def _replay_on(gpu: Gpu, ledger: Ledger, expandable: bool) -> tuple[Replay, bool]:
+    """As ``estimate.replay_on``, with the allocator as the code sets it."""
     capacity = gpu.usable_bytes - overhead_bytes(gpu, ledger)
-    free = replay(ledger, EmptyCacheAllocator(emptied_at, None, expandable))
+    free = replay(ledger, CachingAllocator(None, expandable))
     if free.peak_reserved_bytes <= capacity or free.peak_allocated_bytes > capacity:
         return free, free.peak_reserved_bytes <= capacity
     try:
-        return replay(ledger, EmptyCacheAllocator(emptied_at, capacity, expandable)), True
+        return replay(ledger, CachingAllocator(capacity, expandable)), True
     except OutOfMemory:
         return free, False
 

@@ -13,9 +13,10 @@ from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, parameters, quantity
+from trainfit.spec.explanation import Explanation
 from trainfit.spec.plan import Advice, Found
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Explanation, OtherPhase, Peak, Phases, Run
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, OtherPhase, Peak, Phases, Run
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
 

@@ -14,16 +14,9 @@ from trainfit.ledger.segments import rounded
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
 from trainfit.report.prediction_text import two_peaks
 from trainfit.report.words import describe, holds_for
+from trainfit.spec.explanation import CommunicationBound, CurvePoint, Explanation, FailedRequest, Moment
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import (
-    CATEGORIES,
-    CommunicationBound,
-    CurvePoint,
-    Explanation,
-    FailedRequest,
-    MemoryBreakdown,
-    Moment,
-)
+from trainfit.spec.result import CATEGORIES, MemoryBreakdown
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
 
 CHART_ROWS = 8
@@ -44,6 +37,21 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     _holders(out, explanation, top)
     if explanation.communication is not None:
         _communication(out, explanation.communication, recipe.hardware.count)
+    out.print()
+
+
+def show_script(explanation: Explanation, top: int) -> None:
+    """Print the peak of a traced script, and what holds memory there."""
+    out = console()
+    out.print(f"{explanation.script}, on 1 x {explanation.gpu}", style="bold")
+    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {_moment(explanation.moment)}")
+    if explanation.two_peaks is not None:
+        rows(out, two_peaks(explanation), "left", "wrap")
+    if line := holds_for(explanation.versions):
+        out.print(line)
+    _chart(out, explanation)
+    _categories(out, explanation)
+    _holders(out, explanation, top)
     out.print()
 
 

@@ -3,20 +3,31 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from trainfit.explanation.peak import memory_of
+from trainfit.explanation.peak import Explained, memory_of
 from trainfit.explanation.snapshot.read import NO_STACK, Snapshot, read_snapshot
 from trainfit.explanation.snapshot.replay import Course, course_of, reserved_with
 from trainfit.explanation.snapshot.to_ledger import ledger_of_snapshot
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.replay import replay
 from trainfit.spec.errors import InputError
-from trainfit.spec.result import Explanation, FailedRequest, SnapshotFacts
+from trainfit.spec.explanation import Explanation, FailedRequest, SnapshotFacts
+
+Advance = Callable[[int, int], None]
 
 
 def explain_snapshot(
-    path: Path, device: int | None = None, advance: Callable[[int, int], None] = lambda at, of: None
+    path: Path, device: int | None = None, advance: Advance = lambda at, of: None
 ) -> Explanation:
-    """Explain the peak of one device in a memory snapshot. The file is read as data; nothing is executed.
+    """Explain the peak of one device in a memory snapshot; arguments as ``explained_snapshot`` takes them."""
+    return explained_snapshot(path, device, advance).explanation
+
+
+def explained_snapshot(
+    path: Path, device: int | None = None, advance: Advance = lambda at, of: None
+) -> Explained:
+    """Return the explanation of one device's peak in a memory snapshot, with its ledger.
+
+    The file is read as data; nothing is executed.
 
     Args:
         device: its number; None: the one with the most events.
@@ -33,8 +44,9 @@ def explain_snapshot(
         problem = "nothing was allocated while its history was recorded"
         raise InputError(problem, "record the history while the model trains", file=str(path))
     events = snapshot.events[chosen]
+    is_expandable = snapshot.settings.get("expandable_segments") is True
     try:
-        replayed = replay(ledger, CachingAllocator())
+        replayed = replay(ledger, CachingAllocator(expandable_segments=is_expandable))
         expandable = reserved_with(events, course, expandable=True)
     except OutOfMemory:  # More than a GPU's addresses
         remedy = "save it again; the file may be damaged"
@@ -47,11 +59,12 @@ def explain_snapshot(
         reserved_at_peak_bytes=course.reserved_at_peak,
         peak_reserved_bytes=course.peak_reserved,
         expandable_reserved_bytes=expandable,
-        is_expandable=snapshot.settings.get("expandable_segments") is True,
+        is_expandable=is_expandable,
         has_stacks=any(stack != NO_STACK for stack in events.stacks),
         failed=_failed(snapshot, chosen, course),
     )
-    return Explanation(snapshot=facts, **memory_of(ledger, replayed))
+    explanation = Explanation(snapshot=facts, **memory_of(ledger, replayed))
+    return Explained(explanation, ledger, expandable=is_expandable)
 
 
 def _device(snapshot: Snapshot, device: int | None, path: Path) -> int:

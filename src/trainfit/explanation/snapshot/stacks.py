@@ -5,10 +5,12 @@ thread, whose stacks have no Python frames.
 """
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from trainfit.explanation.snapshot.read import Frame
+from trainfit.ledger.snapshot import CATEGORY, FILE, PHASE
+from trainfit.spec.result import CATEGORIES
 
 Made = Literal["weights", "optimizer", "activations", "backward", "communication", "workspace", "other"]
 
@@ -32,6 +34,7 @@ BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py", "torc
 WORKSPACES = ("getWorkspaceData", "getCUDABlasLtWorkspace", "getChosenWorkspaceSize", "allocate_cublas")
 NO_PYTHON = "autograd's thread (no Python frames)"
 NOT_RECORDED = "before the history began"
+LIBRARY_WORKSPACE = "library workspace"
 
 
 def is_python(frame: Frame) -> bool:
@@ -72,8 +75,32 @@ def _updates(frame: Frame) -> bool:
     return is_optimizer and frame.function.startswith(("step", "_init_group", "_init_state", "init_state"))
 
 
-def place(stack: Iterable[Frame]) -> str:
-    """Return the innermost line outside PyTorch: ``modeling_llama.py:178 forward``."""
+class Known(NamedTuple):
+    """What the frames of an exported ledger say of an allocation (``ledger/snapshot.py``)."""
+
+    category: str
+    phase: str
+    """Without its step; empty: a library's workspace."""
+
+
+def known_of(stack: Sequence[Frame]) -> Known | None:
+    """Return what an exported ledger's frames say; None: a stack of calls."""
+    if not stack or stack[-1].file != FILE or not stack[-1].function.startswith(CATEGORY):
+        return None
+    category = stack[-1].function.removeprefix(CATEGORY)
+    phases = [one.function for one in stack if one.function.startswith(PHASE)]
+    phase = phases[-1].removeprefix(PHASE).rpartition(".")[2] if phases else ""
+    return Known(category, phase) if category in CATEGORIES else None
+
+
+def place(stack: Sequence[Frame]) -> str:
+    """Return the innermost line outside PyTorch: ``modeling_llama.py:178 forward``.
+
+    Of an exported ledger, the module and the operation.
+    """
+    if known_of(stack) is not None:
+        inner = [one.function for one in stack if not one.function.startswith((CATEGORY, PHASE))]
+        return " ".join(inner[1::-1]) if inner else LIBRARY_WORKSPACE
     calls = [frame for frame in stack if is_python(frame)]
     if not calls:
         return NO_PYTHON

@@ -13,6 +13,8 @@ forward, of the backward and of the optimizer:
 - o2 is alive when the next phase begins: *optimizer* (its state). o1 is not: *temporary*.
 
 What is alive before the first event, or made before the first forward and never freed, is *weights*.
+
+A snapshot that a ledger was exported as (``ledger/snapshot.py``) says phase and category itself.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 from trainfit.explanation.snapshot.read import NO_STACK, Events, Snapshot
-from trainfit.explanation.snapshot.replay import ALLOC, FREE, Alive, Course
-from trainfit.explanation.snapshot.stacks import NOT_RECORDED, Made, made_by, place
+from trainfit.explanation.snapshot.replay import ALLOC, FREE, GIVES, Alive, Course
+from trainfit.explanation.snapshot.stacks import NOT_RECORDED, Known, Made, known_of, made_by, place
 from trainfit.ledger.ledger import ALLOCATE, NO_LAYER, Event, Ledger, Op, Segment, Storage
 from trainfit.ledger.ledger import FREE as FREED
 
@@ -55,6 +57,20 @@ class _Stacks:
         self._snapshot = snapshot
         self._made: dict[int, Made] = {}
         self._places: dict[int, str] = {}
+        self._known: dict[int, Known | None] = {}
+
+    def known(self, index: int) -> Known | None:
+        """Return what an exported ledger says of a stack."""
+        if index not in self._known:
+            self._known[index] = known_of(self._snapshot.stack(index))
+        return self._known[index]
+
+    def phase(self, index: int) -> str | None:
+        """Return the phase that a stack tells of; None: any."""
+        known = self.known(index)
+        if known is not None:
+            return LOADING if known.phase == "init" else known.phase or None
+        return PHASE_OF.get(self.made(index))
 
     def made(self, index: int) -> Made:
         found = self._made.get(index)
@@ -98,11 +114,13 @@ def ledger_of_snapshot(snapshot: Snapshot, device: int, course: Course) -> Ledge
         op = op_of(one.stack, segment)
         ledger.storages.append(Storage(one.num_bytes, category, NO_LAYER, op, "//", one.stream))
 
-    ends, kept = _ends(events), set[tuple[str, int]]()
+    ends, kept, emptied_at = _ends(events), set[tuple[str, int]](), set[int]()
     for one in course.initial:
         made = stacks.made(one.stack) if one.stack != NO_STACK else "weights"
         allocate(one, 0, MADE_BEFORE.get(made, "weights"))
     for index, (action, address, size, stream) in enumerate(islice(events.rows(), last)):
+        if action in GIVES:
+            emptied_at.add(len(ledger.events))
         if action not in (ALLOC, FREE):
             continue
         at = bisect_right(begins, index) - 1
@@ -113,12 +131,16 @@ def ledger_of_snapshot(snapshot: Snapshot, device: int, course: Course) -> Ledge
             continue
         stack, end = events.stacks[index], ends.get(index, last)
         phase = stretches[at].phase
+        if (known := stacks.known(stack)) is not None:
+            allocate(Alive(address, size, stream, stack), at + 1, known.category)
+            continue
         category = _category(stacks.made(stack), phase, boundaries[at], end if end < last else None)
         outlives = end >= last and at + 1 < len(stretches) and phase != LOADING
         if outlives and size in WORKSPACES and (phase, size) not in kept:
             kept.add((phase, size))  # The first of its size that is never freed: a library keeps it.
             category = "workspace"
         allocate(Alive(address, size, stream, stack), at + 1, category)
+    ledger.emptied_at = tuple(sorted(emptied_at))
     return ledger
 
 
@@ -128,7 +150,7 @@ def _stretches(events: Events, stacks: _Stacks) -> list[Stretch]:
     for index, (action, stack) in enumerate(zip(events.actions, events.stacks, strict=True)):
         if action != ALLOC:
             continue
-        phase = PHASE_OF.get(stacks.made(stack))
+        phase = stacks.phase(stack)
         if phase is None or phase == found[-1].phase:
             continue
         if phase == "backward" and found[-1].phase == LOADING:

@@ -4,7 +4,9 @@ The expected time is a replay of the host, the GPU and its collectives (timeline
 operation on the GPU (device_time.py) and on the host (host_time.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from trainfit.catalog.constants import constants
 from trainfit.catalog.load import link, reference, transfers
@@ -15,11 +17,12 @@ from trainfit.prediction import communication
 from trainfit.prediction.machine import Machine
 from trainfit.prediction.time.device_time import least_s, op_s, part_of, roofline_kind, uses_tensor_cores
 from trainfit.prediction.time.host_time import collective_issue_s, counts_python, issue_of, loop_issue_s
-from trainfit.prediction.time.timeline import Host, Overlap, Times, replay
+from trainfit.prediction.time.timeline import Host, Overlap, Spans, Times, replay, spans
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
+T = TypeVar("T")
 HOST_BOUND = 0.1
 """Share of a step that the GPU waits for the host, from which the host decides the step."""
 LEAST_SAID = 0.01
@@ -91,14 +94,14 @@ def roofline(ledger: Ledger, machine: Machine) -> Roofline | None:
     for op in ledger.steady_ops:
         segment, times = ledger.segments[op.segment], ledger.times(op)
         if op.name in COPY_DIRECTIONS:
-            copies_s[COPY_DIRECTIONS[op.name]] += times * _copy_s(op, gpu)
+            copies_s[COPY_DIRECTIONS[op.name]] += times * copy_seconds(op, gpu)
             continue
         if segment.phase == "data":
             continue
         least += times * max(least_s(op, gpu))
         is_update = op.is_update or segment.phase == "optimizer"
         parts["optimizer" if is_update else part_of(op)] += times * device[id(op)]
-    found = _replayed(ledger, machine, device, issue)
+    found = _replayed(ledger, machine, device, issue, replay)
     waited_s = sum(found.exposed_s.values())
     copied_s = max(copies_s.values()) * transfers(gpu).host_copies
     lowest_s = max(least, copied_s, communication.lowest_s(ledger, gpu))
@@ -118,7 +121,13 @@ def roofline(ledger: Ledger, machine: Machine) -> Roofline | None:
 def step_times(ledger: Ledger, machine: Machine) -> Times:
     """Replay the steady step; the GPU's rates are known."""
     issue = _issue_s(ledger, machine)
-    return _replayed(ledger, machine, _device_s(ledger, machine, issue), issue)
+    return _replayed(ledger, machine, _device_s(ledger, machine, issue), issue, replay)
+
+
+def step_spans(ledger: Ledger, machine: Machine) -> Spans:
+    """Return when each entry of the steady step runs; the GPU's rates are known."""
+    issue = _issue_s(ledger, machine)
+    return _replayed(ledger, machine, _device_s(ledger, machine, issue), issue, spans)
 
 
 def device_seconds(ledger: Ledger, machine: Machine) -> dict[int, float]:
@@ -203,14 +212,21 @@ def _slow_down(ledger: Ledger, machine: Machine, device: dict[int, float], issue
         device.update({id(op): slowdown * device[id(op)] for op in products})  # An entry may be there twice.
 
 
-def _replayed(ledger: Ledger, machine: Machine, device: dict[int, float], issue: dict[int, float]) -> Times:
+def _replayed(
+    ledger: Ledger,
+    machine: Machine,
+    device: dict[int, float],
+    issue: dict[int, float],
+    run: Callable[..., T],
+) -> T:
+    """Call ``timeline.replay`` or ``spans`` with the times of a machine."""
     gpu, host, overlap = machine.gpu, machine.known.rates.host, machine.known.rates.overlap
     is_script = counts_python(ledger)
-    return replay(
+    return run(
         ledger,
         lambda op: device[id(op)],
         lambda one: communication.collective_s(one, gpu),
-        copy_s=lambda op: _copy_s(op, gpu),
+        copy_s=lambda op: copy_seconds(op, gpu),
         host=Host(
             lambda op: issue[id(op)],
             host.read,
@@ -228,5 +244,6 @@ def copy_bytes_per_s(gpu: Gpu) -> float:
     return link(gpu.host_link).bytes_per_s * transfers(gpu).host_copies
 
 
-def _copy_s(op: Op, gpu: Gpu) -> float:
+def copy_seconds(op: Op, gpu: Gpu) -> float:
+    """Return the seconds of a copy between the GPU and pinned host memory."""
     return op.num_bytes / copy_bytes_per_s(gpu)

@@ -66,6 +66,38 @@ class Times:
     """By segment: the computation takes longer, because collectives run meanwhile."""
 
 
+class Span(NamedTuple):
+    """An operation or a collective in a steady step; seconds since the step began."""
+
+    index: int
+    """In the ledger's operations or collectives."""
+    began_s: float
+    ended_s: float
+    issued_s: float
+    """When the host had issued it; negative: before the step, while the GPU was behind."""
+    issue_s: float = 0.0
+    """The host's work for it, up to then."""
+
+    def moved(self, seconds: float) -> "Span":
+        """Return the span so much later."""
+        began, ended, issued = (at + seconds for at in (self.began_s, self.ended_s, self.issued_s))
+        return self._replace(began_s=began, ended_s=ended, issued_s=issued)
+
+
+class Spans(NamedTuple):
+    """Every operation and collective of a steady step, in the order in which they run."""
+
+    ops: list[Span]
+    collectives: list[Span]
+    step_s: float
+
+    def from_first_issue(self) -> "Spans":
+        """Return the spans on a clock that begins with the host's first work for the step."""
+        ahead_s = max(0.0, *(one.issue_s - one.issued_s for one in self.ops)) if self.ops else 0.0
+        ops, collectives = ([one.moved(ahead_s) for one in each] for each in (self.ops, self.collectives))
+        return Spans(ops, collectives, self.step_s + ahead_s)
+
+
 def replay(
     ledger: Ledger,
     op_s: Callable[[Op], float],
@@ -89,14 +121,35 @@ def replay(
     return _Replay(ledger, op_s, collective_s, copy_s, host or Host(), overlap, load).run()
 
 
+def spans(
+    ledger: Ledger,
+    op_s: Callable[[Op], float],
+    collective_s: Callable[[Collective], float],
+    *,
+    copy_s: Callable[[Op], float],
+    host: Host,
+    overlap: Overlap,
+    load: Callable[[Collective], float],
+) -> Spans:
+    """Return when each operation and collective runs; arguments as ``replay`` takes them."""
+    replayed = _Replay(ledger, op_s, collective_s, copy_s, host, overlap, load)
+    replayed.run()
+    return replayed.spans()
+
+
 class _Flight:
     """An issued collective: when the host issued it, the operation that it needs, and what is left of it."""
 
-    __slots__ = ("issued_at", "left_s", "needs", "segment", "speeds")
+    __slots__ = ("began_at", "ended_at", "index", "issued_at", "left_s", "needs", "segment", "speeds")
 
-    def __init__(self, issued_at: float, needs: int, left_s: float, segment: int, speeds: Overlap):
+    def __init__(
+        self, index: int, issued_at: float, needs: int, left_s: float, segment: int, speeds: Overlap
+    ):
+        self.index = index
         self.issued_at, self.needs, self.left_s, self.segment = issued_at, needs, left_s, segment
         self.speeds = speeds
+        self.began_at: float | None = None
+        self.ended_at = 0.0
 
 
 class _Replay:
@@ -142,6 +195,8 @@ class _Replay:
         """Position that the host issues next."""
         self.launched_at: list[float] = []
         """By position: when the host had issued it."""
+        self.began_at: list[float] = []
+        """By position: when the GPU began it."""
         self.ended_at: list[float] = []
         """By position: when the GPU had done it."""
         self.last_of: dict[int, int] = {}
@@ -152,6 +207,8 @@ class _Replay:
         """Position -> what the computation waits for after it."""
         self.flights: dict[tuple[int, int], deque[_Flight]] = {}
         """Group of ranks -> its collectives that are not done, in their order."""
+        self.flown: list[_Flight] = []
+        """All that were issued."""
 
     def run(self) -> Times:
         began = 0.0
@@ -166,6 +223,27 @@ class _Replay:
             if one.op in self.ops
         )
         return self.times
+
+    def spans(self) -> Spans:
+        """Return the spans of the last step, after ``run``."""
+        first = (STEPS - 1) * self.num_ops
+        began = self.ended_at[first - 1] if self.num_ops else 0.0
+        ops = [
+            Span(
+                index,
+                self.began_at[at] - began,
+                self.ended_at[at] - began,
+                self.launched_at[at] - began,
+                self.issue_s[index],
+            )
+            for at, index in enumerate(self.order, first)
+        ]
+        collectives = [
+            Span(one.index, one.began_at - began, one.ended_at - began, one.issued_at - began)
+            for one in self.flown
+            if one.began_at is not None and one.ended_at > began
+        ]
+        return Spans(ops, collectives, self.now - began)
 
     # The host
 
@@ -197,7 +275,8 @@ class _Replay:
             one = self.ledger.collectives[each]
             self.host_now += self.host.collective_s(one)
             needs, speeds = self._needs(one, position), self.overlap.at(self.load(one))
-            flight = _Flight(self.host_now, needs, self.collective_s[each], one.segment, speeds)
+            flight = _Flight(each, self.host_now, needs, self.collective_s[each], one.segment, speeds)
+            self.flown.append(flight)
             self.flights.setdefault((one.num_ranks, one.span), deque()).append(flight)
             in_backward = self.ledger.segments[one.segment].phase == "backward"
             if one.is_synchronous or (one.begins_after < 0 and not in_backward):
@@ -232,6 +311,7 @@ class _Replay:
                 self._issue_ahead(position, start)
             self.times.idle_s += start - self.now
             self._pass(start)
+        self.began_at.append(self.now)
         work_s = self.op_s[index]
         # Without collectives what the host issues meanwhile makes no difference.
         if self.issued and self.host_now <= self.now + work_s:
@@ -322,9 +402,11 @@ class _Replay:
             passed_s = min(passed_s, one.left_s / one.speeds.collectives if computes else one.left_s)
         self.now += passed_s
         for group, one in running:
+            if one.began_at is None:
+                one.began_at = self.now - passed_s
             one.left_s -= passed_s * one.speeds.collectives if computes else passed_s
             if one.left_s <= LEAST_S:
-                one.left_s = 0.0
+                one.left_s, one.ended_at = 0.0, self.now
                 self.flights[group].popleft()
                 if not self.flights[group]:
                     del self.flights[group]

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.allocator_settings import allocator_settings
-from trainfit.ledger.ledger import ALLOCATE, Ledger
+from trainfit.ledger.ledger import ALLOCATE
 from trainfit.ledger.segments import Block
+from trainfit.ledger.snapshot import frames_of, segments_of
 from trainfit.user.tracer import UserTracer
 
 POOLS = ("all", "large_pool", "small_pool")
@@ -97,12 +98,12 @@ class MemoryStats:
         of_block = {
             id(allocator.block(handle)): storage for storage, handle in self._handles.items() if handle
         }
-        segments = [_segment(blocks, stream, of_block, ledger) for blocks, stream in allocator.segments()]
+        segments = segments_of(allocator, of_block, ledger)
         traces = [
             {
                 "action": change.action, "addr": change.address, "size": change.num_bytes,
                 "stream": change.stream, "time_us": position, "pool_id": (0, 0),
-                "frames": _frames(ledger, change.storage),
+                "frames": frames_of(ledger, change.storage),
             }
             for position, change in enumerate(self._history or ())
         ]  # fmt: skip
@@ -117,37 +118,6 @@ class MemoryStats:
         if self._history is not None and self._allocator is not None and handle:
             block = self._allocator.block(handle)
             self._history.append(Change(action, block.address, block.size, stream, storage))
-
-
-def _segment(blocks: list[Block], stream: int, of_block: dict[int, int], ledger: Ledger) -> dict[str, Any]:
-    used = sum(block.size for block in blocks if block.allocated)
-    return {
-        "address": blocks[0].address, "total_size": sum(block.size for block in blocks), "stream": stream,
-        "device": 0, "segment_type": "small" if blocks[0].pool.small else "large",
-        "segment_pool_id": (0, 0), "allocated_size": used, "active_size": used,
-        "requested_size": sum(_requested(block, of_block, ledger) for block in blocks),
-        "is_expandable": False, "frames": [], "blocks": [
-            {
-                "address": block.address, "size": block.size,
-                "requested_size": _requested(block, of_block, ledger),
-                "state": "active_allocated" if block.allocated else "inactive",
-                "frames": _frames(ledger, of_block[id(block)]) if id(block) in of_block else [],
-            }
-            for block in blocks
-        ],
-    }  # fmt: skip
-
-
-def _requested(block: Block, of_block: dict[int, int], ledger: Ledger) -> int:
-    index = of_block.get(id(block))
-    return 0 if index is None else ledger.storages[index].num_bytes
-
-
-def _frames(ledger: Ledger, index: int) -> list[dict[str, Any]]:
-    storage = ledger.storages[index]
-    op = ledger.ops[storage.op] if storage.op >= 0 else None
-    module, name = (op.module, op.name) if op else ("", storage.category)
-    return [{"filename": module, "line": 0, "name": name}]
 
 
 class CountingAllocator(CachingAllocator):
@@ -220,23 +190,6 @@ class CountingAllocator(CachingAllocator):
         """Return one statistic of one pool."""
         return {kind: self._counts[metric, pool][kind] for kind in KINDS}
 
-    def block(self, handle: int) -> Block:
-        """Return the block of a handle in use."""
-        return self._blocks[handle]
-
-    def segments(self) -> list[tuple[list[Block], int]]:
-        """Return each segment's blocks in the order of their addresses, and its stream."""
-        free = [item[2] for pool in self._pools.values() for item in pool.free]
-        streams = {id(pool): stream for (_, stream), pool in self._pools.items()}
-        found: list[tuple[list[Block], int]] = []
-        for block in (*free, *self._blocks.values()):
-            if block.before is None:
-                blocks = [block]
-                while (after := blocks[-1].after) is not None:
-                    blocks.append(after)
-                found.append((blocks, streams[id(block.pool)]))
-        return sorted(found, key=lambda one: one[0][0].address)
-
     def _changed(self, block: Block, sign: int, requested: int) -> None:
         for metric, change in (
             ("allocation", 1), ("active", 1), ("allocated_bytes", block.size), ("active_bytes", block.size),
@@ -262,26 +215,3 @@ class CountingAllocator(CachingAllocator):
             counts["current"] += change
             counts["peak"] = max(counts["peak"], counts["current"])
             counts["allocated" if change > 0 else "freed"] += abs(change)
-
-
-class EmptyCacheAllocator(CachingAllocator):
-    """A caching allocator that empties its cache before the calls (malloc and free) of these numbers."""
-
-    def __init__(
-        self, emptied_at: set[int], capacity_bytes: int | None = None, expandable_segments: bool = False
-    ):
-        super().__init__(capacity_bytes, expandable_segments)
-        self._emptied_at, self._num_calls = emptied_at, 0
-
-    def malloc(self, num_bytes: int, stream: int = 0) -> int:
-        self._count()
-        return super().malloc(num_bytes, stream)
-
-    def free(self, handle: int) -> None:
-        self._count()
-        super().free(handle)
-
-    def _count(self) -> None:
-        if self._num_calls in self._emptied_at:
-            self.empty_cache()
-        self._num_calls += 1

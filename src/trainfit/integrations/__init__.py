@@ -1,0 +1,1 @@
+"""What connects trainfit with other tools."""

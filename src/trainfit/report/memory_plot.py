@@ -1,0 +1,174 @@
+"""Draw the memory of a step by category: as a plot, or as an HTML page that names what is alive. No torch.
+
+The page needs nothing else: its drawing, style and script are in it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trainfit.report.html import render
+from trainfit.report.plot import CATEGORY_COLORS, INK, WRONG, Panel, Series, check_plot_file, plot_file
+from trainfit.spec.explanation import MemoryCourse
+from trainfit.spec.files import write_bytes, write_text
+from trainfit.spec.printable import printable
+from trainfit.spec.result import CATEGORIES
+from trainfit.spec.units import format_bytes, format_seconds, size_unit
+
+NUM_MOMENTS = 600
+LEAST_OF_CAPACITY = 0.4
+"""Share of the capacity from which its line is drawn: below it the memory would be flat."""
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1100.0, 460.0, 64.0, 26.0, 34.0
+"""Pixels of the page's drawing, and of its margins."""
+
+
+def write_plot(course: MemoryCourse, path: Path, title: str) -> None:
+    """Write the plot in the format of the file's name.
+
+    Raises:
+        InputError: another format, or matplotlib is not installed; a page needs neither.
+        OSError: the file cannot be written.
+    """
+    if path.suffix == ".html":
+        write_text(path, page(course, title))
+        return
+    form = check_plot_file(path)
+    content = plot_file([panel(course)], "memory", form, title=title, size=(9.2, 4.6))
+    write_bytes(path, content)
+
+
+def has_capacity_line(course: MemoryCourse) -> bool:
+    """Return whether the capacity is drawn."""
+    peak = course.peak.alive.total
+    return course.capacity_bytes is not None and peak >= LEAST_OF_CAPACITY * course.capacity_bytes
+
+
+def panel(course: MemoryCourse) -> Panel:
+    """Return the stacked areas, the peak and the capacity."""
+    unit, size = size_unit([course.peak.alive.total])
+    scale = 1e3 if course.is_timed else 1.0
+    x = [one.at * scale for one in course.moments for _ in range(2)][1:]
+    series = [
+        Series(name, [at / size for at in _stairs(course, name)], x, kind="area",
+               color=CATEGORY_COLORS[name])
+        for name in _used(course)
+    ]  # fmt: skip
+    peak = course.peak
+    label = f"peak {format_bytes(peak.alive.total + course.unsplit_bytes)}, {peak.phase}"
+    series.append(Series("", [peak.alive.total / size], [peak.at * scale], kind="scatter", color=INK,
+                         marker="v", text=[label]))  # fmt: skip
+    if has_capacity_line(course):
+        capacity = (course.capacity_bytes or 0) / size
+        series.append(Series("the allocator's limit on the GPU", [capacity, capacity], [x[0], x[-1]],
+                             color=WRONG, marker="None", is_hollow=True))  # fmt: skip
+    return Panel(
+        series=series,
+        x_label="predicted time, ms" if course.is_timed else "allocations and frees",
+        y_label=f"allocated, {unit}",
+        y_limits=(0, None),
+        x_limits=(x[0], max(x[-1], course.phases[-1].end * scale)),
+        events={one.begin * scale: one.name for one in course.phases if one.end > one.begin},
+    )
+
+
+def _stairs(course: MemoryCourse, name: str) -> list[int]:
+    """Return a category's bytes before and after each moment, as they hold from one to the next."""
+    sizes = [getattr(one.alive, name) for one in course.moments]
+    return [size for pair in zip([sizes[0], *sizes], sizes, strict=False) for size in pair][1:]
+
+
+def _used(course: MemoryCourse) -> list[str]:
+    return [name for name in CATEGORIES if any(getattr(one.alive, name) for one in course.moments)]
+
+
+class Area(NamedTuple):
+    """A category's area: its name, color and outline."""
+
+    name: str
+    color: str
+    path: str
+
+
+class _Scales:
+    """Pixels of a moment and of bytes."""
+
+    def __init__(self, course: MemoryCourse):
+        self.begin = course.moments[0].at
+        ends = [one.end for one in course.phases]
+        self.end = max([course.moments[-1].at, *ends, self.begin + 1e-12])
+        highest = course.peak.alive.total
+        if has_capacity_line(course):
+            highest = max(highest, course.capacity_bytes or 0)
+        self.highest = max(1.0, highest * 1.06)
+
+    def x(self, at: float) -> float:
+        return LEFT + (at - self.begin) / (self.end - self.begin) * (WIDTH - LEFT)
+
+    def y(self, num_bytes: float) -> float:
+        return TOP + (1 - num_bytes / self.highest) * (HEIGHT - TOP - BOTTOM)
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """Yield the height and the text of round sizes."""
+        unit, size = size_unit([self.highest])
+        step = 2.0**-6
+        while self.highest / size / step > 6:
+            step *= 2
+        for number in range(int(self.highest / size / step) + 1):
+            yield self.y(number * step * size), f"{number * step:g} {unit}"
+
+
+def page(course: MemoryCourse, title: str) -> str:
+    """Return the page."""
+    from markupsafe import Markup
+
+    scales = _Scales(course)
+    peak = course.peak
+    moments = [
+        {
+            "x": round(scales.x(one.at), 1),
+            "at": format_seconds(one.at) if course.is_timed else f"{one.at:,.0f} allocations and frees",
+            "phase": one.phase,
+            "total": format_bytes(one.alive.total),
+            "alive": [[name, format_bytes(getattr(one.alive, name))] for name in _used(course)[::-1]
+                      if getattr(one.alive, name)],
+            "largest": [[printable(name), format_bytes(size)] for name, size in one.largest],
+        }
+        for one in course.moments
+    ]  # fmt: skip
+    # JSON inside a script element: nothing in it may end the element.
+    data = json.dumps(moments).replace("<", "\\u003c")
+    capacity = course.capacity_bytes if has_capacity_line(course) else None
+    return render(
+        "memory",
+        title=title,
+        lead=(
+            f"Peak {format_bytes(peak.alive.total + course.unsplit_bytes)} in the {peak.phase}. "
+            + ("The allocator's limit on the GPU is " + format_bytes(course.capacity_bytes) + "."
+               if course.capacity_bytes else "")
+        ),
+        width=WIDTH, height=HEIGHT, left=LEFT, top=TOP, bottom=HEIGHT - BOTTOM,
+        areas=_areas(course, scales),
+        ticks=list(scales.ticks()),
+        phases=[(scales.x(one.begin), one.name) for one in course.phases
+                if scales.x(one.end) - scales.x(one.begin) > 1],
+        peak=(scales.x(peak.at), scales.y(peak.alive.total)),
+        capacity=None if capacity is None else (scales.y(capacity), format_bytes(capacity)),
+        x_label="predicted time" if course.is_timed else "allocations and frees",
+        data=Markup(data),
+        first=moments[course.moments.index(peak)],
+    )  # fmt: skip
+
+
+def _areas(course: MemoryCourse, scales: _Scales) -> list[Area]:
+    """Return the stacked areas, the lowest first; a moment holds until the next one."""
+    xs = [scales.x(one.at) for one in course.moments for _ in range(2)][1:]
+    below = [0] * len(xs)
+    found: list[Area] = []
+    for name in _used(course):
+        above = [at + size for at, size in zip(below, _stairs(course, name), strict=True)]
+        up = [f"{x:.1f},{scales.y(size):.1f}" for x, size in zip(xs, above, strict=True)]
+        down = [f"{x:.1f},{scales.y(size):.1f}" for x, size in zip(xs, below, strict=True)][::-1]
+        found.append(Area(name, CATEGORY_COLORS[name], f"M{' L'.join([*up, *down])}Z"))
+        below = above
+    return found
