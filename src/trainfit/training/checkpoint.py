@@ -235,14 +235,14 @@ class _LazyTensors(Mapping[str, Tensor]):
         self._kind = path / kind
         self._file_of: dict[str, Any] = {}
         for file in sorted(path.glob(f"{kind}-*.safetensors")):
-            with _readable(file):
+            with readable(file):
                 opened: Any = safe_open(file, framework="pt", device=device)
                 names = [name for name in opened.keys() if _owner(name) not in without]  # noqa: SIM118
                 self._file_of |= dict.fromkeys(names, opened)
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._file_of[name]
-        with _readable(self._kind):
+        with readable(self._kind):
             return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -253,7 +253,8 @@ class _LazyTensors(Mapping[str, Tensor]):
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def readable(file: Path) -> Iterator[None]:
+    """Report the errors of the safetensors library as an InputError that names the file."""
     try:
         yield
     except (SafetensorError, ValueError, TypeError) as error:

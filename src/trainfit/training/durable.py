@@ -27,8 +27,11 @@ UNFINISHED = ".unfinished-"
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, sealed: bool = True) -> Iterator[Path]:
     """Yield a folder to fill; on exit seal it with a manifest, sync it and rename it to ``path``.
+
+    Args:
+        sealed: False writes no manifest, for folders that other programs read.
 
     Raises:
         FileExistsError: ``path`` exists.
@@ -36,7 +39,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     work = begin_folder(path)
     try:
         yield work
-        finish_folder(work, path)
+        finish_folder(work, path, sealed=sealed)
     except BaseException as error:
         abandon_folder(work, path, error)
         raise
@@ -55,9 +58,15 @@ def begin_folder(path: Path) -> Path:
     return work
 
 
-def finish_folder(work: Path, path: Path, known: Mapping[str, str] | None = None) -> None:
+def finish_folder(
+    work: Path, path: Path, known: Mapping[str, str] | None = None, *, sealed: bool = True
+) -> None:
     """Seal ``work`` with a manifest, sync it and rename it; ``known``: SHA-256 sums by name."""
-    _seal(work, known or {})
+    if sealed:
+        _seal(work, known or {})
+    else:
+        for file in (*sorted(work.iterdir()), work):
+            sync(file)
     work.rename(path)
     sync(path.parent)
 

@@ -78,7 +78,7 @@ def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
     newest = next(reversed(existing(out / CHECKPOINTS)), None)
     if newest is not None:
         durable.check_folder(newest)
-    run = _read_run(newest or out)
+    run = read_run(newest or out)
     _refuse_difference(run, describe(recipe, options))
     return newest, run
 
@@ -93,7 +93,8 @@ def write_run(out: Path, run: dict[str, Any]) -> None:
     durable.replace(out / RUN, durable.as_json(run))
 
 
-def _read_run(folder: Path) -> dict[str, Any]:
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's ``run.json``; InputError if it is not what ``train`` wrote."""
     run = durable.read_json(folder / RUN)
     parts = ("recipe", "options", "environment")
     if not isinstance(run, dict) or not all(isinstance(run.get(part), dict) for part in parts):

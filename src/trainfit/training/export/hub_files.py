@@ -1,0 +1,169 @@
+"""Files of the Hub beside the weights: config.json, generation_config.json and the tokenizer's."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainfit.models.hf import hf_config_from
+from trainfit.spec.errors import InputError
+from trainfit.spec.files import writing
+from trainfit.training import durable
+from trainfit.training.corpus import INDEX, TOKENIZER, Index, opened
+from trainfit.training.export.saved_run import SavedRun
+from trainfit.training.folder import DATA
+from trainfit.training.tokenizer import end_token, load_tokenizer, tokenizer_digest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+WITH_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files that belong to a tokenizer.json of the Hub."""
+LOADER = "PreTrainedTokenizerFast"
+"""transformers' class that reads a tokenizer.json as it is. AutoTokenizer takes the class of some model types in
+its place, such as Qwen2Tokenizer, which makes a tokenizer of its own from the vocabulary."""
+SAMPLE_TOKENS = 20_000
+"""Tokens of the training data with which AutoTokenizer's result is compared."""
+
+
+def check_loads(config: dict[str, Any]) -> None:
+    """Refuse a model type that AutoModelForCausalLM does not load."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    hf_config: Any = hf_config_from(config)
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        problem = "AutoModelForCausalLM loads no model of this type, which is part of a multimodal model"
+        remedy = "its weights stay in the run's checkpoint"
+        raise InputError(problem, remedy, field="model.config.model_type", value=hf_config.model_type)
+
+
+def write_config(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, special: dict[str, Any], *, is_untied: bool
+) -> None:
+    """Write config.json.
+
+    Args:
+        config: the mapping that the model was built from.
+        dtype: of the weights in the folder.
+        special: ids of special tokens.
+        is_untied: the output layer has weights of its own.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    hf_config: Any = hf_config_from(config)
+    hf_config.use_cache = config.get("use_cache", True)
+    hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].__name__]
+    hf_config.dtype = dtype
+    if is_untied:
+        hf_config.tie_word_embeddings = False
+    for key, value in special.items():
+        setattr(hf_config, key, value)
+    with writing(folder):
+        hf_config.save_pretrained(folder)
+
+
+def write_generation_config(folder: Path, special: dict[str, Any]) -> None:
+    """Write generation_config.json: greedy until the end token, unless the caller chooses otherwise."""
+    from transformers import GenerationConfig
+
+    end = special.get("eos_token_id")
+    pad = end[0] if isinstance(end, list) else end
+    with writing(folder):
+        GenerationConfig(**special, pad_token_id=pad).save_pretrained(folder)
+
+
+def max_length(config: dict[str, Any]) -> int | None:
+    """Return the tokens that the model was made for; None: its config does not say."""
+    found = getattr(hf_config_from(config), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def special_tokens(run: SavedRun, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids with which text begins and ends: the config's if the tokenizer has them, else its own.
+
+    A tokenizer that the run trained ends documents with one token, after which the next begins.
+    """
+    tokenizer = _tokenizer(run)
+    if tokenizer is None:
+        return {}
+    hf_config: Any = hf_config_from(config)
+    special = {number for number, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+    end = end_token(tokenizer)
+    found: dict[str, Any] = {"eos_token_id": end, "bos_token_id": None}
+    if run.options.tokenizer is None:
+        return {**found, "bos_token_id": end}
+    for key in found:
+        own = getattr(hf_config, key, None)
+        if own is not None and set(_listed(own)) <= special:
+            found[key] = own
+    return found
+
+
+def write_tokenizer(folder: Path, run: SavedRun, special: dict[str, Any], max_length: int | None) -> list[str]:
+    """Write the run's tokenizer so that AutoTokenizer gives the tokens that it was trained on.
+
+    Args:
+        max_length: tokens that the model takes; None: no bound is known.
+
+    Returns:
+        The files' names; none where the run's data is gone.
+    """
+    source = run.folder / DATA / TOKENIZER
+    tokenizer = _tokenizer(run)
+    if tokenizer is None:
+        return []
+    with writing(folder):
+        shutil.copyfile(source, folder / TOKENIZER)
+        names = [TOKENIZER, *_beside_original(run, folder)]
+    if TOKENIZER_CONFIG not in names:
+        tokens = {key.removesuffix("_id"): next(_listed(value)) for key, value in special.items() if value is not None}
+        content = {key: tokenizer.id_to_token(number) for key, number in tokens.items()}
+        content |= {"clean_up_tokenization_spaces": False, "tokenizer_class": LOADER}
+        content |= {"model_max_length": max_length} if max_length is not None else {}
+        durable.write_json(folder / TOKENIZER_CONFIG, content)
+        names.append(TOKENIZER_CONFIG)
+    return names
+
+
+def tokenizer_note(folder: Path, run: SavedRun) -> str | None:
+    """Return a note if AutoTokenizer does not give the tokens of the run's data; None: it does."""
+    from transformers import AutoTokenizer
+
+    tokenizer = _tokenizer(run)
+    if tokenizer is None:
+        return "no tokenizer: the run's data folder is gone"
+    tokens = opened(run.folder / DATA, run.recipe.batch.seq).train.tokens[:SAMPLE_TOKENS]
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    loaded: Any = AutoTokenizer.from_pretrained(folder)
+    ids = loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if ids == tokenizer.encode(text, add_special_tokens=False).ids:
+        return None
+    remedy = f"load it with transformers.{LOADER}.from_pretrained"
+    return f"AutoTokenizer's {type(loaded).__name__} splits text differently from the run's tokenizer: {remedy}"
+
+
+def _beside_original(run: SavedRun, folder: Path) -> list[str]:
+    """Copy what stands beside the tokenizer.json that the run was given, if that is still the same."""
+    given = run.options.tokenizer and Path(run.options.tokenizer)
+    if not given or not given.is_file():
+        return []
+    index = json.loads((run.folder / DATA / INDEX).read_text())
+    if Index.model_validate(index).identity.get("tokenizer") != tokenizer_digest(given):
+        return []
+    names = [name for name in WITH_TOKENIZER if (given.parent / name).is_file()]
+    for name in names:
+        shutil.copyfile(given.parent / name, folder / name)
+    return names
+
+
+def _tokenizer(run: SavedRun) -> "Tokenizer | None":
+    path = run.folder / DATA / TOKENIZER
+    return load_tokenizer(path)[0] if path.is_file() else None
+
+
+def _listed(value: Any) -> Iterable[int]:
+    yield from value if isinstance(value, list) else [value]
