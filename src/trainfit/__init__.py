@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainfit.api.calls import measure, predict, trace, train
+    from trainfit.api.exports import export
     from trainfit.api.mfu import mfu
     from trainfit.api.plans import plan
     from trainfit.api.recipes import load_recipe
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "load_recipe", "measure", "mfu",
-    "plan", "predict", "trace", "train",
+    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "export", "load_recipe", "measure",
+    "mfu", "plan", "predict", "trace", "train",
 ]  # fmt: skip
 
 _MODULES = {
     "Estimate": "spec.result", "InputError": "spec.errors", "Measurement": "spec.result",
-    "Recipe": "spec.recipe", "load_recipe": "api.recipes", "measure": "api.calls", "mfu": "api.mfu",
-    "plan": "api.plans", "predict": "api.calls", "trace": "api.calls", "train": "api.calls",
+    "Recipe": "spec.recipe", "export": "api.exports", "load_recipe": "api.recipes", "measure": "api.calls",
+    "mfu": "api.mfu", "plan": "api.plans", "predict": "api.calls", "trace": "api.calls",
+    "train": "api.calls",
 }  # fmt: skip
 """Name -> the module it is imported from when it is first used."""
 

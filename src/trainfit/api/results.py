@@ -19,6 +19,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Run
 from trainfit.spec.terminal import Terminal
 from trainfit.spec.value import Count, Flops, Seconds, Share, Value
+from trainfit.training.export.result import Export
 from trainfit.training.observer import TrainSummary
 
 if TYPE_CHECKING:
@@ -168,6 +169,13 @@ class TrainingRun(_OfRecipe, TrainSummary):
 
     def _repr_html_(self) -> str:
         return results.training_html(self.recipe, self)
+
+
+class Exported(Printed, Export):
+    """An Export that prints as the command does."""
+
+    def _print(self, out: Console) -> None:
+        results.show_export(self, out=out)
 
 
 class Usage(Printed):

@@ -33,8 +33,8 @@ UsageError = typer.BadParameter.__bases__[0]
 """Wrong usage, as typer raises it: its own class or click's, by version."""
 
 VERBS = (
-    "predict", "plan", "trace", "explain", "measure", "calibrate", "verify", "train", "sweep", "bench",
-    "report", "mfu", "communication", "catalog.gpus", "catalog.models", "records",
+    "predict", "plan", "trace", "explain", "measure", "calibrate", "verify", "train", "export", "sweep",
+    "bench", "report", "mfu", "communication", "catalog.gpus", "catalog.models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 

@@ -15,6 +15,7 @@ from trainfit.spec.result import CATEGORIES, Estimate, Measurement
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:
+    from trainfit.training.export.result import Export
     from trainfit.training.observer import TrainSummary
 
 PEAK_IS = {"cuda-allocated": "allocated on the GPU", "live-tensors": "of live tensors"}
@@ -127,6 +128,28 @@ def _trained(summary: "TrainSummary") -> list[Line]:
     if (peak := summary.peak_memory_bytes) is not None:
         lines.append(["peak memory", format_bytes(peak), PEAK_IS.get(summary.peak_memory_is or "", "")])
     return lines
+
+
+def show_export(found: "Export", *, out: Console | None = None) -> None:
+    """Print what an export wrote, and the lines of Python that load it."""
+    out = out or console()
+    out.print(f"{found.folder}: {found.kind} of step {found.step:,}", style="bold green")
+    weights = [one for one in found.files if one.endswith(".safetensors")]
+    files = f"in {len(weights)} file{'s' * (len(weights) > 1)}"
+    start = found.base or "random weights: it knows what this run taught it alone"
+    lines = [
+        ["parameters", f"{format_count(found.parameters)} in {found.dtype}"],
+        ["weights", f"{format_bytes(found.weights_bytes)} {files}"],
+        ["began with", start],
+    ]
+    rows(out, lines, "left", "wrap")
+    notes(out, "Notes", found.notes)
+    heading(out, "Load it")
+    loaded = found.folder if found.kind == "model" else found.base or "BASE"
+    out.print(f"  model = AutoModelForCausalLM.from_pretrained({loaded!r})", soft_wrap=True)
+    if found.kind == "adapter":
+        out.print(f"  model = PeftModel.from_pretrained(model, {found.folder!r})", soft_wrap=True)
+    out.print(f"  tokenizer = AutoTokenizer.from_pretrained({found.folder!r})", soft_wrap=True)
 
 
 def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:

@@ -75,6 +75,20 @@ def read_share(text: str) -> float:
     return share
 
 
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def read_bytes(text: str) -> int:
+    """Read a size: ``5GB`` is 5e9 bytes and ``5GiB`` 5 * 2**30; other text is a ValueError."""
+    found = SIZE.fullmatch(text.strip())
+    size = (
+        float(found[1]) * (KIB if found[3] else KB) ** " kmgt".index(found[2].lower() or " ") if found else 0
+    )
+    if not 1 <= size <= MOST:
+        raise ValueError(f"{text!r} is not a size: write it as 5GB or 500MB")
+    return int(size)
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration: ``431 ms``, ``2 h 05 min``, ``70 d 06 h``."""
     if seconds < 1e-3:

@@ -14,38 +14,20 @@ from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, write_text, writing
 from trainfit.spec.units import format_bytes
-from trainfit.spec.value import Bytes, Count, Value
 from trainfit.training import durable
 from trainfit.training.export import hub_files
 from trainfit.training.export.hub_config import hub_config
 from trainfit.training.export.model_card import CARD, model_card
 from trainfit.training.export.peft_layout import STEM, VIRTUAL, PeftLayout
+from trainfit.training.export.result import MAX_SHARD_BYTES, Dtype, Export
 from trainfit.training.export.safetensors_file import Entry, write_sharded
 from trainfit.training.export.saved_run import SavedRun, open_saved
 from trainfit.training.export.trained_model import TrainedWeights
 from trainfit.training.export.whole_model import WholeModel
 
-Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
-MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file by default, as transformers' own was for years."""
-
-
-class Export(Value):
-    """What was written."""
-
-    folder: str
-    kind: Literal["model", "adapter"]
-    step: Count  # Of the checkpoint
-    dtype: str  # Of most parameters
-    parameters: Count
-    num_bytes: Bytes  # Of the weights' files
-    files: tuple[str, ...]
-    base: str | None  # Weights that the run began with; None: random ones
-    merged: bool  # An adapter is in the weights
-    notes: tuple[str, ...] = ()
 
 
 def export(
@@ -88,12 +70,14 @@ def export(
             advance(written, num_bytes)
 
         with durable.new_folder(folder, sealed=False) as work:
-            write_sharded(work, content.entries, content.limit(max_shard_bytes), stem=content.stem, advance=count)
+            write_sharded(
+                work, content.entries, content.limit(max_shard_bytes), stem=content.stem, advance=count
+            )
             notes = content.write_rest(work, folder.resolve().name)
             files = tuple(sorted(path.name for path in work.iterdir()))
     return Export(
         folder=str(folder), kind=content.kind, step=run.step, dtype=content.dtype_name,
-        parameters=content.num_parameters, num_bytes=num_bytes, files=files, base=_base(run),
+        parameters=content.num_parameters, weights_bytes=num_bytes, files=files, base=_base(run),
         merged=content.kind == "model" and run.recipe.adapter is not None, notes=notes,
     )  # fmt: skip
 
@@ -160,8 +144,8 @@ class _Content:
         recipe, is_whole = self._run.recipe, self._adapter is None
         if _base(self._run) is None and not is_whole:
             yield (
-                "the adapter was trained on random weights, which only the run's checkpoint has: --merge writes "
-                "base and adapter as one model"
+                "the adapter was trained on random weights, which only the run's checkpoint has: --merge "
+                "writes base and adapter as one model"
             )
         if recipe.base is not None and is_whole:
             yield f"the base was {recipe.base} while it was trained; its weights here are dequantised"

@@ -1,8 +1,6 @@
 """Files of the Hub beside the weights: config.json, generation_config.json and the tokenizer's."""
 
-import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ from trainfit.models.hf import hf_config_from
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
 from trainfit.training import durable
-from trainfit.training.corpus import INDEX, TOKENIZER, Index, opened
+from trainfit.training.corpus import TOKENIZER, opened
 from trainfit.training.export.saved_run import SavedRun
 from trainfit.training.folder import DATA
 from trainfit.training.tokenizer import end_token, load_tokenizer, tokenizer_digest
@@ -24,8 +22,8 @@ GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 WITH_TOKENIZER = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Files that belong to a tokenizer.json of the Hub."""
 LOADER = "PreTrainedTokenizerFast"
-"""transformers' class that reads a tokenizer.json as it is. AutoTokenizer takes the class of some model types in
-its place, such as Qwen2Tokenizer, which makes a tokenizer of its own from the vocabulary."""
+"""transformers' class that reads a tokenizer.json as it is. For some types AutoTokenizer takes another class,
+such as Qwen2Tokenizer, which makes a tokenizer of its own from the vocabulary."""
 SAMPLE_TOKENS = 20_000
 """Tokens of the training data with which AutoTokenizer's result is compared."""
 
@@ -55,8 +53,9 @@ def write_config(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     hf_config: Any = hf_config_from(config)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     hf_config.use_cache = config.get("use_cache", True)
-    hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].__name__]
+    hf_config.architectures = [found.__name__]
     hf_config.dtype = dtype
     if is_untied:
         hf_config.tie_word_embeddings = False
@@ -103,7 +102,9 @@ def special_tokens(run: SavedRun, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def write_tokenizer(folder: Path, run: SavedRun, special: dict[str, Any], max_length: int | None) -> list[str]:
+def write_tokenizer(
+    folder: Path, run: SavedRun, special: dict[str, Any], max_length: int | None
+) -> list[str]:
     """Write the run's tokenizer so that AutoTokenizer gives the tokens that it was trained on.
 
     Args:
@@ -120,7 +121,9 @@ def write_tokenizer(folder: Path, run: SavedRun, special: dict[str, Any], max_le
         shutil.copyfile(source, folder / TOKENIZER)
         names = [TOKENIZER, *_beside_original(run, folder)]
     if TOKENIZER_CONFIG not in names:
-        tokens = {key.removesuffix("_id"): next(_listed(value)) for key, value in special.items() if value is not None}
+        tokens = {
+            key.removesuffix("_id"): _listed(value)[0] for key, value in special.items() if value is not None
+        }
         content = {key: tokenizer.id_to_token(number) for key, number in tokens.items()}
         content |= {"clean_up_tokenization_spaces": False, "tokenizer_class": LOADER}
         content |= {"model_max_length": max_length} if max_length is not None else {}
@@ -143,7 +146,9 @@ def tokenizer_note(folder: Path, run: SavedRun) -> str | None:
     if ids == tokenizer.encode(text, add_special_tokens=False).ids:
         return None
     remedy = f"load it with transformers.{LOADER}.from_pretrained"
-    return f"AutoTokenizer's {type(loaded).__name__} splits text differently from the run's tokenizer: {remedy}"
+    return (
+        f"AutoTokenizer's {type(loaded).__name__} splits text differently from the run's tokenizer: {remedy}"
+    )
 
 
 def _beside_original(run: SavedRun, folder: Path) -> list[str]:
@@ -151,8 +156,8 @@ def _beside_original(run: SavedRun, folder: Path) -> list[str]:
     given = run.options.tokenizer and Path(run.options.tokenizer)
     if not given or not given.is_file():
         return []
-    index = json.loads((run.folder / DATA / INDEX).read_text())
-    if Index.model_validate(index).identity.get("tokenizer") != tokenizer_digest(given):
+    made_of = opened(run.folder / DATA, run.recipe.batch.seq).index.identity
+    if made_of.get("tokenizer") != tokenizer_digest(given):
         return []
     names = [name for name in WITH_TOKENIZER if (given.parent / name).is_file()]
     for name in names:
@@ -165,5 +170,5 @@ def _tokenizer(run: SavedRun) -> "Tokenizer | None":
     return load_tokenizer(path)[0] if path.is_file() else None
 
 
-def _listed(value: Any) -> Iterable[int]:
-    yield from value if isinstance(value, list) else [value]
+def _listed(value: Any) -> list[int]:
+    return value if isinstance(value, list) else [value]

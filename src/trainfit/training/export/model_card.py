@@ -16,7 +16,7 @@ from trainfit.training.folder import DATA
 from trainfit.training.options import HubData, SyntheticData, TextData
 
 CARD = "README.md"
-LIBRARIES = ("torch", "transformers", "peft", "safetensors")
+LIBRARIES = ("transformers", "peft", "safetensors")
 CODE = {
     "model": """from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,7 +86,11 @@ def _figures(run: SavedRun) -> list[tuple[str, str]]:
     found = [
         ("data", _data(run)),
         ("steps", f"{run.step:,}"),
-        ("tokens", f"{format_count(run.step * tokens_per_step)} ({tokens_per_step:,} a step, sequences of {recipe.batch.seq:,})"),
+        (
+            "tokens",
+            f"{format_count(run.step * tokens_per_step)} ({tokens_per_step:,} a step, "
+            f"sequences of {recipe.batch.seq:,})",
+        ),
     ]
     if steps:
         found.append(("epochs", f"{steps[-1]['epoch']:.3g}"))
@@ -139,10 +143,9 @@ def _recipe(run: SavedRun) -> str:
 
 
 def _versions(run: SavedRun) -> list[tuple[str, str]]:
-    trained = {"torch, when trained": run.environment.get("torch")}
-    now = {name: installed_version(name) for name in LIBRARIES}
-    rows = {"trainfit": trainfit.__version__, **trained, **now}
-    return [(name, str(version)) for name, version in rows.items() if version]
+    installed = {name: installed_version(name) for name in LIBRARIES}
+    found = {"trainfit": trainfit.__version__, "torch": run.environment.get("torch"), **installed}
+    return [(name, str(version)) for name, version in found.items() if version]
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -113,9 +113,10 @@ class PeftLayout:
         model: Any = self._weights.model
         if not hasattr(model, "prompt_encoder"):
             return self._prefixes()
-        encoder, path = model.prompt_encoder, "prompt_encoder"
-        if isinstance(encoder, nn.ModuleDict):
-            encoder, path = encoder["default"], f"{path}.default"
+        path = "prompt_encoder"
+        if isinstance(model.prompt_encoder, nn.ModuleDict):
+            path = f"{path}.default"
+        encoder: Any = model.get_submodule(path)
         own = {name: self._weights.read(f"{path}.{name}") for name in encoder.state_dict()}
         encoder.load_state_dict(own, assign=True)
         # PEFT saves the result of p-tuning's layers, not the layers.
@@ -154,7 +155,7 @@ def _adapted_modules(model: Any) -> dict[str, set[str]]:
 
 
 def short_names(model: nn.Module, chosen: set[str]) -> list[str]:
-    """Return the last parts of the chosen modules' names where they name no other module, else whole names."""
+    """Return the last parts of the chosen modules' names if they name no other module, else the names."""
     last: dict[str, set[str]] = {}
     for name, _ in model.named_modules():
         last.setdefault(name.rpartition(".")[2], set()).add(name)

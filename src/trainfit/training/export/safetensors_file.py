@@ -85,7 +85,7 @@ def write_sharded(
 def write_file(
     path: Path, entries: Mapping[str, Entry], advance: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Write one file; the tensors of wider dtypes come first, so that each begins at a multiple of its size."""
+    """Write one file. Tensors of wider dtypes come first, so that each begins at a multiple of its size."""
     ordered = sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -105,7 +105,7 @@ def write_file(
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
     if tensor.numel():
-        file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _num_bytes(entry: Entry) -> int:

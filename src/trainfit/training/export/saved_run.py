@@ -91,7 +91,9 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
     at = {int(path.name.removeprefix("step-")): path for path in found}
     if step not in at:
         steps = ", ".join(map(str, at))
-        raise InputError(f"no checkpoint of this step in {folder}", f"use one of {steps}", field="step", value=step)
+        raise InputError(
+            f"no checkpoint of this step in {folder}", f"use one of {steps}", field="step", value=step
+        )
     return at[step]
 
 

@@ -45,7 +45,7 @@ class TrainedWeights:
         """Return a weight on the CPU; a quantised one in fp32. The last one read stays in memory.
 
         Args:
-            dtype: as which it will be written. For fp32 the optimizer's master weight is read, if it kept one.
+            dtype: of the file. For fp32 the optimizer's master weight is read, if it kept one.
         """
         name = self.shared.get(name, name)
         source = self._tensors.master(name) if dtype == torch.float32 else None

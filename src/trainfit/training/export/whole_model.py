@@ -73,7 +73,9 @@ class Merge:
         path = self._layer(name)
         if path is None:
             return PEFT_PREFIX + name
-        return f"{PEFT_PREFIX}{path}{SAVED if self._is_saved(path) else '.base_layer'}{name.removeprefix(path)}"
+        return (
+            f"{PEFT_PREFIX}{path}{SAVED if self._is_saved(path) else '.base_layer'}{name.removeprefix(path)}"
+        )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the bare model with the adapter in it."""
