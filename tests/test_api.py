@@ -122,7 +122,7 @@ def test_text_where_several_may_stand_is_one_and_not_its_letters() -> None:
 
 
 def test_bad_arguments_of_other_functions_are_one_line() -> None:
-    with pytest.raises(trainfit.InputError, match="give one of step_s, mfu and gpu_hours"):
+    with pytest.raises(trainfit.InputError, match="give one of step_s, tokens_per_s, mfu and gpu_hours"):
         trainfit.mfu("gpt2", batch=1, seq=8)
     with pytest.raises(trainfit.InputError, match="batch = 0: must be above 0"):
         trainfit.mfu("gpt2", batch=0, seq=8, mfu=0.4)

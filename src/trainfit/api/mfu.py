@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainfit.api.flops import COUNTED_ON
 from trainfit.api.results import Usage
-from trainfit.api.run import count_of, run_usage, share_of, step_of_run
+from trainfit.api.run import count_of, run_usage, seconds_of, share_of, step_of_run
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.flops.closed_form import StepFlops, product_step_flops, step_flops
@@ -32,7 +32,8 @@ def mfu(
     *,
     batch: int = 1,
     seq: int,
-    step_s: float | None = None,
+    step_s: float | str | None = None,
+    tokens_per_s: float | str | None = None,
     mfu: float | str | None = None,
     gpu_hours: float | str | None = None,
     gpu: str = DEFAULT_GPU,
@@ -52,7 +53,9 @@ def mfu(
     Args:
         model: a catalog model, or the path of a config.json.
         batch: sequences a step, over all GPUs; ``seq``: tokens a sequence.
-        step_s: seconds a step. Give it, or ``mfu`` (a share: 0.4 or "40%"), or ``gpu_hours`` and ``tokens``.
+        step_s: seconds a step, or such as "448ms". Give it, or ``tokens_per_s``, or ``mfu`` (a share: 0.4 or
+            "40%"), or ``gpu_hours`` and ``tokens``.
+        tokens_per_s: of all GPUs, such as 9143 or "9.1k".
         gpu_hours: of the whole run over ``tokens`` ("1.46M"); no batch is needed then.
         gpu: an accelerator of the catalog; ``count``: how many.
         recompute: ``full`` counts what each block recomputes, as ``predict`` does, in HFU only.
@@ -65,18 +68,22 @@ def mfu(
     Raises:
         InputError: an unknown model or GPU, no dense peak known, or a value that is not above 0.
     """
-    if sum(speed is not None for speed in (step_s, mfu, gpu_hours)) != 1:
+    if sum(speed is not None for speed in (step_s, tokens_per_s, mfu, gpu_hours)) != 1:
         remedy = "the others are what is computed"
-        raise InputError("give one of step_s, mfu and gpu_hours", remedy, field="step_s", value=step_s)
+        problem = "give one of step_s, tokens_per_s, mfu and gpu_hours"
+        raise InputError(problem, remedy, field="step_s", value=step_s)
     if gpu_hours is not None and tokens is None:
         remedy = "give the tokens of the run"
         raise InputError("says nothing without tokens", remedy, field="gpu_hours", value=gpu_hours)
     num_tokens = None if tokens is None else count_of(tokens)
-    positive = {"batch": batch, "seq": seq, "step_s": step_s, "count": count, "rank": rank,
+    step_s = None if step_s is None else seconds_of(step_s)
+    positive = {"batch": batch, "seq": seq, "count": count, "rank": rank,
                 "peak_flops": peak_flops}  # fmt: skip
     for name, value in positive.items():
         if value is not None:
             count_of(value, name)
+    if tokens_per_s is not None:
+        step_s = batch * seq / count_of(tokens_per_s, "tokens_per_s")
     if gpu_hours is not None and num_tokens is not None:
         step_s = step_of_run(count_of(gpu_hours, "gpu_hours"), num_tokens, batch * seq, count)
     row = find_gpu(gpu)

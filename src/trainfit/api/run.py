@@ -4,7 +4,7 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Estimate, Run
-from trainfit.spec.units import is_usual, read_count, read_share
+from trainfit.spec.units import is_usual, read_count, read_seconds, read_share
 
 
 def run_usage(
@@ -49,6 +49,11 @@ def count_of(tokens: float | str, field: str = "tokens") -> float:
 def share_of(share: float | str, field: str = "mfu") -> float:
     """Return a share above 0, given as a number or as text such as ``40%``."""
     return _above_0(share, read_share, field)
+
+
+def seconds_of(seconds: float | str, field: str = "step_s") -> float:
+    """Return a duration above 0 in seconds, given as a number or as text such as ``448ms``."""
+    return _above_0(seconds, read_seconds, field)
 
 
 def _above_0(given: float | str, read: Any, field: str) -> float:

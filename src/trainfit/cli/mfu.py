@@ -11,6 +11,7 @@ from trainfit.cli import completion, options
 from trainfit.cli.options import Json, PeakFlops, at_most, count, finite, share
 from trainfit.spec import DEFAULT_GPU
 
+MODEL_HELP = "A catalog model, or a config.json."
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
 RECOMPUTE_HELP = "full: each block runs again, in HFU only."
@@ -20,9 +21,10 @@ CLOSED_HELP = (
 )
 HOURS_HELP = "What this many GPU-hours cost, such as 1.46M; with --tokens, the MFU of such a run."
 TOGETHER = (
-    "give --model, --batch, --seq and one of --step-s and --mfu together, or --model, --seq, --tokens and "
-    "--gpu-hours, or --gpu-hours alone"
+    "give a model, --seq and one of --step-s and --mfu (with --batch), --tokens-per-s, or --tokens and "
+    "--gpu-hours; or --gpu-hours alone"
 )
+TOKENS_PER_S_HELP = "Instead of --step-s: tokens a second of all GPUs, such as 9.1k; needs no --batch."
 PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16"]
 
@@ -30,7 +32,13 @@ Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16"]
 def run(
     model: Annotated[
         str | None,
-        Option(metavar="NAME", help="A catalog model, or a config.json.", autocompletion=completion.models),
+        typer.Argument(
+            metavar="[MODEL]", help=MODEL_HELP, show_default=False, autocompletion=completion.models
+        ),
+    ] = None,
+    model_option: Annotated[
+        str | None,
+        Option("--model", metavar="NAME", help="Same as MODEL.", autocompletion=completion.models),
     ] = None,
     batch: Annotated[
         int | None, Option(min=1, callback=at_most, metavar="B", help="Sequences a step, over all GPUs.")
@@ -38,7 +46,11 @@ def run(
     seq: Annotated[
         int | None, Option(metavar="S", parser=options.length, help="Tokens a sequence, such as 8k.")
     ] = None,
-    step_s: Annotated[float | None, Option(metavar="T", callback=finite, help="Seconds a step.")] = None,
+    step_s: Annotated[
+        float | None,
+        Option(metavar="T", parser=options.seconds, help="Time of a step, such as 448ms or 0.448."),
+    ] = None,
+    tokens_per_s: Annotated[float | None, Option(metavar="N", parser=count, help=TOKENS_PER_S_HELP)] = None,
     mfu: Annotated[float | None, Option(metavar="SHARE", parser=share, help=MFU_HELP)] = None,
     gpu: Annotated[
         str, Option(metavar="NAME", help="An accelerator of the catalog.", autocompletion=completion.gpus)
@@ -62,7 +74,8 @@ def run(
 ) -> None:
     """MFU and HFU of a step; the time and cost of a run.
 
-    Give --step-s for the MFU, --mfu for the time, or --gpu-hours and --tokens for the MFU of a run.
+    Give --step-s or --tokens-per-s for the MFU, --mfu for the time, or --gpu-hours and --tokens for the MFU
+    of a run.
     """
     from trainfit.api.mfu import Speed, recipe_of_one, step_usage
     from trainfit.api.run import money, run_usage, step_of_run
@@ -71,16 +84,23 @@ def run(
     from trainfit.report.console import progress
     from trainfit.spec.errors import InputError
 
+    if model is not None and model_option is not None and model != model_option:
+        raise typer.BadParameter(f"two models, {model} and {model_option}: name one")
+    model = model if model is not None else model_option
     found: dict[str, Any] = {}
     row = find_gpu(gpu)
     options.print_notes(f"note: {note}" for note in (gpu_note(gpu),) if note is not None)
     price = row.price_per_hour if price is None else price
     of_run = gpu_hours is not None and tokens is not None
-    if _num_given(model, batch, seq, step_s, mfu, tokens) or gpu_hours is None:
-        batch = 1 if of_run and batch is None else batch
-        if model is None or batch is None or seq is None or _num_given(step_s, mfu, of_run or None) != 1:
+    if _num_given(model, batch, seq, step_s, tokens_per_s, mfu, tokens) or gpu_hours is None:
+        batch = 1 if (of_run or tokens_per_s is not None) and batch is None else batch
+        speeds = _num_given(step_s, tokens_per_s, mfu, of_run or None)
+        if model is None or batch is None or seq is None or speeds != 1:
             raise typer.BadParameter(TOGETHER)
-        _check_positive({"--step-s": step_s, "--mfu": mfu, "--tokens": tokens, "--gpu-hours": gpu_hours})
+        _check_positive({"--step-s": step_s, "--mfu": mfu, "--tokens": tokens, "--gpu-hours": gpu_hours,
+                         "--tokens-per-s": tokens_per_s})  # fmt: skip
+        if tokens_per_s is not None:
+            step_s = batch * seq / tokens_per_s
         if gpu_hours is not None and tokens is not None:
             step_s = step_of_run(gpu_hours, tokens, batch * seq, num_gpus)
         recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)

@@ -17,7 +17,7 @@ import typer
 
 from trainfit.cli import completion
 from trainfit.spec.printable import printable, say
-from trainfit.spec.units import is_usual, read_count, read_share
+from trainfit.spec.units import is_usual, read_count, read_seconds, read_share
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -53,6 +53,11 @@ def count(text: str) -> float:
 def share(text: str | float) -> float:
     """Parse a share that may be in per cent, such as ``40%``; a default is a number."""
     return _parsed(read_share, str(text))
+
+
+def seconds(text: str | float) -> float:
+    """Parse a duration, such as ``448ms`` or ``1.2s``; without a unit it is in seconds."""
+    return _parsed(read_seconds, str(text))
 
 
 def length(text: str | int) -> int:

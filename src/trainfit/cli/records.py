@@ -40,11 +40,15 @@ def _line(record: "Record") -> list[str]:
     if record.bench is not None:
         what = f"{record.bench.experiment}, {record.bench.form}: {len(record.bench.rows)} rows"
         return [when, record.kind, "", what, "", ""]
-    recipe = recipe_from(record.recipe)
     result, trained = record.estimate or record.measurement, record.train or {}
-    peak = result.peak_allocated_bytes if result is not None else trained.get("peak_memory_bytes")
+    peak = trained.get("peak_memory_bytes", trained.get("peak_allocated_bytes"))
+    peak = result.peak_allocated_bytes if result is not None else peak
     seconds = result.step_s if result is not None else trained.get("step_s")
-    what = f"{recipe.model.display_name} {recipe.precision} {recipe.batch.micro} x {recipe.batch.seq}"
+    if record.recipe:
+        recipe = recipe_from(record.recipe)
+        what = f"{recipe.model.display_name} {recipe.precision} {recipe.batch.micro} x {recipe.batch.seq}"
+    else:  # Of a loop that is not trainfit's.
+        what = f"{trained.get('name')}, {trained.get('steps')} steps watched"
     sizes = [
         "" if value is None else quantity(unit, value) for unit, value in (("_bytes", peak), ("_s", seconds))
     ]

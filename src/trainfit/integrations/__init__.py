@@ -1,1 +1,1 @@
-"""What connects trainfit with other tools."""
+"""What connects trainfit with other tools: exporters, importers, and meters of other training loops."""

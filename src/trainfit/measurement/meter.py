@@ -158,13 +158,7 @@ class CudaMeter(Meter):
 
     def environment(self, host: Environment) -> Environment:
         torch.cuda.set_device(self.device)
-        found = {
-            "device": torch.cuda.get_device_name(self.device),
-            "device_bytes": torch.cuda.mem_get_info(self.device)[1],
-            "driver": self._nvml.driver(),
-            "cuda": torch.version.cuda or torch.version.hip,
-        }
-        self._host = host.model_copy(update=found)
+        self._host = cuda_environment(host, self.device, self._nvml)
         return self._host
 
     def limit(self, memory_bytes: int) -> None:
@@ -231,6 +225,17 @@ class CudaMeter(Meter):
         # Allocated, but of no tensor: cuBLAS workspaces, scratch inside kernels, rounding of blocks.
         unseen = torch.cuda.max_memory_allocated(self.device) - peak
         return held.model_copy(update={"workspace": unseen}) if unseen >= 0 else None
+
+
+def cuda_environment(host: Environment, device: torch.device, nvml: Nvml) -> Environment:
+    """Return the host's environment with the GPU's facts."""
+    found = {
+        "device": torch.cuda.get_device_name(device),
+        "device_bytes": torch.cuda.mem_get_info(device)[1],
+        "driver": nvml.driver(),
+        "cuda": torch.version.cuda or torch.version.hip,
+    }
+    return host.model_copy(update=found)
 
 
 def assign_state(live: LiveBytes, step: Step) -> None:

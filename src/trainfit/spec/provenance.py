@@ -81,6 +81,11 @@ def new_bench_record(result: BenchResult) -> Record:
     return _made_now(kind="bench", recipe={}, recipe_id="", bench=result)
 
 
+def new_code_record(kind: Literal["train"], **fields: Any) -> Record:
+    """Return a Record of the user's own code, which is of no recipe, made now."""
+    return _made_now(kind=kind, recipe={}, recipe_id="", **fields)
+
+
 def new_record(kind: Literal["predict", "measure", "train"], recipe: Recipe, **fields: Any) -> Record:
     """Return a Record made now by this code; ``fields`` are estimate, measurement, train or tags."""
     return _made_now(kind=kind, recipe=recipe.content(), recipe_id=recipe.id, **fields)

@@ -48,6 +48,8 @@ def _in_units(value: float, units: dict[str, float], form: str, smallest: str) -
 
 COUNT = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 MULTIPLIERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+DURATION = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*(us|ms|s|sec|min|h|)", re.IGNORECASE)
+SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "": 1.0, "min": 60.0, "h": 3600.0}
 SHARE = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(%?)", re.IGNORECASE)
 
 
@@ -87,6 +89,15 @@ def read_bytes(text: str) -> int:
     if not 1 <= size <= MOST:
         raise ValueError(f"{text!r} is not a size: write it as 5GB or 500MB")
     return int(size)
+
+
+def read_seconds(text: str) -> float:
+    """Read a duration: ``448ms``, ``1.2s``, ``2min``, or a number of seconds; other text is a ValueError."""
+    found = DURATION.fullmatch(text.strip())
+    seconds = float(found[1]) * SECONDS_OF[found[2].lower()] if found else math.inf
+    if found is None or (seconds and not is_usual(seconds)):
+        raise ValueError(f"{text!r} is no duration: write it as 448ms, 1.2s or 0.448")
+    return seconds
 
 
 def format_seconds(seconds: float) -> str:
