@@ -1,6 +1,5 @@
 """What a file is that ``explain`` is given: found by its name, and for JSON by its first bytes."""
 
-import gzip
 import re
 import zlib
 from pathlib import Path
@@ -41,10 +40,10 @@ def _head(path: Path) -> bytes:
     if not path.is_file():
         return b""
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path) as file:
-                return file.read(HEAD_BYTES)
         with path.open("rb") as file:
-            return file.read(HEAD_BYTES)
-    except (OSError, EOFError, zlib.error):  # Who reads it says what is wrong with it.
+            data = file.read(HEAD_BYTES)
+        if path.suffix == ".gz":  # The file may be cut off.
+            return zlib.decompressobj(wbits=31).decompress(data, HEAD_BYTES)
+        return data
+    except (OSError, zlib.error):  # Who reads it says what is wrong with it.
         return b""

@@ -78,6 +78,11 @@ class OutOfMemoryText(Value):
         return min(self.free, max(0, self.allowed - self.reserved))
 
 
+def has_message(text: str) -> bool:
+    """Return whether a text has the message of an OutOfMemoryError."""
+    return any(pattern.search(text) for pattern in FIGURES["requested"]) and IS_ONE.search(text) is not None
+
+
 def read_message(text: str, *, file: str = "") -> OutOfMemoryText:
     """Read the last OutOfMemoryError of a text, such as a log.
 
@@ -95,7 +100,7 @@ def read_message(text: str, *, file: str = "") -> OutOfMemoryText:
                 found["reserved"] = found["allocated"] + cached
             return OutOfMemoryText(**found)
     raise InputError(
-        "no OutOfMemoryError of PyTorch in it",
+        "no OutOfMemoryError of PyTorch in it, nor a Trainer's log",
         "give the text from 'CUDA out of memory. Tried to allocate' on",
         file=file,
     )

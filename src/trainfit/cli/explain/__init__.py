@@ -49,7 +49,8 @@ def run(
 ) -> None:
     """Show what holds memory at the peak of a recipe, a script (.py) or a snapshot (.pickle). Needs no GPU.
 
-    A second one is compared with it; options change both recipes. Also reads the message of an
+    A second one is compared with it; options change both recipes. A trace of torch.profiler (.json, .json.gz)
+    or a Trainer's log: how busy the GPU was, with what, and MFU. Also reads the message of an
     OutOfMemoryError (.txt, .log, - for standard input), and compares two ledgers (files of the cache).
     """
     from trainfit.cli.explain.outputs import Files
@@ -59,13 +60,42 @@ def run(
     files = Files(plot, snapshot, perfetto)
     files.check()
     given = settings or []
-    if first.kind == "text":
-        _explain_message(first.name, second, given, json=json)
-        return
-    if "ledger" in (first.kind, second.kind if second else ""):
+    if first.kind in ("text", "trace", "trainer state"):
+        files.refuse(first)
+        _explain_run(first, second, given, device, json=json)
+    elif "ledger" in (first.kind, second.kind if second else ""):
+        files.refuse(first)
         _compare_ledgers(first, second, given, top, json=json)
+    else:
+        _explain_memory(first, second, given, device, top, files, json=json)
+
+
+def _explain_run(
+    first: "Subject", second: "Subject | None", settings: list[str], device: int | None, *, json: bool
+) -> None:
+    """Print what a trace, a Trainer's log or the text of an error says."""
+    from trainfit.cli.explain import runs
+
+    if first.kind == "trace":
+        runs.show_trace(first.name, second, settings, device, json=json)
         return
-    _explain_memory(first, second, given, device, top, files, json=json)
+    if device is not None:
+        raise InputError("it is of no GPU of several", "leave it out", field="--device", value=device)
+    from trainfit.explanation.trainer_log import read_log, read_state
+
+    if first.kind == "trainer state":
+        runs.show_trainer_run(read_state(Path(first.name)), second, settings, json=json)
+        return
+    from trainfit.explanation.kinds import STANDARD_INPUT
+    from trainfit.explanation.oom_text import LONGEST, has_message, last_of
+
+    file = "" if first.name == STANDARD_INPUT else first.name
+    text = last_of(Path(file) if file else None, LONGEST)
+    run = None if has_message(text) else read_log(text, file=file)
+    if run is not None:
+        runs.show_trainer_run(run, second, settings, json=json)
+    else:
+        _explain_message(text, file, second, settings, json=json)
 
 
 def _explain_memory(
@@ -113,17 +143,17 @@ def _show(found: "list[Explained]", top: int) -> None:
         show_difference(found[0].explanation, found[1].explanation, top)
 
 
-def _explain_message(name: str, second: "Subject | None", settings: list[str], *, json: bool) -> None:
+def _explain_message(
+    text: str, file: str, second: "Subject | None", settings: list[str], *, json: bool
+) -> None:
     """Print what the message of an OutOfMemoryError says."""
     from trainfit.cli.text.explain import show_message
-    from trainfit.explanation.kinds import STANDARD_INPUT
-    from trainfit.explanation.oom_text import LONGEST, last_of, read_message
+    from trainfit.explanation.oom_text import read_message
 
     if second is not None or settings:
         value = second.name if second else str(settings)
         raise InputError("a message is explained alone", "leave the rest out", value=value)
-    text = last_of(None if name == STANDARD_INPUT else Path(name), LONGEST)
-    found = read_message(text, file="" if name == STANDARD_INPUT else name)
+    found = read_message(text, file=file)
     if json:
         options.print_json(found)
     else:

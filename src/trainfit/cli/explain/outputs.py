@@ -9,6 +9,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.files import check_can_write
 
 if TYPE_CHECKING:
+    from trainfit.cli.explain.subjects import Subject
     from trainfit.explanation.peak import Explained
 
 HTML = ".html"
@@ -56,6 +57,21 @@ class Files:
                 remedy = f"end its name with {' or '.join(suffixes)}"
                 raise InputError("another kind of file is written", remedy, field=option, value=str(path))
             check_can_write(path, option)
+
+    def refuse(self, subject: "Subject") -> None:
+        """Refuse all files: what is explained has no ledger of a step.
+
+        Raises:
+            InputError: a file was asked for.
+        """
+        for path, option in (
+            (self.plot, "--plot"),
+            (self.snapshot, "--snapshot"),
+            (self.perfetto, "--perfetto"),
+        ):
+            if path is not None:
+                problem, remedy = f"{subject.name} has no step to write", "name a recipe or a script"
+                raise InputError(problem, remedy, field=option, value=str(path))
 
     def write(self, found: "Explained") -> None:
         """Write the files.

@@ -91,7 +91,7 @@ def _script(command: str, settings: list[str], *, json: bool) -> "Explained":
     from trainfit.cli.scripts import callable_of
     from trainfit.report.console import progress
 
-    hardware = _hardware(settings)
+    hardware = hardware_of(settings, "a script")
     name = hardware.get("gpu", DEFAULT_GPU)
     launch = launch_of(shlex.split(command), find_gpu(name).gpus_per_host)
     train = callable_of(launch)
@@ -104,14 +104,14 @@ def _script(command: str, settings: list[str], *, json: bool) -> "Explained":
         return explained_script(traced(train, gpu=name, world_size=ranks, nodes=launch.nodes))
 
 
-def _hardware(settings: list[str]) -> dict[str, Any]:
-    """Return GPU and count of settings; a script has no other fields."""
+def hardware_of(settings: list[str], what: str) -> dict[str, Any]:
+    """Return GPU and count of settings; a script or a trace has no other fields."""
     from trainfit.spec.parsing.recipe_file import apply_settings
 
     data = apply_settings({}, settings)
     found = data.pop("hardware", {})
     if data or set(found) - set(SCRIPT_FIELDS):
-        problem, remedy = "a script has no fields but its GPU and count", "set them in the script"
+        problem, remedy = f"{what} has no fields but its GPU and count", "leave the others out"
         raise InputError(problem, remedy, field="--set", value=settings[0])
     return found
 
