@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainfit.api.mfu import mfu
     from trainfit.api.plans import plan
     from trainfit.api.recipes import load_recipe
+    from trainfit.integrations.importers.run import import_config
     from trainfit.integrations.watch import watch
     from trainfit.spec.errors import InputError
     from trainfit.spec.recipe import Recipe
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "export", "load_recipe", "measure",
-    "mfu", "plan", "predict", "trace", "train", "watch",
+    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "export", "import_config", "load_recipe",
+    "measure", "mfu", "plan", "predict", "trace", "train", "watch",
 ]  # fmt: skip
 
 _MODULES = {
     "Estimate": "spec.result", "InputError": "spec.errors", "Measurement": "spec.result",
-    "Recipe": "spec.recipe", "export": "api.exports", "load_recipe": "api.recipes", "measure": "api.calls",
-    "mfu": "api.mfu", "plan": "api.plans", "predict": "api.calls", "trace": "api.calls",
-    "train": "api.calls", "watch": "integrations.watch",
+    "Recipe": "spec.recipe", "export": "api.exports", "import_config": "integrations.importers.run",
+    "load_recipe": "api.recipes", "measure": "api.calls", "mfu": "api.mfu", "plan": "api.plans",
+    "predict": "api.calls", "trace": "api.calls", "train": "api.calls", "watch": "integrations.watch",
 }  # fmt: skip
 """Name -> the module it is imported from when it is first used."""
 

@@ -33,12 +33,13 @@ UsageError = typer.BadParameter.__bases__[0]
 """Wrong usage, as typer raises it: its own class or click's, by version."""
 
 VERBS = (
-    "predict", "plan", "trace", "explain", "measure", "calibrate", "verify", "train", "export", "sweep",
+    "predict", "plan", "trace", "explain", "import_", "measure", "calibrate", "verify", "train", "export",
+    "sweep",
     "bench", "report", "mfu", "communication", "catalog.gpus", "catalog.models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 
-A module's ``OPTIONS`` are arguments of typer's ``command``.
+A module's ``OPTIONS`` are arguments of typer's ``command``. A trailing ``_`` is not part of the verb.
 """
 
 ABOUT = "Will this training run fit, how fast will it go, what will it cost? Answered before a GPU is rented."
@@ -72,7 +73,7 @@ def app() -> typer.Typer:
             verbs.add_typer(module.GROUP, name=name)
         else:
             options = getattr(module, "OPTIONS", {})
-            verbs.command(function or name, **options)(getattr(module, function or "run"))
+            verbs.command((function or name).rstrip("_"), **options)(getattr(module, function or "run"))
     return verbs
 
 
@@ -206,7 +207,7 @@ def _report_usage(error: Exception) -> int:
 
 def answer_verb(word: str) -> str | None:
     """Return the answer to a first word that is another tool's verb, or a recipe; None: another word."""
-    if word.startswith("-") or word in {verb.rpartition(".")[2] for verb in VERBS}:
+    if word.startswith("-") or word in {verb.rpartition(".")[2].rstrip("_") for verb in VERBS}:
         return None
     from trainfit.spec.parsing.synonyms import verb_here
 

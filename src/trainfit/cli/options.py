@@ -22,6 +22,7 @@ from trainfit.spec.units import is_usual, read_count, read_seconds, read_share
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from trainfit.spec.errors import InputError
     from trainfit.spec.recipe import Recipe
 
 FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")  # The dotted name of a recipe's field
@@ -259,10 +260,25 @@ def answer(option: str, known: Iterable[str] = ()) -> str | None:
 def read_recipe(text: str, settings: list[str] | None = None) -> "Recipe":
     """Return the recipe that ``text`` names (``api.recipes.read``); print its notes to standard error."""
     from trainfit.api.recipes import read
+    from trainfit.spec.errors import InputError
 
-    recipe, notes = read(text, settings or [])
+    try:
+        recipe, notes = read(text, settings or [])
+    except InputError as error:
+        raise _of_another_tool(text) or error from error.__cause__
     print_notes(f"note: {note}" for note in notes)
     return recipe
+
+
+def _of_another_tool(text: str) -> "InputError | None":
+    """Return the refusal of a file that is another tool's configuration; None: it is none."""
+    if not Path(text).is_file():
+        return None
+    from trainfit.integrations.importers.registry import foreign_tool
+    from trainfit.spec.errors import InputError
+
+    tool = foreign_tool(text)
+    return None if tool is None else InputError(f"this is {tool}", f"write trainfit import {text}", file=text)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""One module a tool, each with an ``IMPORTER``."""

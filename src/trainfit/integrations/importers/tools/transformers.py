@@ -1,0 +1,454 @@
+"""transformers' TrainingArguments and TRL's configs: JSON, YAML, or the keyword arguments in a script.
+
+A script's LoraConfig, BitsAndBytesConfig and ``from_pretrained`` are read with them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainfit.integrations.importers.base import Importer, Reading
+from trainfit.integrations.importers.calls import Call, NotLiteral
+from trainfit.integrations.importers.references import inline, refer
+from trainfit.integrations.importers.tools.peft import read_lora
+from trainfit.integrations.importers.vocabulary import (
+    dtype,
+    leave_all,
+    read_fsdp,
+    take_adapter_variants,
+    take_attention,
+    take_bitsandbytes,
+    take_lora,
+    take_optimizer,
+    take_recompute,
+    take_targets,
+)
+from trainfit.spec.errors import InputError
+from trainfit.spec.imported import Change
+
+TRAINER = ("TrainingArguments", "Seq2SeqTrainingArguments")
+PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")
+GENERATE = ("GRPOConfig", "RLOOConfig", "PPOConfig", "OnlineDPOConfig", "GKDConfig")
+TRL = ("SFTConfig", "KTOConfig", "BCOConfig", *PAIRS, *GENERATE)
+TRAINERS_OF_TRL = tuple(name.replace("Config", "Trainer") for name in TRL)
+LOADERS = ("from_pretrained", "from_config")
+
+IDLE = """
+output_dir overwrite_output_dir do_train do_eval do_predict prediction_loss_only num_train_epochs max_steps
+lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio adam_beta1 adam_beta2 adam_epsilon log_level
+log_level_replica log_on_each_node logging_dir logging_strategy logging_first_step logging_steps
+logging_nan_inf_filter save_strategy save_steps save_total_limit save_safetensors save_on_each_node
+save_only_model restore_callback_states_from_checkpoint use_cpu no_cuda use_mps_device data_seed
+jit_mode_eval use_ipex tpu_num_cores tpu_metrics_debug debug dataloader_drop_last eval_strategy
+evaluation_strategy eval_steps eval_delay eval_on_start evals_per_epoch past_index run_name disable_tqdm
+remove_unused_columns label_names load_best_model_at_end metric_for_best_model greater_is_better
+ignore_data_skip skip_memory_metrics report_to length_column_name ddp_backend ddp_broadcast_buffers
+ddp_timeout ddp_find_unused_parameters ddp_static_graph resume_from_checkpoint hub_model_id hub_strategy
+hub_token hub_private_repo hub_always_push hub_revision push_to_hub push_to_hub_model_id
+push_to_hub_organization push_to_hub_token include_inputs_for_metrics include_for_metrics
+eval_do_concat_batches batch_eval_metrics include_tokens_per_second include_num_input_tokens_seen
+split_batches dispatch_batches local_rank dataloader_persistent_workers dataloader_multiprocessing_context
+dataloader_in_order full_determinism project accelerator_config average_tokens_across_devices
+eval_use_gather_object enable_jit_checkpoint trackio_space_id trackio_bucket_id trackio_static_space_id
+torch_compile_backend gradient_checkpointing_kwargs activation_checkpointing_kwargs use_cache tf32
+bf16_full_eval fp16_full_eval half_precision_backend fp16_opt_level dataset_name dataset_config
+dataset_train_split dataset_test_split dataset_streaming dataset_mixture dataset_mixer dataset_splits
+dataset_configs hub_model_revision dataset_text_field dataset_kwargs dataset_num_proc dataset_batch_size
+chat_template chat_template_path eos_token pad_token model_revision revision trust_remote_code
+use_auth_token token cache_dir low_cpu_mem_usage device_map tokenizer_name_or_path train_file
+validation_file preprocessing_num_workers max_train_samples max_eval_samples streaming truncation_mode
+shuffle_dataset packing_strategy completion_only_loss assistant_only_loss ignore_bias_buffers system_prompt
+data_dir text_column wandb_entity wandb_project wandb_run_group benchmarks callbacks decontaminate_bigbench
+use_fast_tokenizer concatenate attn_kwargs task lora_task_type model_name
+""".split()
+NUMBERS = ("numbers",)
+BOTH = ("memory", "time")
+WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
+    "neftune_noise_alpha": (NUMBERS, "noise on the embeddings"),
+    "per_device_eval_batch_size": (
+        ("memory",),
+        "evaluation with larger batches than training may set the peak",
+    ),
+    "per_gpu_eval_batch_size": (("memory",), "evaluation with larger batches than training may set the peak"),
+    "eval_accumulation_steps": (("memory",), "predictions of an evaluation wait on the GPU"),
+    "auto_find_batch_size": (BOTH, "the batch is halved until it fits; predicted as it stands"),
+    "train_sampling_strategy": (("time",), "sequences of like lengths; every sequence has batch.seq tokens"),
+    "group_by_length": (("time",), "sequences of like lengths; every sequence has batch.seq tokens"),
+    "optim_args": (("numbers",), "arguments of the optimizer"),
+    "optim_target_modules": (BOTH, "an optimizer for some modules; predicted as one for all"),
+    "parallelism_config": (BOTH, "set parallel.tensor, parallel.context and parallel.replicate"),
+    "liger_kernel_config": (BOTH, "all of Liger's kernels are predicted"),
+    "padding_free": (BOTH, "sequences without padding; every sequence has batch.seq tokens"),
+    "use_liger_loss": (BOTH, "set loss: fused"),
+    "eval_packing": (("memory",), "an evaluation's sequences"),
+    "pad_to_multiple_of": (("memory",), "a few more tokens of padding"),
+    "loss_type": (NUMBERS, "another loss than the cross-entropy"),
+    "dft": (NUMBERS, "another loss than the cross-entropy"),
+    "router_aux_loss_coef": (NUMBERS, "a term of the loss"),
+    "lora_modules_to_save": (BOTH, "modules that train whole next to the adapter"),
+    "lora_target_parameters": (BOTH, "expert weights with an adapter"),
+    "bnb_4bit_quant_storage": (BOTH, "predicted as bytes; sharded alike"),
+    "max_prompt_length": (BOTH, "a part of the sequence's length"),
+    "precompute_ref_log_probs": (BOTH, "the reference model's forwards run before the training"),
+    "model_init_kwargs": (BOTH, "arguments of the model's loading"),
+    "fp16_backend": (NUMBERS, "Apex's autocast"),
+}
+REFERENCE = "the reference model's weights and forward are not predicted (none with an adapter)"
+GENERATION = "sampling and rewards are not predicted: the update alone is"
+
+
+def read(reading: Reading) -> None:
+    """Read a file's values, or the calls of a script."""
+    if not reading.source.path.split(" [")[0].endswith(".py"):
+        _arguments(reading, _kind_of(reading))
+        _model_fields(reading)
+        reading.finish()
+        return
+    call = _one_call(reading)
+    name = call.name.rpartition(".")[2]
+    arguments = Reading(reading.source, reading.draft, call.values, f"{name}.")
+    _arguments(arguments, name)
+    _model_fields(arguments)
+    arguments.finish()
+    _other_calls(reading)
+
+
+def _one_call(reading: Reading) -> Call:
+    """Return the script's call of TrainingArguments or of a config of TRL.
+
+    Raises:
+        InputError: none, or several of which none is named by its line.
+    """
+    source = reading.source
+    calls = [one for one in source.calls if one.name.rpartition(".")[2] in (*TRAINER, *TRL)]
+    if source.part.isdecimal():
+        calls = [one for one in calls if one.line == int(source.part)]
+    if len(calls) == 1:
+        return calls[0]
+    if not calls:
+        problem = f"no call of {', '.join(TRAINER[:1] + TRL[:2])}, ... with keyword arguments"
+        raise InputError(problem, "name a script that has one, or trace the script", file=source.path)
+    lines = ", ".join(f"{source.path}:{one.line}" for one in calls[:8])
+    remedy = f"name one: {lines}"
+    raise InputError(f"{len(calls)} calls of training arguments", remedy, file=source.path)
+
+
+def _kind_of(reading: Reading) -> str:
+    """Return the class that a file's fields are of."""
+    if reading.has("num_generations") or reading.has("max_completion_length"):
+        return "GRPOConfig"
+    if reading.has("beta") or reading.has("max_prompt_length"):
+        return "DPOConfig"
+    of_trl = (
+        "max_seq_length",
+        "max_length",
+        "packing",
+        "use_peft",
+        "dataset_name",
+        "dataset_mixture dataset_mixer dataset_splits dataset_configs hub_model_revision",
+    )
+    return "SFTConfig" if any(reading.has(name) for name in of_trl) else "TrainingArguments"
+
+
+def _arguments(reading: Reading, kind: str) -> None:
+    """Read the fields of TrainingArguments, and of TRL's configs, whose defaults differ."""
+    is_trl = kind in TRL
+    _batch(reading, kind)
+    read_trainer(reading, lr=2e-5 if is_trl else 5e-5, recompute=is_trl, autocast=is_trl)
+    if is_trl:
+        reading.draft.know("weights", "fp32", reading.full("dtype"), is_stated=False)
+    if kind in PAIRS and kind != "RewardConfig":
+        reading.draft.leave(reading.full("ref_model"), None, BOTH, REFERENCE)
+        reading.idle(["beta", "label_pad_token_id", "disable_dropout", "sync_ref_model", "reference_free"])
+    if kind in GENERATE:
+        reading.draft.leave(reading.full("num_generations"), reading.raw("num_generations"), BOTH, GENERATION)
+        reading.accounted("num_generations")
+        for name in [
+            name for name in reading.values if name.startswith(("vllm_", "generation_", "use_vllm"))
+        ]:
+            reading.leave(name, BOTH, GENERATION)
+        reading.idle(
+            """beta temperature top_p top_k min_p epsilon reward_weights reward_funcs scale_rewards
+                        num_iterations log_completions mask_truncated_completions""".split()
+        )
+
+
+def _batch(reading: Reading, kind: str) -> None:
+    name = reading.first("per_device_train_batch_size", "per_gpu_train_batch_size")
+    micro = reading.whole(name, 8)
+    pairs = kind in PAIRS
+    note = "a pair is two sequences" if pairs else ""
+    reading.take_or_assume(name, "batch.micro", micro * (2 if pairs else 1), note, note)
+    accumulate = reading.whole("gradient_accumulation_steps", 1)
+    reading.take_or_assume("gradient_accumulation_steps", "batch.accumulate", accumulate)
+    length = reading.first("max_length", "max_seq_length", "model_max_length", "block_size")
+    if kind in GENERATE:
+        prompt, answer = reading.whole("max_prompt_length", 512), reading.whole("max_completion_length", 512)
+        reading.take_or_assume("max_completion_length", "batch.seq", prompt + answer, "with the prompt")
+        reading.accounted("max_prompt_length")
+    elif reading.has(length):
+        note = "" if reading.flag("packing", False) else "the most; shorter samples take less"
+        reading.take(length, "batch.seq", reading.whole(length, at_least=2), note)
+    elif kind in TRL:
+        reading.draft.assume(reading.full(length), "batch.seq", 1024, "the most; shorter samples take less")
+    else:
+        reading.draft.assume("", "batch.seq", 1024, "no file states a length; --seq")
+    reading.idle(["packing"])
+
+
+def read_trainer(
+    reading: Reading,
+    *,
+    lr: float,
+    optimizer: str = "optim",
+    recompute: bool | None,
+    autocast: bool | None = False,
+) -> None:
+    """Read what every tool over transformers' Trainer has; the batch, the model and the adapter aside.
+
+    Args:
+        lr: default of the learning rate.
+        optimizer: field with the optimizer's name.
+        recompute: default of gradient_checkpointing; None: the caller reads it.
+        autocast: whether autocast to bf16 is the default; None: the caller reads the precision.
+    """
+    take_optimizer(reading, optimizer, "adamw_torch_fused")
+    reading.take_or_assume("learning_rate", "optimizer.lr", _positive(reading, "learning_rate", lr))
+    reading.take_or_assume("weight_decay", "optimizer.weight_decay", reading.number("weight_decay", 0.0))
+    norm = reading.number("max_grad_norm", 1.0)
+    if norm > 0:
+        reading.take_or_assume("max_grad_norm", "optimizer.clip_norm", norm)
+    reading.idle(["max_grad_norm"])
+    if reading.number("label_smoothing_factor", 0) > 0:
+        value = reading.number("label_smoothing_factor")
+        reading.take("label_smoothing_factor", "loss_terms.label_smoothing", value)
+    if recompute is not None:
+        name = reading.first("gradient_checkpointing", "activation_checkpointing")
+        take_recompute(reading, name, default=recompute)
+    if autocast is not None:
+        _precision(reading, default=autocast)
+    _compile(reading)
+    if reading.flag("use_liger_kernel"):
+        reading.take("use_liger_kernel", "loss", "fused", "Liger's fused linear cross-entropy")
+        reading.draft.set("block_kernels", "triton")
+    if reading.is_open("activation_offloading") and reading.flag("activation_offloading"):
+        reading.take("activation_offloading", "offload.activations", True)
+    if reading.whole("torch_empty_cache_steps") is not None:
+        reading.take("torch_empty_cache_steps", "empty_cache_every", reading.whole("torch_empty_cache_steps"))
+    workers = reading.whole("dataloader_num_workers", 0, at_least=0)
+    if workers:
+        reading.take("dataloader_num_workers", "loader.workers", workers)
+    if reading.has("dataloader_prefetch_factor"):
+        reading.take(
+            "dataloader_prefetch_factor", "loader.prefetch", reading.whole("dataloader_prefetch_factor")
+        )
+    if reading.flag("dataloader_pin_memory") is False:
+        reading.take("dataloader_pin_memory", "loader.pin_memory", False)
+    if (seed := reading.whole("seed", at_least=0)) is not None:
+        reading.take("seed", "seed", seed)
+    if reading.has("ddp_bucket_cap_mb"):
+        reading.take("ddp_bucket_cap_mb", "parallel.bucket_mb", reading.number("ddp_bucket_cap_mb"))
+    _sharding(reading)
+    reading.idle(
+        [
+            "dataloader_num_workers",
+            "dataloader_pin_memory",
+            "label_smoothing_factor",
+            "use_liger_kernel",
+            "activation_offloading",
+        ]
+    )
+    leave_all(reading, WITHOUT)
+    reading.idle(IDLE)
+
+
+def _positive(reading: Reading, name: str, default: float) -> float:
+    value = reading.number(name, default)
+    if value <= 0:
+        raise reading.error(name, "a number above 0", "correct it")
+    return float(value)
+
+
+def _precision(reading: Reading, *, default: bool) -> None:
+    """Note autocast: bf16 or fp16; ``auto`` is bf16, as on GPUs that have it."""
+    for name in ("bf16", "fp16"):
+        word = reading.word(name)
+        if word is None:
+            continue
+        if word in ("auto", "full") or reading.flag(name):
+            reading.know("compute", name, name)
+        else:
+            reading.idle([name])
+    if not reading.has("bf16") and not reading.has("fp16") and default:
+        reading.draft.know("compute", "bf16", reading.full("bf16"), True, is_stated=False)
+
+
+def _compile(reading: Reading) -> None:
+    if reading.flag("torch_compile"):
+        reading.take("torch_compile", "compile", "model", "the model compiled whole")
+    elif reading.has("torch_compile_mode"):
+        reading.take("torch_compile_mode", "compile", "model", "the model compiled whole")
+    mode = reading.word("torch_compile_mode", "default")
+    if mode not in ("default", "none"):
+        reading.draft.leave(reading.full("torch_compile_mode"), mode, BOTH, "compiled in the default mode")
+    reading.idle(["torch_compile", "torch_compile_mode"])
+
+
+def _sharding(reading: Reading) -> None:
+    """Note FSDP or DeepSpeed; several GPUs without them are data parallel (DDP)."""
+    deepspeed = reading.raw("deepspeed")
+    if isinstance(deepspeed, Mapping):
+        inline(reading, "deepspeed", dict(deepspeed), "deepspeed")
+    elif deepspeed is not None:
+        refer(reading, "deepspeed", reading.text("deepspeed"), "deepspeed")
+    fsdp = reading.raw("fsdp")
+    if isinstance(fsdp, bool):
+        words = ["full_shard"] if fsdp else []
+    else:
+        listed = reading.texts("fsdp", [])
+        words = [part for one in listed for part in str(one).split()]
+    kinds = {
+        "full_shard": "fsdp",
+        "shard_grad_op": "fsdp",
+        "hybrid_shard": "hsdp",
+        "hybrid_shard_zero2": "hsdp",
+        "no_shard": "ddp",
+    }
+    for word in words:
+        if word in kinds:
+            reading.know("sharding", kinds[word], "fsdp")
+            if word in ("shard_grad_op", "hybrid_shard_zero2"):
+                reading.draft.know("reshard", False, reading.full("fsdp"), fsdp)
+        elif word == "offload":
+            reading.draft.know("offload_params", True, reading.full("fsdp"), fsdp)
+        elif word != "auto_wrap":
+            raise reading.error("fsdp", f"of {', '.join((*kinds, 'offload', 'auto_wrap'))}", "correct it")
+    reading.accounted("fsdp")
+    config = reading.raw("fsdp_config")
+    if isinstance(config, str):
+        reading.leave("fsdp_config", BOTH, "a further file; name its content here")
+    elif config is not None:
+        inner = reading.inside("fsdp_config")
+        if words or reading.draft.fact("sharding") is None:
+            reading.draft.know(
+                "sharding", "fsdp", inner.full("*"), is_stated=bool(inner.values) and not words
+            )
+        read_fsdp(inner)
+    if reading.draft.fact("sharding") in ("fsdp", "hsdp"):
+        reading.draft.know("upcasts", True, "", is_stated=False)
+    reading.draft.know("sharding", "ddp", "", is_stated=False)
+
+
+def _model_fields(reading: Reading) -> None:
+    """Read the fields of TRL's ModelConfig: the model, its dtype, attention, LoRA and bitsandbytes."""
+    name = reading.first("model_name_or_path", "model_id", "base_model_name_or_path", "model")
+    if reading.has(name):
+        reading.know("model", reading.text(name), name)
+    kind = reading.first("dtype", "torch_dtype")
+    if (found := dtype(reading, kind)) is not None:
+        reading.know("weights", found, kind)
+    take_attention(reading, "attn_implementation")
+    if reading.flag("use_flash_attention_2"):
+        reading.take("use_flash_attention_2", "attention", "flash")
+    reading.idle(["use_flash_attention_2"])
+    uses = reading.flag("use_peft", reading.has("lora_r"))
+    if uses:
+        take_lora(
+            reading,
+            rank="lora_r",
+            alpha="lora_alpha",
+            dropout="lora_dropout",
+            default_rank=16,
+            default_alpha=32,
+        )
+        if not take_targets(reading, "lora_target_modules"):
+            reading.draft.know("targets", None, reading.full("lora_target_modules"), is_stated=False)
+    take_adapter_variants(reading)
+    reading.idle(
+        ["use_peft", *(["lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"] if not uses else [])]
+    )
+    take_bitsandbytes(
+        reading,
+        in_4bit=bool(reading.flag("load_in_4bit")),
+        in_8bit=bool(reading.flag("load_in_8bit")),
+        kind="bnb_4bit_quant_type",
+        double=reading.first("use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
+        compute="bnb_4bit_compute_dtype",
+        by="load_in_4bit" if reading.flag("load_in_4bit") else "load_in_8bit",
+    )
+    reading.idle(["load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"])
+
+
+def _other_calls(reading: Reading) -> None:
+    """Read a script's LoraConfig, BitsAndBytesConfig, and the loading of its model."""
+    for one in reading.source.calls:
+        last = one.name.rpartition(".")[2]
+        inner = Reading(reading.source, reading.draft, one.values, f"{last}.")
+        if last == "LoraConfig":
+            read_lora(inner)
+        elif last == "BitsAndBytesConfig":
+            _bitsandbytes(inner)
+        elif last in LOADERS and any(part in one.name for part in ("Model", "LM", "GPT", "Llama")):
+            _loading(inner)
+        elif last in ("Trainer", "Seq2SeqTrainer", *TRAINERS_OF_TRL) and isinstance(
+            one.values.get("model"), str
+        ):
+            reading.draft.know("model", one.values["model"], f"{last}.model", one.values["model"])
+
+
+def _bitsandbytes(reading: Reading) -> None:
+    in_4bit, in_8bit = bool(reading.flag("load_in_4bit")), bool(reading.flag("load_in_8bit"))
+    take_bitsandbytes(
+        reading,
+        in_4bit=in_4bit,
+        in_8bit=in_8bit,
+        kind="bnb_4bit_quant_type",
+        double="bnb_4bit_use_double_quant",
+        compute="bnb_4bit_compute_dtype",
+        default_kind="fp4",
+        by="load_in_4bit" if in_4bit else "load_in_8bit",
+    )
+    leave_all(reading, {"bnb_4bit_quant_storage": WITHOUT["bnb_4bit_quant_storage"]})
+    reading.idle(
+        """load_in_4bit load_in_8bit llm_int8_threshold llm_int8_skip_modules
+                    llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight""".split()
+    )
+    reading.finish()
+
+
+def _loading(reading: Reading) -> None:
+    """Read ``from_pretrained`` of a model: its name, dtype and attention."""
+    first: Any = reading.positional[0] if reading.positional else reading.raw("pretrained_model_name_or_path")
+    if isinstance(first, str):
+        reading.draft.know("model", first, reading.full("name"), first)
+    elif isinstance(first, NotLiteral):
+        reading.draft.suppose(
+            reading.full("name"), first.text, "the model's name is only known when the script runs"
+        )
+    kind = reading.first("dtype", "torch_dtype")
+    if (found := dtype(reading, kind)) is not None:
+        reading.know("weights", found, kind)
+    else:
+        reading.draft.facts.pop("weights", None)  # Not TRL, but transformers loads the model.
+    take_attention(reading, "attn_implementation")
+    if reading.flag("load_in_4bit"):
+        take_bitsandbytes(reading, in_4bit=True, in_8bit=False, by="load_in_4bit")
+    reading.idle(["pretrained_model_name_or_path", "quantization_config", "config", "load_in_4bit", *IDLE])
+    reading.finish()
+
+
+IMPORTER = Importer(
+    name="transformers",
+    title="transformers' TrainingArguments or a config of TRL",
+    marks=frozenset(
+        (
+            *TRAINER,
+            *TRL,
+            *"""
+        per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing num_train_epochs
+        lr_scheduler_type per_device_eval_batch_size model_name_or_path optim learning_rate use_peft
+        max_seq_length logging_steps max_steps warmup_steps deepspeed fsdp output_dir
+""".split(),
+        )
+    ),
+    read=read,
+)

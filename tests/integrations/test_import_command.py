@@ -1,0 +1,76 @@
+"""``trainfit import``: what it prints and writes, predictions of imported recipes, other verbs' remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainfit.cli.main import main
+from trainfit.spec.errors import EXIT_BAD_INPUT
+from trainfit.spec.imported import Imported
+from trainfit.spec.parsing.recipe_file import load_recipe
+from trainfit.spec.result import Estimate
+
+FOLDER = Path(__file__).parents[1] / "data" / "imports"
+AXOLOTL = str(FOLDER / "axolotl/lora-1b.yaml")
+Captured = pytest.CaptureFixture[str]
+
+
+def test_it_writes_a_recipe_and_never_overwrites(tmp_path: Path, capsys: Captured) -> None:
+    out = tmp_path / "recipe.yaml"
+    assert main(["import", AXOLOTL, "--out", str(out)]) == 0
+    text = out.read_text()
+    assert load_recipe(out).batch.seq == 2048
+    assert f"trainfit predict {out}" in " ".join(capsys.readouterr().out.split())
+    assert main(["import", AXOLOTL, "--gpu", "l4", "--out", str(out)]) == EXIT_BAD_INPUT
+    assert "exists already" in capsys.readouterr().err
+    assert out.read_text() == text
+
+
+def test_json_is_one_object(capsys: Captured) -> None:
+    assert main(["import", AXOLOTL, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 1
+    content = json.loads(printed.out)
+    content.pop("text")
+    assert Imported.model_validate_json(json.dumps(content)).recipe.batch.seq == 2048
+
+
+@pytest.mark.parametrize(
+    ("arguments", "peak_mib"),
+    [
+        (["torchtitan/debug_model.toml", "--gpu", "l4", "--seq", "512"], (100, 1000)),
+        (["trl/sft_script.py", "--gpu", "rtx-4090"], (10, 500)),
+        (["trl/training_args.json", "accelerate/multi_gpu.yaml", "--count", "2"], (10, 500)),
+        (["llama-factory/v1-quantization.yaml", "--gpu", "l4"], (10, 500)),
+    ],
+)
+def test_an_imported_recipe_is_predicted(
+    arguments: list[str], peak_mib: tuple[int, int], capsys: Captured
+) -> None:
+    words = [str(FOLDER / one) if "/" in one else one for one in arguments]
+    words += (
+        [] if "torchtitan/debug_model.toml" in arguments else ["--model", "tiny-llama-demo", "--seq", "64"]
+    )
+    assert main(["import", *words, "--predict", "--check", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    estimate = Estimate.model_validate_json(json.dumps(content["estimate"]))
+    assert peak_mib[0] < estimate.phases.peak / 2**20 < peak_mib[1]
+
+
+@pytest.mark.parametrize("verb", ["predict", "plan", "explain"])
+@pytest.mark.parametrize("file", ["axolotl/lora-1b.yaml", "deepspeed/ds_z3_config.json", "trl/sft_script.py"])
+def test_other_verbs_name_the_command(verb: str, file: str, capsys: Captured) -> None:
+    path = str(FOLDER / file)
+    assert main([verb, path]) == EXIT_BAD_INPUT
+    assert f"trainfit import {path}" in capsys.readouterr().err
+
+
+def test_check_stands_with_predict(capsys: Captured) -> None:
+    assert main(["import", AXOLOTL, "--check"]) == EXIT_BAD_INPUT
+    assert "--predict" in capsys.readouterr().err
+
+
+def test_an_unknown_tool_is_refused(capsys: Captured) -> None:
+    assert main(["import", AXOLOTL, "--tool", "nemo"]) == EXIT_BAD_INPUT
+    assert "axolotl" in capsys.readouterr().err

@@ -1,0 +1,501 @@
+"""Configurations of other tools as recipes: values of public files, the account of every field, defaults."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainfit
+from trainfit.integrations.importers import registry
+from trainfit.integrations.importers.run import ImportedConfig, imported
+from trainfit.integrations.importers.source import read
+from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
+
+FOLDER = Path(__file__).parents[1] / "data" / "imports"
+DDP = {"parallel.strategy": "ddp"}
+FSDP = {"parallel.strategy": "fsdp"}
+
+CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
+    "axolotl, QLoRA of 70B over two GPUs": (
+        ["axolotl/qlora-fsdp-70b.yaml"],
+        ["hardware.gpu=rtx-4090", "hardware.count=2"],
+        FSDP
+        | {
+            "model.config": "llama-3-70b",
+            "batch.micro": 1,
+            "batch.seq": 512,
+            "batch.accumulate": 4,
+            "precision": "bf16",
+            "attention": "flash",
+            "recompute": "full",
+            "quantize": "nf4",
+            "adapter.rank": 8,
+            "adapter.alpha": 16,
+            "adapter.targets": "all-linear",
+            "optimizer.lr": 1e-5,
+            "optimizer.clip_norm": 1.0,
+            "hardware.count": 2,
+            "parallel.reshard_after_forward": True,
+        },
+    ),
+    "axolotl, LoRA": (
+        ["axolotl/lora-1b.yaml"],
+        [],
+        {
+            "model.config": "llama-3.2-1b",
+            "batch.micro": 2,
+            "batch.seq": 2048,
+            "batch.accumulate": 2,
+            "precision": "bf16",
+            "optimizer.name": "adamw8bit",
+            "adapter.rank": 16,
+            "adapter.alpha": 32,
+            "adapter.dropout": 0.05,
+            "adapter.dtype": "fp32",
+            "quantize": None,
+            "hardware.count": 1,
+            "adapter.targets": ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"),
+        },
+    ),
+    "axolotl, every weight, paged": (
+        ["axolotl/fft-8b.yaml"],
+        [],
+        {
+            "model.config": "llama-3.1-8b",
+            "batch.seq": 8192,
+            "batch.accumulate": 8,
+            "precision": "bf16",
+            "optimizer.name": "adamw8bit",
+            "adapter": None,
+            "recompute": "full",
+        },
+    ),
+    "axolotl, 7B": (
+        ["axolotl/mistral-7b.yaml"],
+        ["hardware.count=4"],
+        DDP | {"model.config": "mistral-7b-v0.1", "batch.micro": 2, "batch.seq": 8192, "optimizer.lr": 5e-6},
+    ),
+    "axolotl, pairs are two sequences": (
+        ["axolotl/dpo-qwen2.5-0.5b.yaml"],
+        [],
+        {"model.config": "qwen2.5-0.5b", "batch.micro": 4, "adapter": None},
+    ),
+    "axolotl, pairs, LoRA over 8 bits": (
+        ["axolotl/dpo-lora-8b.yaml"],
+        [],
+        {"model.config": "llama-3-8b", "batch.micro": 4, "quantize": "int8", "adapter.rank": 32},
+    ),
+    "LLaMA-Factory, LoRA, its defaults": (
+        ["llama-factory/qwen3_lora_sft.yaml"],
+        [],
+        {
+            "model.config": "qwen3-4b",
+            "batch.micro": 1,
+            "batch.accumulate": 8,
+            "batch.seq": 2048,
+            "precision": "bf16",
+            "recompute": "full",
+            "adapter.rank": 8,
+            "adapter.alpha": 16,
+            "adapter.targets": "all-linear",
+            "optimizer.weight_decay": 0.0,
+            "loader.workers": 4,
+        },
+    ),
+    "LLaMA-Factory, every weight, and the DeepSpeed file that it names": (
+        ["llama-factory/qwen3_full_sft.yaml"],
+        ["hardware.count=8"],
+        {"model.config": "qwen3-4b", "adapter": None, "parallel.strategy": "fsdp", "recompute": "full"},
+    ),
+    "LLaMA-Factory, QLoRA, with accelerate's FSDP": (
+        ["llama-factory/fsdp_qlora.yaml", "accelerate/fsdp.yaml"],
+        [],
+        FSDP | {"model.config": "llama-3-8b", "quantize": "nf4", "hardware.count": 2, "precision": "bf16"},
+    ),
+    "LLaMA-Factory, pairs": (
+        ["llama-factory/qwen3_lora_dpo.yaml"],
+        [],
+        {"batch.micro": 2, "batch.seq": 2048},
+    ),
+    "LLaMA-Factory, second layout": (
+        ["llama-factory/v1-quantization.yaml"],
+        ["hardware.count=2"],
+        FSDP | {"model.config": "qwen3-0.6b", "quantize": "nf4", "adapter.alpha": 32, "recompute": "full"},
+    ),
+    "torchtune, every weight on one GPU": (
+        ["torchtune/1B_full_single_device.yaml"],
+        [],
+        {
+            "model.config": "llama-3.2-1b",
+            "batch.micro": 4,
+            "precision": "bf16",
+            "loss": "chunked",
+            "optimizer.name": "adamw8bit",
+            "optimizer.in_backward": True,
+            "recompute": "none",
+        },
+    ),
+    "torchtune, QLoRA": (
+        ["torchtune/8B_qlora_single_device.yaml"],
+        [],
+        {
+            "model.config": "llama-3.1-8b",
+            "quantize": "nf4",
+            "adapter.rank": 8,
+            "adapter.dtype": "base",
+            "adapter.targets": ("down_proj", "gate_proj", "o_proj", "q_proj", "up_proj", "v_proj"),
+            "batch.accumulate": 8,
+            "optimizer.implementation": "fused",
+            "recompute": "full",
+        },
+    ),
+    "torchtune, 70B over eight GPUs": (
+        ["torchtune/70B_full.yaml"],
+        ["hardware.count=8"],
+        FSDP | {"model.config": "llama-3.1-70b", "optimizer.implementation": "foreach", "precision": "bf16"},
+    ),
+    "torchtune, paged AdamW": (
+        ["torchtune/7B_full_single_device.yaml"],
+        [],
+        {"model.config": "qwen2.5-7b", "optimizer.name": "adamw"},
+    ),
+    "torchtitan, TOML": (
+        ["torchtitan/debug_model.toml"],
+        ["hardware.count=8"],
+        FSDP
+        | {
+            "batch.micro": 8,
+            "batch.seq": 2048,
+            "precision": "mixed-bf16",
+            "recompute.every": 2,
+            "optimizer.lr": 8e-4,
+            "optimizer.weight_decay": 0.1,
+            "optimizer.clip_norm": 1.0,
+            "model.config.num_hidden_layers": 6,
+            "model.config.vocab_size": 2048,
+        },
+    ),
+    "torchtitan, TOML, one GPU computes under autocast": (
+        ["torchtitan/debug_model.toml"],
+        [],
+        {"precision": "amp-bf16", "hardware.count": 1},
+    ),
+    "torchtitan, tensor parallelism": (
+        ["torchtitan/llama3_70b.toml"],
+        ["hardware.count=64"],
+        {
+            "model.config": "llama-3.1-70b",
+            "parallel.tensor": 8,
+            "hardware.count": 64,
+            "recompute": "full",
+            "precision": "mixed-bf16",
+            "optimizer.lr": 1.5e-4,
+        },
+    ),
+    "torchtitan, JobConfig": (
+        ["torchtitan/llama3_8b.py"],
+        ["hardware.count=8"],
+        {"model.config": "llama-3.1-8b", "batch.micro": 1, "batch.seq": 8192, "precision": "mixed-bf16"},
+    ),
+    "torchtitan, a function's Trainer.Config": (
+        ["torchtitan/llama3/config_registry.py:llama3_8b"],
+        ["hardware.count=8"],
+        {
+            "model.config": "llama-3.1-8b",
+            "batch.micro": 1,
+            "batch.seq": 8192,
+            "loss": "chunked",
+            "compile": False,
+        },
+    ),
+    "torchtitan, a function that changes another's": (
+        ["torchtitan/llama3/config_registry.py:llama3_8b_compiled"],
+        ["hardware.count=8"],
+        {
+            "compile": "block",
+            "recompute": "full",
+            "parallel.tensor": 2,
+            "batch.seq": 8192,
+            "optimizer.lr": 3e-4,
+        },
+    ),
+    "TRL, YAML, QLoRA": (
+        ["trl/zephyr_sft_qlora.yaml"],
+        [],
+        {
+            "model.config": "mistral-7b-v0.1",
+            "batch.micro": 4,
+            "batch.seq": 2048,
+            "precision": "bf16",
+            "quantize.kind": "nf4",
+            "quantize.double": False,
+            "attention": "flash",
+            "adapter.rank": 16,
+        },
+    ),
+    "TRL, YAML, pairs, fp32 weights by default": (
+        ["trl/zephyr_dpo_full.yaml", "accelerate/fsdp2.yaml"],
+        [],
+        FSDP | {"batch.micro": 16, "batch.seq": 1024, "precision": "mixed-bf16", "hardware.count": 8},
+    ),
+    "TRL, a script": (
+        ["trl/sft_script.py"],
+        [],
+        {
+            "model.config": "smollm-135m",
+            "batch.micro": 2,
+            "batch.accumulate": 4,
+            "batch.seq": 512,
+            "precision": "bf16",
+            "quantize.compute": "bf16",
+            "quantize.double": True,
+            "adapter.rank": 16,
+            "adapter.targets": "all-linear",
+            "optimizer.lr": 2e-4,
+            "recompute": "full",
+        },
+    ),
+    "TrainingArguments, DeepSpeed and a model": (
+        ["trl/training_args.json", "deepspeed/ds_z3_config.json"],
+        ["hardware.count=4"],
+        {"model.config": "qwen3-0.6b", "batch.micro": 4, "batch.accumulate": 2, "parallel.strategy": "fsdp"},
+    ),
+    "TrainingArguments, accelerate": (
+        ["trl/training_args.json", "accelerate/multi_gpu.yaml"],
+        [],
+        DDP | {"hardware.count": 8, "precision": "bf16"},
+    ),
+    "accelerate's ZeRO": (
+        ["trl/training_args.json", "accelerate/zero3.yaml"],
+        [],
+        FSDP | {"hardware.count": 8},
+    ),
+    "DeepSpeed alone, ZeRO-2": (
+        ["deepspeed/zero_stage2_offload_config.json"],
+        ["hardware.count=2"],
+        {"parallel.reshard_after_forward": False, "batch.accumulate": 1},
+    ),
+    "PEFT's adapter": (
+        ["peft/adapter_config.json"],
+        [],
+        {
+            "model.config": "llama-3.2-1b",
+            "adapter.rank": 16,
+            "adapter.alpha": 32,
+            "adapter.targets": ("q_proj", "v_proj"),
+        },
+    ),
+    "PEFT's adapter with TrainingArguments": (
+        ["trl/training_args.json", "peft/adapter_config.json"],
+        [],
+        {"model.config": "llama-3.2-1b", "batch.micro": 4},
+    ),
+}
+
+
+def model_of(files: list[str]) -> str | None:
+    """Return a model for files that name none."""
+    named = ("axolotl", "llama-factory", "torchtune", "torchtitan", "trl/zephyr", "trl/sft", "peft")
+    return None if any(one.startswith(named) for one in files) else "qwen3-0.6b"
+
+
+def imported_case(name: str) -> ImportedConfig:
+    files, settings, _ = CASES[name]
+    return imported([str(FOLDER / one) for one in files], settings, model_of(files))
+
+
+def value_at(content: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        if not isinstance(content, Mapping):
+            return content
+        content = content[part]
+    return tuple(content) if isinstance(content, list) else content
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_public_config_becomes_the_recipe(name: str) -> None:
+    found = imported_case(name)
+    content = found.recipe.content()
+    if isinstance(content["quantize"], Mapping) and content["quantize"]["kind"] == "nf4":
+        content["quantize"] |= {"double": content["quantize"].get("double", True)}
+    got = {
+        field: value_at(content, field.replace("model.config.", "model.config.")) for field in CASES[name][2]
+    }
+    assert got == CASES[name][2]
+    assert recipe_from(trainfit.load_recipe(found.recipe).content()).id == found.recipe.id
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_is_accounted_for(name: str) -> None:
+    """Each leaf of each file, or a mapping around it, stands in exactly one of the lists."""
+    files, _, _ = CASES[name]
+    found = imported_case(name)
+    lists = [
+        {one.name for one in found.taken},
+        {one.name for one in found.without},
+        {*found.idle},
+        {*found.blank},
+        {one.name for one in found.unread},
+    ]
+    assert sum(map(len, lists)) == found.num_fields or lists[0] & lists[1]
+    listed = set().union(*lists)
+    for index, file in enumerate(files):
+        if file.endswith((".py", "llama3_8b", "llama3_8b_compiled")):
+            continue
+        prefix = "" if index == 0 else f"{Path(file).name}: "
+        for leaf in leaves(read(str(FOLDER / file)).values):
+            parts = leaf.split(".")
+            around = {f"{prefix}{'.'.join(parts[:count])}" for count in range(1, len(parts) + 1)}
+            assert around & listed, f"{leaf} of {file} is in no list"
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in values.items():
+        found += (
+            leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else [f"{prefix}{name}"]
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_in_the_public_configs_is_unknown(name: str) -> None:
+    assert imported_case(name).unread == ()
+
+
+def test_what_is_lost_is_named_with_what_it_would_change() -> None:
+    found = {one.name: one for one in imported_case("axolotl, QLoRA of 70B over two GPUs").without}
+    assert found.keys() == {"fsdp_config.fsdp_offload_params"}
+    lost = found["fsdp_config.fsdp_offload_params"]
+    assert lost.changes == ("memory", "time")
+    assert "host memory" in lost.note
+    found = {one.name: one for one in imported_case("TRL, YAML, pairs, fp32 weights by default").without}
+    assert "memory" in found["ref_model"].changes
+    assert "memory" in found["per_device_eval_batch_size"].changes
+
+
+def test_a_file_that_a_field_names_is_read() -> None:
+    found = imported_case("LLaMA-Factory, every weight, and the DeepSpeed file that it names")
+    assert [one.tool for one in found.files] == ["llama-factory", "deepspeed"]
+
+
+def test_a_file_that_is_not_there_is_judged_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "base_model: Qwen/Qwen3-0.6B\nmicro_batch_size: 1\nsequence_len: 256\n"
+        "deepspeed: deepspeed_configs/zero2.json\n"
+    )
+    found = imported([str(file)], ["hardware.count=2"])
+    assert found.recipe.parallel.reshard_after_forward is False
+    assert any("not here" in one.note for one in found.assumed)
+
+
+def test_defaults_of_the_tools_are_named() -> None:
+    assumed = {one.field: one.value for one in imported_case("PEFT's adapter with TrainingArguments").assumed}
+    assert assumed["batch.seq"] == 1024
+    found = imported_case("LLaMA-Factory, LoRA, its defaults")
+    assumed = {one.field: one.value for one in found.assumed}
+    assert {"adapter.alpha", "optimizer.name", "hardware.count", "recompute"} <= assumed.keys()
+
+
+def test_the_user_comes_first() -> None:
+    path = str(FOLDER / "axolotl/lora-1b.yaml")
+    found = trainfit.import_config(path, model="smollm-135m", gpu="l4", count=2, set=["batch.seq=128"])
+    recipe = found.recipe
+    assert (recipe.model.config, recipe.hardware.gpu, recipe.hardware.count) == ("smollm-135m", "l4", 2)
+    assert recipe.batch.seq == 128
+
+
+def test_a_models_config_may_be_among_the_files(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, '
+        '"intermediate_size": 128, "vocab_size": 256}'
+    )
+    found = imported([str(FOLDER / "trl/training_args.json"), str(config)])
+    assert isinstance(found.recipe.model.config, dict)
+    assert found.recipe.model.config["hidden_size"] == 64
+
+
+def test_a_folder_of_a_model_is_found_next_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, '
+        '"intermediate_size": 128, "vocab_size": 256}'
+    )
+    (tmp_path / "run.yaml").write_text("base_model: mine\nmicro_batch_size: 1\nsequence_len: 256\n")
+    assert imported([str(tmp_path / "run.yaml")]).recipe.model.display_name == "mine"
+
+
+def test_unknown_fields_are_named_not_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("base_model: gpt2\nmicro_batch_size: 1\nsequence_len: 256\ncontext_parapllel_size: 2\n")
+    found = imported([str(file)])
+    assert [(one.name, one.given) for one in found.unread] == [("context_parapllel_size", 2)]
+    assert "context_parapllel_size = 2" in found.text(width=80)
+
+
+def test_a_value_that_is_no_literal_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import os\nfrom transformers import TrainingArguments, AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
+        "args = TrainingArguments('out', per_device_train_batch_size=int(os.environ['B']),\n"
+        "                         learning_rate=1e-4, weight_decay=decay())\n"
+    )
+    found = imported([str(file)])
+    names = ["per_device_train_batch_size", "weight_decay"]
+    assert [one.name for one in found.unread] == [f"TrainingArguments.{name}" for name in names]
+    assert found.recipe.batch.micro == 8
+    assert found.recipe.optimizer.lr == 1e-4
+
+
+def test_nothing_in_a_script_runs(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom trl import SFTConfig\n"
+        f"SFTConfig(output_dir=open({str(tmp_path / 'ran')!r}, 'w').name, max_length=64)\n"
+    )
+    assert imported([str(file)], model="gpt2").recipe.batch.seq == 64
+    assert not (tmp_path / "ran").exists()
+
+
+def test_text_fits_80_columns() -> None:
+    for name in ("axolotl, QLoRA of 70B over two GPUs", "LLaMA-Factory, QLoRA, with accelerate's FSDP"):
+        text = imported_case(name).text(width=80)
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_importer_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mytool.py").write_text(
+        "from trainfit.integrations.importers.base import Importer\n"
+        "def read(reading):\n"
+        "    reading.know('model', reading.text('net'), 'net')\n"
+        "    reading.take('rows', 'batch.micro', reading.whole('rows'))\n"
+        "    reading.finish()\n"
+        "IMPORTER = Importer(\n"
+        "    name='mytool', title='a mytool config', marks=frozenset({'net', 'rows'}), read=read\n"
+        ")\n"
+    )
+    info = tmp_path / "mytool-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mytool\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\nmytool = mytool:IMPORTER\n")
+    file = tmp_path / "run.yaml"
+    file.write_text("net: gpt2\nrows: 3\nother: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.importers.cache_clear()
+    try:
+        found = imported([str(file)])
+    finally:
+        registry.importers.cache_clear()
+    assert (found.files[0].tool, found.recipe.batch.micro) == ("mytool", 3)
+    assert [one.name for one in found.unread] == ["other"]
+
+
+def test_two_main_files_are_refused() -> None:
+    paths = [str(FOLDER / one) for one in ("axolotl/lora-1b.yaml", "torchtune/70B_full.yaml")]
+    with pytest.raises(InputError, match="import them one by one"):
+        imported(paths)
