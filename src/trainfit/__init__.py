@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "export", "import_config", "load_recipe",
-    "measure", "mfu", "plan", "predict", "trace", "train", "watch",
+    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "export", "import_config",
+    "load_recipe", "measure", "mfu", "plan", "predict", "trace", "train", "watch",
 ]  # fmt: skip
 
 _MODULES = {

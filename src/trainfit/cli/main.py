@@ -34,8 +34,7 @@ UsageError = typer.BadParameter.__bases__[0]
 
 VERBS = (
     "predict", "plan", "trace", "explain", "import_", "measure", "calibrate", "verify", "train", "export",
-    "sweep",
-    "bench", "report", "mfu", "communication", "catalog.gpus", "catalog.models", "records",
+    "sweep", "bench", "report", "mfu", "communication", "catalog.gpus", "catalog.models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 

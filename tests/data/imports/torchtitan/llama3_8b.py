@@ -1,6 +1,15 @@
 """Fields and values of torchtitan's train_configs/llama3_8b.py (2025)."""
 
-from torchtitan.config import ActivationCheckpoint, Checkpoint, Job, JobConfig, Metrics, Model, Optimizer, Training
+from torchtitan.config import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Job,
+    JobConfig,
+    Metrics,
+    Model,
+    Optimizer,
+    Training,
+)
 
 default_config = JobConfig(
     job=Job(description="8B"),

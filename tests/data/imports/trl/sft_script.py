@@ -16,7 +16,9 @@ quantized = BitsAndBytesConfig(
 )
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16, quantization_config=quantized)
-adapter = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM")
+adapter = LoraConfig(
+    r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"
+)
 arguments = SFTConfig(
     output_dir="out",
     per_device_train_batch_size=2,
@@ -30,6 +32,9 @@ arguments = SFTConfig(
     logging_steps=10,
 )
 trainer = SFTTrainer(
-    model=model, args=arguments, train_dataset=load_dataset("stanfordnlp/imdb", split="train"), peft_config=adapter
+    model=model,
+    args=arguments,
+    train_dataset=load_dataset("stanfordnlp/imdb", split="train"),
+    peft_config=adapter,
 )
 trainer.train()
