@@ -27,6 +27,9 @@ ALWAYS_FIXED = ("hardware", "seed", "model.config", "batch.seq")
 """Fields of the question itself: a plan never varies them, even where they are not written."""
 
 
+NO_MASTER = "bf16 weights without fp32 master weights"
+
+
 class Plan(values.Plan, Printed):
     """The result of a search, printed as ``trainfit plan`` prints it.
 
@@ -63,7 +66,8 @@ def plan(
 ) -> Plan:
     """Return the fastest recipes that fit, the frontier of memory against speed, and why others lost.
 
-    Fields that are given stay as they are; every other field may vary.
+    Fields that are given stay as they are; every other field may vary. Where all weights are trained and no
+    precision is given, it is bf16-master; where nothing fits with it, bf16.
 
     Args:
         recipe: what to plan from, as ``predict`` takes it.
@@ -132,7 +136,7 @@ def plan_recipe(
     if processes is not None:
         check_processes(processes, "processes")
     chosen = {"adapter": recipe.adapter} if tune else {}  # ``tune`` decides which weights are trained.
-    not_given = assumed(recipe.model_copy(update=chosen), varies_batch=True)
+    as_given = recipe.model_copy(update=chosen)
     recipe = _tuned(recipe.without_open_fields(), tune, given)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
     if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
@@ -157,9 +161,44 @@ def plan_recipe(
         say(f"{stage}, {count} done" if stage else f"{count} done")
 
     options: Any = {"calibration": calibration, "use_cache": use_cache, "on_progress": on_progress}
+    is_open = "precision" not in as_given.model_fields_set and "precision" not in vary
+    of_pretraining = _with_master(recipe) if is_open else None
     with Estimates(processes, **options) as estimates:
-        found = search(recipe, goal, estimates, on_stage)
+        found = search(of_pretraining or recipe, goal, estimates, on_stage)
+        if of_pretraining is not None and not found.found and not keep_quality:
+            smaller = search(recipe, goal, estimates, on_stage)
+            if smaller.found:
+                found, of_pretraining = _without_master(smaller), None
+    precision = (of_pretraining or recipe).precision
+    not_given = assumed(as_given, varies_batch=True, precision=precision)
     return Plan.model_construct(**{**dict(found), "run_tokens": tokens, "assumed": not_given})
+
+
+def _with_master(recipe: Recipe) -> Recipe | None:
+    """Return the recipe with the precision of pretraining: fp32 master weights.
+
+    None where that is not its precision: an adapter trains, or its optimizer keeps none.
+    """
+    from trainfit.techniques.registry import check
+
+    if recipe.adapter is not None or recipe.precision != "bf16":
+        return None
+    found = recipe.model_copy(update={"precision": "bf16-master"})
+    try:
+        check(found)
+    except InputError:
+        return None
+    return found
+
+
+def _without_master(found: values.Plan) -> values.Plan:
+    """Return a plan of bf16 weights alone, where nothing with fp32 master weights fits, with that change."""
+
+    def changed(one: values.Found) -> values.Found:
+        return one.model_copy(update={"numerics": (NO_MASTER, *one.numerics)})
+
+    every = {name: tuple(map(changed, getattr(found, name))) for name in ("found", "frontier")}
+    return found.model_copy(update=every)
 
 
 def _check(memory_gib: float | None, host_memory_gib: float | None, margin: float | None) -> None:

@@ -1,6 +1,7 @@
 """AdamW (Loshchilov and Hutter, arXiv:1711.05101) in one pass over a weight, for what PyTorch's does not do:
 
 - stochastic rounding of bf16 weights and moments, which keeps small updates;
+- bf16 weights with fp32 master weights and moments;
 - moments in 8 or 4 bits, with the states and results of torchao's AdamW8bit and AdamW4bit. torchao compiles
   its step for each shape, and holds two fp32 copies of the weight while it runs.
 
@@ -24,6 +25,7 @@ LEAST_NUMEL = 4096
 """Smaller tensors have fp32 moments, as in bitsandbytes; torchao keeps them in the weight's dtype."""
 TILE = 1024  # Elements per program
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
 TRITON = "optim.adamw_triton"
 
 
@@ -49,11 +51,13 @@ class FusedAdamW(PerParameterOptimizer):
     """AdamW with state ``step`` (on the host) and two moments.
 
     Moments are ``exp_avg`` and ``exp_avg_sq`` in the weight's dtype (fp32 for small tensors where moments are
-    quantised), or ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``.
+    quantised), or ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``. With
+    master weights there is ``master`` too, and all three are in fp32.
 
     Args:
         levels: Codebooks of 8-bit or 4-bit moments; optimizers may share them.
         stochastic: Round bf16 weights and moments stochastically; other dtypes are rounded to nearest.
+        master: Update an fp32 copy of each weight, made before its first update, and round it to the weight.
     """
 
     def __init__(
@@ -63,15 +67,20 @@ class FusedAdamW(PerParameterOptimizer):
         weight_decay: float,
         *,
         levels: MomentLevels | None = None,
-        stochastic: bool,
+        stochastic: bool = False,
+        master: bool = False,
         seed: int,
     ):
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.999), "eps": 1e-8}
         super().__init__(params, defaults)
         register()
-        self._levels, self._stochastic, self._seed = levels, stochastic, seed
+        assert not (master and (stochastic or levels)), "the kernel of master weights rounds to nearest"
+        self._levels, self._stochastic, self._master, self._seed = levels, stochastic, master, seed
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        if self._master:
+            moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
+            return {MASTER: parameter.detach().to(torch.float32, copy=True), **moments}
         if self._levels is None:
             return {name: torch.zeros_like(parameter) for name in MOMENTS}
         if parameter.numel() < LEAST_NUMEL:
@@ -91,7 +100,10 @@ class FusedAdamW(PerParameterOptimizer):
         stochastic = self._stochastic and parameter.dtype == torch.bfloat16
         settings = list(Numbers.of(group, step)), stochastic, seed_of(self._seed, number, step)
         gradient = gradient.contiguous()
-        if self._levels is None or "exp_avg" in state:
+        if self._master:
+            kept = [state[name] for name in (MASTER, *MOMENTS)]
+            torch.ops.trainfit.adamw_master_(parameter, gradient, *kept, settings[0])
+        elif self._levels is None or "exp_avg" in state:
             moments = [state[name] for name in MOMENTS]
             torch.ops.trainfit.adamw_(parameter, gradient, *moments, *settings)
         else:
@@ -102,8 +114,10 @@ class FusedAdamW(PerParameterOptimizer):
 
 @cache
 def register() -> None:
-    """Declare ``torch.ops.trainfit.adamw_`` and ``adamw_coded_``."""
+    """Declare ``torch.ops.trainfit.adamw_``, ``adamw_master_`` and ``adamw_coded_``."""
     declare("adamw_", plain_adamw, lambda *_: None, triton=triton_adamw, mutates=("p", "m", "v"))
+    kept = ("p", "master", "m", "v")
+    declare("adamw_master_", plain_adamw_master, lambda *_: None, triton=triton_adamw_master, mutates=kept)
     coded = ("p", "m_codes", "m_scales", "v_codes", "v_scales")
     declare("adamw_coded_", plain_adamw_coded, lambda *_: None, triton=triton_adamw_coded, mutates=coded)
 
@@ -131,6 +145,26 @@ def triton_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float
     (stochastic, seed), numel = rounding, p.numel()
     triton_kernels(TRITON).adamw_kernel[(-(-numel // TILE),)](
         p, g, m, v, *numbers, seed, numel, STOCHASTIC=stochastic, BLOCK=TILE
+    )
+
+
+def plain_adamw_master(
+    p: Tensor, g: Tensor, master: Tensor, m: Tensor, v: Tensor, numbers: list[float]
+) -> None:
+    """Update ``master``, ``m`` and ``v`` (fp32) in place, and write the rounded master weight into ``p``."""
+    new = updated(master, g.float(), m, v, Numbers(*numbers))
+    for target, values in zip((master, m, v), new, strict=True):
+        target.copy_(values)
+    p.copy_(master)
+
+
+def triton_adamw_master(
+    p: Tensor, g: Tensor, master: Tensor, m: Tensor, v: Tensor, numbers: list[float]
+) -> None:
+    """Compute ``plain_adamw_master`` in one kernel."""
+    numel = p.numel()
+    triton_kernels(TRITON).adamw_master_kernel[(-(-numel // TILE),)](
+        p, g, master, m, v, *numbers, numel, BLOCK=TILE
     )
 
 

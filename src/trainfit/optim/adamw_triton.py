@@ -1,4 +1,5 @@
-"""AdamW's update in Triton: one pass over a flat weight, with moments as stored or in 8 or 4 bits.
+"""AdamW's update in Triton: one pass over a flat weight, with moments as stored, with fp32 master
+weights, or in 8 or 4 bits.
 
 Arithmetic is in fp32. The random bits of an element follow from a seed and its index.
 """
@@ -53,6 +54,26 @@ def adamw_kernel(
     tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)
     tl.store(M + at, m.to(M.dtype.element_ty), mask=inside)
     tl.store(V + at, v.to(V.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def adamw_master_kernel(
+    P, G, MASTER, M, V, lr, decay, take1, take2, eps, correction1, correction2, numel, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Update a block of fp32 master weights and moments; P receives the master weights, rounded to nearest."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+    master = tl.load(MASTER + at, mask=inside, other=0.0)
+    m = tl.load(M + at, mask=inside, other=0.0)
+    v = tl.load(V + at, mask=inside, other=0.0)
+    master, m, v = _updated(  # pyright: ignore[reportGeneralTypeIssues]
+        master, g, m, v, lr, decay, take1, take2, eps, correction1, correction2
+    )
+    tl.store(P + at, master.to(P.dtype.element_ty), mask=inside)
+    tl.store(MASTER + at, master, mask=inside)
+    tl.store(M + at, m, mask=inside)
+    tl.store(V + at, v, mask=inside)
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def cut(model: nn.Module, stage: Stage, recipe: Recipe) -> list[Tensor]:
             (recipe.batch.micro, recipe.batch.seq, recipe.mesh.tensor),
         )
         size = whole.config.hidden_size
-        dtype = torch.bfloat16 if recipe.precision == "mixed-bf16" else parameter.dtype
+        dtype = torch.bfloat16 if recipe.gathers_in_bf16 else parameter.dtype
         received = Received(size, dtype, (1, b * s // n, size) if n > 1 else None)
         setattr(body, "embed" if native else "embed_tokens", received)
         if native:

@@ -11,8 +11,8 @@ from trainfit.techniques.registry import optimizer_facts
 BASE_BYTES = {"nf4": 0.5, "int8": 1.0, "fp8": 1.0}
 """Of a quantised base's linear layers; its embeddings and head keep the weights' dtype."""
 PRODUCTS = {
-    "amp-bf16": "; products in bf16 by autocast",
-    "amp-fp16": "; products in fp16 by autocast with a loss scaler",
+    "amp-bf16": "; products in bf16 by autocast, as with the Trainer's bf16=True",
+    "amp-fp16": "; products in fp16 by autocast with a loss scaler, as with the Trainer's fp16=True",
     "fp8": "; the blocks' large linear layers multiply in fp8",
 }
 
@@ -32,7 +32,7 @@ class Storage(NamedTuple):
 
 def storage(recipe: Recipe) -> Storage:
     """Return the bytes of each parameter; of Muon the blocks' matrices count."""
-    built = 2.0 if recipe.precision in ("bf16", "fp8") else 4.0
+    built = float(recipe.weight_bytes)
     adapter = recipe.adapter
     weight = built if adapter is None or adapter.dtype == "base" else 4.0
     facts = optimizer_facts(recipe.optimizer.name)
@@ -44,6 +44,8 @@ def storage(recipe: Recipe) -> Storage:
 def meaning(recipe: Recipe) -> str:
     """One line: ``bf16: weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter``."""
     held, usual = storage(recipe), ""
+    if recipe.precision == "bf16-master":
+        return _of_master(recipe, held)
     weights = "weights 4 B (fp32 master weights)"
     if held.frozen is not None:
         how = f" in {recipe.quantize}" if recipe.quantize else ""
@@ -51,11 +53,23 @@ def meaning(recipe: Recipe) -> str:
     elif held.weight == 2.0:
         weights = "weights 2 B, no fp32 master weights"
         if not recipe.optimizer.stochastic_rounding:
-            usual = "; pretraining usually has some: --precision amp-bf16"
+            usual = "; pretraining usually has some: --precision bf16-master"
     trained = "a trained parameter" if recipe.adapter else "a parameter"
     rounding = "; stochastic rounding keeps small updates on average"
     more = PRODUCTS.get(recipe.precision, "") + rounding * recipe.optimizer.stochastic_rounding
     return f"{recipe.precision}: {weights}, {_moment_words(recipe, held)} {trained}{more}{usual}"
+
+
+def _of_master(recipe: Recipe, held: Storage) -> str:
+    """Return the line of bf16-master, whose total counts the gradients too."""
+    if recipe.optimizer_keeps_master:
+        parts, num_masters = "weights 2 B, gradients 2 B, master weights 4 B", 1
+    else:
+        parts, num_masters = "fp32 shards 4 B, gathered in bf16, gradients 4 B", 0
+    total = 2 * held.weight + held.moment
+    wide = " and moments" * all(size == 4 for size in held.moments[num_masters:])
+    what = f"bf16 weights, fp32 master{wide}, {total:g} B a parameter"
+    return f"bf16-master: {what}: {parts}, {_moment_words(recipe, held)}"
 
 
 def _moment_words(recipe: Recipe, held: Storage) -> str:

@@ -28,12 +28,13 @@ def describe(recipe: Recipe, ran_on: str | None = None) -> str:
     return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
-def assumed(recipe: Recipe, *, varies_batch: bool = False) -> str:
+def assumed(recipe: Recipe, *, varies_batch: bool = False, precision: str | None = None) -> str:
     """Return one line with the fields at their defaults that the answer depends on; empty: none.
 
     Args:
         recipe: as it was given, before anything in it is planned or changed.
         varies_batch: the micro-batch is searched for, so it is not assumed.
+        precision: the one that is assumed where none is given; None: the recipe's.
     """
     batch, given = recipe.batch, recipe.batch.model_fields_set | ({"micro"} if varies_batch else set())
     seq, micro = f"{batch.seq:,} tokens", f"{batch.micro} sequence{'s' * (batch.micro > 1)}"
@@ -46,7 +47,7 @@ def assumed(recipe: Recipe, *, varies_batch: bool = False) -> str:
     candidates = [
         ("gpu" in recipe.hardware.model_fields_set, f"GPU {recipe.hardware.gpu}", "--gpu"),
         ({"micro", "seq"} <= given, *sizes.get(("micro" in given, "seq" in given), ("", ""))),
-        ("precision" in recipe.model_fields_set, recipe.precision, "--precision"),
+        ("precision" in recipe.model_fields_set, precision or recipe.precision, "--precision"),
         (
             bool(recipe.model_fields_set & {"optimizer", "adapter"}),
             trained,

@@ -15,7 +15,7 @@ from trainfit.spec.quantize import Quantize, Quantized
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import FromPercent, PositiveInt, Value, disagreement, short_hash
 
-Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8", "mixed-bf16"]
+Precision = Literal["fp32", "bf16", "bf16-master", "amp-bf16", "amp-fp16", "fp8", "mixed-bf16"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
 Attention = Literal[AttentionKernel, "best"]
 """``best``: the fastest kernel that is correct for the model, by the catalog's measurements on this GPU."""
@@ -307,6 +307,26 @@ class Recipe(Value):
     def mesh(self) -> Parallel:
         """``parallel`` over all GPUs: with their count alone FSDP2."""
         return self.parallel.over(self.hardware.count)
+
+    @property
+    def has_fsdp(self) -> bool:
+        """True if FSDP2 gathers weights from several ranks; tensor-parallel ranks alone gather none."""
+        return self.mesh.shards_weights and self.mesh.data_ranks * self.mesh.context > 1
+
+    @property
+    def gathers_in_bf16(self) -> bool:
+        """True if FSDP2 keeps fp32 shards, gathers them in bf16 and reduces gradients in fp32."""
+        return self.precision == "mixed-bf16" or (self.precision == "bf16-master" and self.has_fsdp)
+
+    @property
+    def optimizer_keeps_master(self) -> bool:
+        """True if the model's weights are bf16 and the optimizer keeps an fp32 copy of them."""
+        return self.precision == "bf16-master" and not self.has_fsdp
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of each weight as the model is built: of bf16 or of fp32."""
+        return 2 if self.precision in ("bf16", "fp8") or self.optimizer_keeps_master else 4
 
     @property
     def base(self) -> Quantized | None:

@@ -32,7 +32,7 @@ def weight_dtype(recipe: Recipe) -> torch.dtype:
     """Return the dtype in which the model is built."""
     import torch
 
-    return torch.bfloat16 if recipe.precision in ("bf16", "fp8") else torch.float32
+    return torch.bfloat16 if recipe.weight_bytes == 2 else torch.float32
 
 
 def _real_cluster() -> Cluster:

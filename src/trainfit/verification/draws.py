@@ -100,7 +100,7 @@ def smallest_state_bytes(recipe: Recipe) -> int:
     if recipe.quantize or recipe.offload.weights:
         return 0  # Less than any published count implies.
     row = find_model(recipe.model.config) if isinstance(recipe.model.config, str) else None
-    size = 2 if recipe.precision in ("bf16", "fp8") else 4
+    size = recipe.weight_bytes
     facts = optimizer_facts(recipe.optimizer.name)
     moments = sum(facts.moments(recipe, size)) if facts else 0.0
     gradients = 0 if recipe.optimizer.in_backward else size

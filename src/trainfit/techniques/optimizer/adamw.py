@@ -1,6 +1,7 @@
 """AdamW: ``torch.optim.AdamW`` (Loshchilov and Hutter, arXiv:1711.05101), two moments of each weight's dtype.
 
-With stochastic rounding it is trainfit's (optim/adamw.py): weights and moments in bf16.
+With stochastic rounding it is trainfit's (optim/adamw.py): weights and moments in bf16. With precision
+bf16-master it is trainfit's too: bf16 weights, fp32 master weights and moments, in one kernel.
 """
 
 import random
@@ -14,6 +15,7 @@ from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 STATE: dict[str, StateKind] = {"step": "number", "exp_avg": "weight", "exp_avg_sq": "squares"}
+WITH_MASTER: dict[str, StateKind] = {**STATE, "master": "weight"}
 OPTIMIZER_FIELDS = ("optimizer.name", "optimizer.implementation", "optimizer.momentum")
 
 
@@ -39,10 +41,11 @@ def adamw(recipe: Recipe, numbers: Iterator[int]) -> Callable[..., Any]:
 
     options = recipe.optimizer
     common = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.stochastic_rounding:
+    if options.stochastic_rounding or recipe.optimizer_keeps_master:
         from trainfit.optim.adamw import FusedAdamW
 
-        return seeded(numbers, FusedAdamW, stochastic=True, **common)
+        kind = {"stochastic": options.stochastic_rounding, "master": recipe.optimizer_keeps_master}
+        return seeded(numbers, FusedAdamW, **kind, **common)
     foreach, fused = options.implementation == "foreach", options.implementation == "fused"
     return partial(torch.optim.AdamW, foreach=foreach, fused=fused, **common)
 
@@ -72,6 +75,11 @@ def _describe(recipe: Recipe) -> str:
     return "" if recipe.optimizer.implementation == "fused" else describe_optimizer(recipe)
 
 
+def _moments(recipe: Recipe, weight: float) -> tuple[float, ...]:
+    """Return the bytes a parameter of both moments, behind those of master weights that it keeps."""
+    return (4.0, 4.0, 4.0) if recipe.optimizer_keeps_master else (weight, weight)
+
+
 def _options(chance: random.Random) -> Data:
     return {"implementation": chance.choice(("fused", "foreach", "forloop"))}
 
@@ -89,9 +97,9 @@ TECHNIQUE = Technique(
     examples=({"optimizer": {"implementation": "foreach"}},),
     draw=Draw(weights={"optimizer.name": {"adamw": 5}}, options=_options),
     optimizer=OptimizerFacts(
-        moments=lambda recipe, weight: (weight, weight),
-        states=(STATE,),
+        moments=_moments,
+        states=(STATE, WITH_MASTER),
         sharded_by=("fsdp", "expert_parallel", "tensor_parallel"),
-        describe=lambda recipe, weight: in_words("AdamW", (weight, weight)),
+        describe=lambda recipe, weight: in_words("AdamW", _moments(recipe, weight)[-2:]),
     ),
 )

@@ -35,7 +35,7 @@ def kept_bytes(recipe: Recipe, parallel: Data) -> tuple[float, float]:
     mesh = recipe.mesh
     if recipe.quantize is not None or mesh.tensor * mesh.expert * mesh.pipeline > 1:
         return 0.0, 0.0
-    width = 2 if recipe.precision in ("bf16", "fp8") else 4
+    width = recipe.weight_bytes
     if parallel.get("strategy") in ("ddp", "zero1"):
         return width, width
     if (shard := parallel.get("shard")) is not None:

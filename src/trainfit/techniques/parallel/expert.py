@@ -16,7 +16,7 @@ from trainfit.techniques.parallel._ranks import (
 )
 
 ALLOWED: dict[str, tuple[object, ...]] = {
-    "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
+    "precision": ("bf16", "fp32", "bf16-master", "amp-bf16", "mixed-bf16"),
     "parallel.tensor": (1,),
     "parallel.context": (1,),
     "parallel.pipeline": (1,),
@@ -66,7 +66,7 @@ def check(recipe: Recipe) -> None:
             f"{holders} ranks cannot share {experts // mesh.expert} experts equally, nor an expert's rows"
         )
         raise refusal(recipe, field, problem, "use more of parallel.replicate, or of parallel.expert")
-    if recipe.precision == "mixed-bf16" and holders * mesh.replicate == 1:
+    if recipe.gathers_in_bf16 and holders * mesh.replicate == 1:
         problem = "FSDP2 casts what it gathers, and each expert is on one rank"
         raise refusal(recipe, "precision", problem, "use bf16 or amp-bf16, or fewer parallel.expert")
 

@@ -40,7 +40,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
 }
 """Field -> values that work on sharded parameters: equal to one process on the whole batch."""
 COMPARED: dict[str, tuple[object, ...]] = {
-    "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
+    "precision": ("bf16", "fp32", "bf16-master", "amp-bf16", "mixed-bf16"),
     "loss": ("standard", "chunked", "fused"),
     "recompute": ("none", "full", "selective", "every", "budget"),
     "compile": (False, "block"),
@@ -196,11 +196,11 @@ def _mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _policy(recipe: Recipe) -> MixedPrecisionPolicy:
-    """Return bf16 compute and fp32 reduction for mixed-bf16; else everything in the weights' dtype."""
+    """Return bf16 compute and fp32 reduction where weights are gathered so, else the weights' dtype."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if recipe.precision != "mixed-bf16":
+    if not recipe.gathers_in_bf16:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -17,7 +17,7 @@ from trainfit.techniques.draft import Draft
 from trainfit.techniques.parallel._ranks import check_gpus, check_values
 
 ALLOWED: dict[str, tuple[object, ...]] = {
-    "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
+    "precision": ("bf16", "fp32", "bf16-master", "amp-bf16", "mixed-bf16"),
     "recompute": ("none", "full", "selective", "every"),
     "compile": (False, "block"),
     "adapter.kind": (None,),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainfit.parallel.tensor_parallel import TokenShards
 
 ALLOWED: dict[str, tuple[object, ...]] = {
-    "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
+    "precision": ("bf16", "fp32", "bf16-master", "amp-bf16", "mixed-bf16"),
     "loss": ("standard",),
     "parallel.context": (1,),
     "loss_terms.label_smoothing": (0.0,),

@@ -17,6 +17,7 @@ from trainfit.virtual.cuda.op_kinds import (
     HOST_COPIES,
     LIKE,
     MAY_COPY,
+    ONLY_WRITTEN,
     UNWRITTEN,
     base_name,
     is_elsewhere,
@@ -82,7 +83,8 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
             return kind, ()
     arguments = func._schema.arguments
     written = (i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-    return "each", tuple(i for i in written if i != GRADIENTS or not name.startswith("_fused_"))
+    skipped = GRADIENTS if name.startswith("_fused_") else ONLY_WRITTEN.get(name)
+    return "each", tuple(i for i in written if i != skipped)
 
 
 def _indexed(args: tuple[Any, ...], out: Any) -> int:

@@ -117,10 +117,13 @@ COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_de
 
 LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})  # Our kernels whose first argument only gives a dtype
 
+ONLY_WRITTEN = {"adamw_master": 0}
+"""Our kernels that update in place -> position of the tensor that they write without reading it."""
+
 OWN_VECTOR_WORK = frozenset(
     """
-    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded add_rounded cross_entropy
-    multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
+    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded adamw_master add_rounded
+    cross_entropy multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
     """.split()
 )
 """Our kernels without matrix products."""
