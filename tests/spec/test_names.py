@@ -207,7 +207,7 @@ def test_short_forms_and_hub_names_in_a_sweep(tmp_path: Path) -> None:
         ("recompute=true", "here it is recompute: full"),
         ("4bit=true", "here it is quantize: nf4, with an adapter"),
         ("quantize=4bit", "here it is quantize: nf4"),
-        ("optimizer=paged_adamw_8bit", "here it is optimizer.name: adamw8bit"),
+        ("optimizer=adamw_apex_fused", "here it is optimizer.name: adamw"),
         ("adapter.r=8", "here it is adapter.rank"),
         ("bf16=true", "here it is precision: bf16 (bf16 weights) or amp-bf16"),
         ("packing=true", "here it is no field of a recipe: every sequence has batch.seq tokens"),
@@ -338,3 +338,24 @@ def test_the_model_alone_is_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
     (tmp_path / "own.yaml").write_text("extends: recipe.yaml\nmodel: ./config.json")
     assert load_recipe(tmp_path / "own.yaml").model.config == {"model_type": "llama", "hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "implementation"),
+    [
+        ("adamw_torch", "adamw", "foreach"),
+        ("adamw_torch_fused", "adamw", "fused"),
+        ("adamw_bnb_8bit", "bnb-adamw8bit", "fused"),
+        ("ADAMW_8BIT", "bnb-adamw8bit", "fused"),
+        ("paged-adamw-8bit", "paged-adamw8bit", "fused"),
+        ("paged_adamw_32bit", "paged-adamw", "fused"),
+        ("paged_adamw", "paged-adamw", "fused"),
+    ],
+)
+def test_the_trainers_words_for_optimizers(word: str, name: str, implementation: str) -> None:
+    """They stand for the recipe's, in a file and in a setting; what is written beside them holds."""
+    written = recipe_from({"model": "gpt2", "optimizer": {"name": name, "implementation": implementation}})
+    assert recipe_from({"model": "gpt2", "optimizer": word}).id == written.id
+    assert recipe_from({"model": "gpt2"}, [f"optimizer.name={word}"]).id == written.id
+    other = recipe_from({"model": "gpt2", "optimizer": {"name": word, "implementation": "forloop"}})
+    assert other.optimizer.implementation == "forloop"

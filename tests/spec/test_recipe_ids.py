@@ -46,7 +46,7 @@ OTHERS: dict[str, list[Any]] = {
     "model.config": [{"model_type": "llama", "hidden_size": 128}, {"model_type": "gpt2"}, "gpt2"],
     "model.implementation": ["native"], "model.name": ["a", "b"],
     "batch.micro": [2, 3], "batch.seq": [2, 3], "batch.accumulate": [2, 3],
-    "precision": ["fp32", "fp8"], "attention": ["flash", "best"], "block_kernels": ["triton"],
+    "precision": ["fp32", "fp8", "bf16-master"], "attention": ["flash", "best"], "block_kernels": ["triton"],
     "loss": ["chunked", "fused"], "loss_terms.label_smoothing": [0.1], "loss_terms.z_loss": [0.1],
     "recompute": [
         "full", "fit", "selective", {"every": 1}, {"every": 2}, {"budget": 1.0}, {"budget_gib": 1.0},
@@ -55,7 +55,7 @@ OTHERS: dict[str, list[Any]] = {
         {"layers": [{"offload": 0.5, "every": 2, "count": 4}]}, {"layers": [{"offload": 0.5, "count": 4}]},
     ],
     "compile": ["block", "model"],
-    "optimizer.name": ["sgd", "adafactor", "muon"], "optimizer.implementation": ["foreach", "forloop"],
+    "optimizer.name": ["sgd", "adafactor", "muon", "bnb-adamw8bit", "paged-adamw"], "optimizer.implementation": ["foreach", "forloop"],
     "optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0], "optimizer.momentum": [0.5],
     "optimizer.in_backward": [True, "block"], "optimizer.stochastic_rounding": [True],
     "optimizer.clip_norm": [1.0],

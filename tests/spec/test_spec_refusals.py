@@ -51,7 +51,7 @@ REFUSED = {
     ),
     "unknown choice": (
         MODEL + "precision: bf-16",
-        "precision = 'bf-16': should be one of fp32, bf16, amp-bf16",
+        "precision = 'bf-16': should be one of fp32, bf16, bf16-master, amp-bf16",
     ),
     "near choice": (MODEL + "recompute: fulll", "did you mean full?"),
     "union range": (

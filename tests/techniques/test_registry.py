@@ -59,6 +59,26 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "rounds to nearest"),
     (optimizer(stochastic_rounding=True) | {"adapter": Adapter(kind="lora")},
      "optimizer.stochastic_rounding", "adapter.dtype: base"),
+    (optimizer(name="bnb-adamw8bit", implementation="foreach"), "optimizer.implementation = 'foreach'",
+     "one kernel a weight"),
+    (optimizer(name="bnb-adamw8bit", stochastic_rounding=True), "optimizer.stochastic_rounding = true",
+     "optimizer.name: adamw8bit"),
+    (optimizer(name="paged-adamw", momentum=0.9), "optimizer.momentum = 0.9", "sgd or adafactor"),
+    (optimizer(name="paged-adamw8bit", in_backward=True)
+     | {"offload": Offload(weights=True), "recompute": "full"}, "optimizer.name = 'paged-adamw8bit'",
+     "use bnb-adamw8bit"),
+    (optimizer(name="bnb-adamw8bit") | {"hardware": Hardware(count=2)}, "optimizer.name = 'bnb-adamw8bit'",
+     "with FSDP2 use"),
+    # master weights
+    (optimizer(name="adafactor", precision="bf16-master"), "precision = 'bf16-master': without FSDP2 AdamW",
+     "use optimizer.name: adamw, or precision: amp-bf16"),
+    (optimizer(implementation="foreach", precision="bf16-master"), "optimizer.implementation = 'foreach'",
+     "use fused"),
+    (optimizer(stochastic_rounding=True, precision="bf16-master"), "optimizer.stochastic_rounding = true",
+     "round no update away"),
+    ({"precision": "bf16-master", "adapter": LORA}, "precision = 'bf16-master': only the adapter trains",
+     "use precision: bf16"),
+    ({"precision": "mixed-bf16"}, "precision = 'mixed-bf16'", "use precision: bf16-master"),
     # losses
     ({"loss_terms": LossTerms(z_loss=1e-4), "loss": "chunked"}, "loss_terms", "use loss: fused or standard"),
     ({"loss_terms": LossTerms(z_loss=1e-4), "adapter": Adapter(kind="prompt")}, "loss_terms",
@@ -121,7 +141,8 @@ def test_the_order_of_application() -> None:
         "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss",
         "loss_terms", "pipeline_parallel", "compile_block",
         "compile_model", "offload_weights", "offload_activations", "precision", "attention", "accumulation",
-        "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon",
+        "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit",
+        "adamw_bitsandbytes", "sgd", "adafactor", "muon",
         "stochastic_rounding", "optimizer_in_backward", "gradient_clipping", "data_parallel",
     ]  # fmt: skip
 

@@ -66,8 +66,8 @@ def plan(
 ) -> Plan:
     """Return the fastest recipes that fit, the frontier of memory against speed, and why others lost.
 
-    Fields that are given stay as they are; every other field may vary. Where all weights are trained and no
-    precision is given, it is bf16-master; where nothing fits with it, bf16.
+    Fields that are given stay as they are; every other field may vary. Where all weights are trained and
+    neither a precision nor ``vary`` is given, it is bf16-master; where nothing fits with it, bf16.
 
     Args:
         recipe: what to plan from, as ``predict`` takes it.
@@ -161,7 +161,7 @@ def plan_recipe(
         say(f"{stage}, {count} done" if stage else f"{count} done")
 
     options: Any = {"calibration": calibration, "use_cache": use_cache, "on_progress": on_progress}
-    is_open = "precision" not in as_given.model_fields_set and "precision" not in vary
+    is_open = "precision" not in as_given.model_fields_set and not vary
     of_pretraining = _with_master(recipe) if is_open else None
     with Estimates(processes, **options) as estimates:
         found = search(of_pretraining or recipe, goal, estimates, on_stage)

@@ -18,6 +18,7 @@ from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import active_shares, code_parameters, layer_lists, slow_layers
+from trainfit.optim.library import imported
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
@@ -28,7 +29,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.techniques.base import Technique
+from trainfit.techniques.base import Technique, value_at
 from trainfit.virtual.compile.generate import OtherStridesError
 from trainfit.virtual.compile.unrolled import Layers
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
@@ -91,6 +92,10 @@ def _traced(
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
+    for technique in _applied(recipe):
+        if technique.library is not None:
+            field = technique.fields[0]
+            imported(*technique.library, field=field, value=value_at(recipe, field))
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
             if whole:
@@ -256,6 +261,7 @@ def _trace_once(
         if virtual.compiler.layers is not None:
             check_slices(ledger)
         ledger.assumptions = (*virtual.assumptions(), *(ranks.cluster.about(ledger) if ranks else ()))
+        ledger.assumptions += tuple(line for one in _applied(recipe) for line in one.assumes(recipe))
         if recipe.compile == "model" and recipe.loss == "standard":
             from trainfit.models.hf import sets_loss
 

@@ -6,7 +6,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.spec.provenance import installed_version, release
 from trainfit.spec.recipe import Recipe
 
-LIBRARIES = ("torch", "transformers", "peft", "triton", "torchao")
+LIBRARIES = ("torch", "transformers", "peft", "triton", "torchao", "bitsandbytes")
 """The libraries whose version can change a ledger."""
 TRITON_OPS = ("triton_", "trainfit")
 """Prefixes of operations that Triton runs on a GPU: Inductor's kernels and ours."""
@@ -20,6 +20,7 @@ def libraries_of(recipe: Recipe, ledger: Ledger) -> tuple[str, ...]:
         "peft": recipe.adapter is not None,
         "triton": any(op.name.startswith(TRITON_OPS) for op in ledger.ops),
         "torchao": recipe.precision == "fp8",
+        "bitsandbytes": any(op.name.startswith("bitsandbytes") for op in ledger.ops),
     }
     return tuple(name for name in LIBRARIES if uses[name])
 

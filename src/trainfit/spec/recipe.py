@@ -21,7 +21,11 @@ Attention = Literal[AttentionKernel, "best"]
 """``best``: the fastest kernel that is correct for the model, by the catalog's measurements on this GPU."""
 Loss = Literal["standard", "chunked", "fused"]
 BlockKernels = Literal["standard", "triton"]
-OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
+OptimizerName = Literal[
+    "adamw", "adamw8bit", "adamw4bit", "bnb-adamw8bit", "paged-adamw8bit", "paged-adamw", "adafactor", "sgd",
+    "muon",
+]  # fmt: skip
+"""``bnb-`` and ``paged-``: bitsandbytes' own classes."""
 Strategy = Literal["auto", "fsdp", "ddp", "naive", "flat", "overlapped", "bucketed", "zero1"]
 """auto: fsdp. ddp: torch's. naive, flat, overlapped, bucketed: those of ``trainfit.parallel.DataParallel``.
 zero1: torch's DDP with a sharded optimizer."""

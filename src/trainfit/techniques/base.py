@@ -103,6 +103,9 @@ class OptimizerFacts:
     """(recipe, bytes of a trained weight) -> bytes a parameter of each state with as many elements."""
     states: tuple[dict[str, StateKind], ...]
     """State of one weight after an update, name -> kind; several where it depends on weight or settings."""
+    constants: tuple[str, ...] = ()
+    """Further keys of the state: tables that all weights share. They are not saved, as the optimizer makes
+    them again."""
     sharded_by: tuple[str, ...] = ()
     """Techniques on whose shards its update equals that of whole weights: ``fsdp``, ``expert_parallel``,
     ``tensor_parallel``."""
@@ -133,6 +136,11 @@ class Technique:
     """Raises InputError for what the catalog's row of the recipe's GPU lacks."""
     check_device: Callable[[Recipe, str], None] = lambda recipe, device_type: None
     """Raises InputError for what a real device ("cuda", "cpu") lacks. Not called for the virtual GPU."""
+    library: tuple[str, str] | None = None
+    """Module of an optional package that it runs, and the extra of pyproject.toml that installs it. Imported
+    before a trace begins: tensors made by the import are no part of the step."""
+    assumes: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
+    """Lines that a prediction states among its assumptions."""
     describe: Callable[[Recipe], str] = lambda recipe: ""
     """A few words for tables of recipes; empty where there is nothing to say."""
     examples: tuple[Data, ...] = ()

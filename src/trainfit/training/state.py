@@ -21,6 +21,7 @@ from trainfit.offload.blocks import is_moment
 from trainfit.parallel.sharded_optimizer import ShardedOptimizer
 from trainfit.spec.errors import InputError
 from trainfit.step import Step
+from trainfit.techniques import registry
 from trainfit.training import saved_state
 from trainfit.training.saved_state import OptimizerPlain, RandomPlain, unlike
 from trainfit.training.shards import laid_out_as, local
@@ -90,11 +91,15 @@ def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimizers' tensors by ``PARAMETER/KEY``, and their scalars and groups as plain data."""
     step.settle()
     names = _names(step)
+    facts = registry.optimizer_facts(step.recipe.optimizer.name)
+    constants = facts.constants if facts else ()
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for optimizer in step.optimizers:
         for parameter, values in _states(optimizer).items():
             for key, value in values.items():
+                if key in constants:
+                    continue
                 target = tensors if isinstance(value, Tensor) else scalars
                 target[f"{names[id(parameter)]}/{key}"] = value
     groups = [

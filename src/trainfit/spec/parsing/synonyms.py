@@ -37,6 +37,17 @@ def main_key(field: str, value: Any) -> str | None:
     return key if is_bare and not _is_null(field, value) else None
 
 
+OPTIMIZERS: dict[str, dict[str, str]] = {
+    "adamw_torch": {"name": "adamw", "implementation": "foreach"},
+    "adamw_torch_fused": {"name": "adamw", "implementation": "fused"},
+    "adamw_8bit": {"name": "bnb-adamw8bit"},
+    "adamw_bnb_8bit": {"name": "bnb-adamw8bit"},
+    "paged_adamw_8bit": {"name": "paged-adamw8bit"},
+    "paged_adamw_32bit": {"name": "paged-adamw"},
+}
+"""The Trainer's words for optimizers (``OptimizerNames`` of transformers) that recipes have too -> the recipe's.
+
+``adamw_torch`` is PyTorch's default on CUDA, which is ``foreach``."""
 THOUSANDS = re.compile(r"(\d+)k", re.IGNORECASE)
 """Tokens of a sequence in units of 1,024: ``8k``."""
 
@@ -49,6 +60,10 @@ def written_out(data: dict[str, Any], *, replaces_count: bool = False) -> dict[s
     """
     whole = {field: _field(field, value) for field, value in data.items()}
     batch, adapter, hardware = (whole.get(field) for field in ("batch", "adapter", "hardware"))
+    if isinstance(optimizer := whole.get("optimizer"), dict) and isinstance(optimizer.get("name"), str):
+        word = optimizer["name"].lower().replace("-", "_")
+        known = OPTIMIZERS.get(word, {})
+        whole["optimizer"] = {**known, **optimizer, "name": known.get("name", optimizer["name"])}
     if isinstance(batch, dict) and "seq" in batch:
         whole["batch"] = {**batch, "seq": tokens_of(batch["seq"])}
     if isinstance(adapter, dict) and str(adapter.get("kind")).lower() == "qlora":

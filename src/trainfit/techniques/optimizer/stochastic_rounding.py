@@ -16,7 +16,8 @@ def check(recipe: Recipe) -> None:
     """Refuse fp32 weights, and implementations that round to nearest."""
     field, options = "optimizer.stochastic_rounding", recipe.optimizer
     if recipe.precision not in ("bf16", "fp8"):
-        problem = f"precision {recipe.precision} has fp32 weights, which round no update away"
+        kind = "fp32 master" if recipe.precision == "bf16-master" else "fp32"
+        problem = f"precision {recipe.precision} has {kind} weights, which round no update away"
         raise refusal(recipe, field, problem, "use precision: bf16 or fp8")
     if options.implementation != "fused":
         problem = f"{options.name}'s {options.implementation} implementation rounds to nearest"

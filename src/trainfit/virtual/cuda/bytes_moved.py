@@ -17,7 +17,7 @@ from trainfit.virtual.cuda.op_kinds import (
     HOST_COPIES,
     LIKE,
     MAY_COPY,
-    ONLY_WRITTEN,
+    MOVED_ONCE,
     UNWRITTEN,
     base_name,
     is_elsewhere,
@@ -83,8 +83,8 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
             return kind, ()
     arguments = func._schema.arguments
     written = (i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-    skipped = GRADIENTS if name.startswith("_fused_") else ONLY_WRITTEN.get(name)
-    return "each", tuple(i for i in written if i != skipped)
+    once = (GRADIENTS,) if name.startswith("_fused_") else MOVED_ONCE.get(name, ())
+    return "each", tuple(i for i in written if i not in once)
 
 
 def _indexed(args: tuple[Any, ...], out: Any) -> int:

@@ -117,8 +117,14 @@ COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_de
 
 LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})  # Our kernels whose first argument only gives a dtype
 
-ONLY_WRITTEN = {"adamw_master": 0}
-"""Our kernels that update in place -> position of the tensor that they write without reading it."""
+LIBRARY_UPDATES = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
+"""Updates of bitsandbytes' optimizers."""
+
+MOVED_ONCE: dict[str, tuple[int, ...]] = {
+    "adamw_master": (0,), "optimizer_update_8bit_blockwise": (1, 12, 13), "optimizer_update_32bit": (1,),
+}  # fmt: skip
+"""Operations in place -> positions of arguments that their schema says are written, and that are only written
+(bf16 weights with master weights), or only read (gradients, tables of codes)."""
 
 OWN_VECTOR_WORK = frozenset(
     """
@@ -155,7 +161,9 @@ def base_name(func: Any) -> str:
     return name if name.endswith("__") else name.rstrip("_") or name
 
 
-_NO_MATRIX_WORK = FACTORIES | FREE | GATHERS | MOVES | VECTOR_WORK | HOST_COPIES | OWN_VECTOR_WORK
+_NO_MATRIX_WORK = (
+    FACTORIES | FREE | GATHERS | MOVES | VECTOR_WORK | HOST_COPIES | OWN_VECTOR_WORK | LIBRARY_UPDATES
+)
 
 
 def is_elsewhere(func: Any) -> bool:

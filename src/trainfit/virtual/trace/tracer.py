@@ -15,7 +15,7 @@ from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Ledger, Op, part_of
 from trainfit.virtual.cuda.attention_kernel import attention_kernel
 from trainfit.virtual.cuda.fake_impls import READS_VALUE, are_equal, read, run
 from trainfit.virtual.cuda.flops import count, visible_only
-from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
+from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS, LIBRARY_UPDATES, base_name
 from trainfit.virtual.cuda.scratch import GpuTraits, as_allocated, output_bytes, scratch_bytes
 from trainfit.virtual.cuda.scratch.libraries import Workspaces
 from trainfit.virtual.trace.counted_mode import CountedMode
@@ -259,8 +259,8 @@ class Tracer(TorchDispatchMode):
             func, args, kwargs, out, counted=counted, scope=scope, owners=owners, phase=self.scopes.phase,
             segment=self.live.segment, attention=attention, capability=capability, host=self._host_calls(),
         )  # fmt: skip
-        if self.ledger.ops[-1].name in COPY_DIRECTIONS:
-            for t in args:
+        if self.ledger.ops[-1].name in COPY_DIRECTIONS or base_name(func) in LIBRARY_UPDATES:
+            for t in tensors_of(args):
                 if t.is_meta:
                     self._host.setdefault(t.untyped_storage()._cdata, (t.untyped_storage(), scope.group))
         return len(self.ledger.ops) - 1
