@@ -63,6 +63,10 @@ COMBINED: tuple[Data, ...] = (
 """Combinations, merged into the reference: fast ones, small ones, and each technique at least once."""
 
 
+NOT_MEASURED = ("adamw_bitsandbytes", "offload_optimizer")
+"""Techniques that are younger than the measurements of the page."""
+
+
 def alone(technique: str) -> list[Recipe]:
     """Return the reference with each of the technique's examples and what it needs."""
     found = registry.techniques()[technique]

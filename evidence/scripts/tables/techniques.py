@@ -13,6 +13,7 @@ from typing import Any
 from evidence.scripts.tables.joined import recipe_of, records, versions_of
 from evidence.scripts.technique_suite import (
     COMBINED,
+    NOT_MEASURED,
     REFERENCE,
     Data,
     alone,
@@ -98,7 +99,7 @@ def effects() -> tuple[Effect, ...]:
     """Return each technique's measured effect, by variant."""
     found = []
     for technique in TITLES:
-        for recipe in alone(technique):
+        for recipe in alone(technique) if technique not in NOT_MEASURED else ():
             without = control(technique, recipe)
             assert without is not None
             sides = (_measurements()[recipe.id], _measurements()[without.id])

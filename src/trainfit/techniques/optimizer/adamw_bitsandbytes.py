@@ -58,7 +58,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse paged moments on a real GPU."""
     if is_paged(recipe) and device_type == "cuda":
         problem = "paged optimizers are predicted, not run: managed memory can hang a GPU that others use"
-        remedy = "use offload: {optimizer: true} with optimizer.name: bnb-adamw8bit or adamw"
+        remedy = "use optimizer.name: bnb-adamw8bit"
         raise refusal(recipe, "optimizer.name", problem, remedy)
 
 

@@ -74,8 +74,8 @@ TECHNIQUE = Technique(
     check=check,
     apply=apply,
     when=lambda recipe: recipe.precision.startswith(("amp-", "mixed-", "bf16-")),
-    variants=({"precision": "amp-fp16"},),
-    examples=({"precision": "fp32"}, {"precision": "amp-bf16"}, {"precision": "bf16-master"}),
+    variants=({"precision": "amp-fp16"}, {"precision": "bf16-master"}),
+    examples=({"precision": "fp32"}, {"precision": "amp-bf16"}),
     draw=Draw(weights={"precision": {"bf16": 5, "fp32": 2, "amp-bf16": 2, "amp-fp16": 2}}),
     offers=_offers,
 )
