@@ -18,7 +18,7 @@ from trainfit.training import checkpoint
 from virtual_runs import sums
 
 CPU = torch.device("cpu")
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 8000, "max_position_embeddings": 1024,
 }  # fmt: skip
@@ -32,7 +32,8 @@ def script(name: str) -> None:
     import bitsandbytes as bnb
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16().cuda().train()
+    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16()
+    model.cuda().train()
     optimizer = getattr(bnb.optim, CLASSES[name])(model.parameters(), lr=1e-4)
     for _ in range(2):
         ids = torch.randint(0, 8000, (2, 512), device="cuda")

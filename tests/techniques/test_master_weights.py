@@ -76,8 +76,10 @@ def compare_kernels(size: tuple[int, ...], device: str) -> None:
     p, g = ((torch.randn(size) / 50).to(dtype).to(device) for _ in range(2))
     expected = [p, p.float(), torch.zeros_like(p, dtype=torch.float32), torch.rand(size).to(device) / 100]
     found = [t.clone() for t in expected]
-    adamw.triton_adamw_master(found[0], g, *found[1:], NUMBERS)
-    adamw.plain_adamw_master(expected[0], g, *expected[1:], NUMBERS)
+    for update, (weight, master, m, v) in (
+        (adamw.triton_adamw_master, found), (adamw.plain_adamw_master, expected)
+    ):  # fmt: skip
+        update(weight, g, master, m, v, NUMBERS)
     for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     assert torch.equal(found[0], found[1].to(dtype))
@@ -96,7 +98,9 @@ def test_it_learns_and_resumes_to_the_last_bit(in_backward: Any, tmp_path: Path)
     (before, _), (after, _) = optimizer_state(straight), optimizer_state(resumed)
     masters = [name for name in before if name.endswith("/master")]
     assert len(masters) == len(list(straight.model.parameters()))
-    assert all(before[name].dtype == torch.float32 and torch.equal(before[name], after[name]) for name in masters)
+    assert all(
+        before[name].dtype == torch.float32 and torch.equal(before[name], after[name]) for name in masters
+    )
     expected = [straight(batches).item() for _ in range(3)]
     assert [resumed(batches).item() for _ in range(3)] == expected
 

@@ -39,6 +39,9 @@ def keeping(*save: str) -> Selective:
     return Selective(selective=SavedOps(save=save))
 
 
+SECOND = Selective(selective=SavedOps(save=("attention", "mm"), every=2))
+
+
 def on_cpu(config: Any, implementation: Any = "hf", **fields: Any) -> Recipe:
     return recipe_of(
         config, implementation, **{"batch": Batch(micro=2, seq=32), "precision": "fp32", **fields}
@@ -49,7 +52,7 @@ def on_cpu(config: Any, implementation: Any = "hf", **fields: Any) -> Recipe:
 def test_gradients_are_equal_to_the_bit(implementation: str) -> None:
     loss, wanted = gradients(on_cpu(LLAMA, implementation))
     assert len(wanted) > 20
-    for recompute in ("selective", keeping("attention", "silu"), Every(every=2), "full"):
+    for recompute in ("selective", keeping("attention", "silu"), SECOND, Every(every=2), "full"):
         again, found = gradients(on_cpu(LLAMA, implementation, recompute=recompute))
         assert loss == again
         assert same_bits(found, wanted), recompute
@@ -73,7 +76,7 @@ def test_compiled_gradients_are_the_eager_ones(fresh_compiler: None) -> None:
     """The partitioner's graphs, run operation by operation."""
     config = LLAMA | {"num_hidden_layers": 2}
     _, wanted = gradients(on_cpu(config, "native"))
-    cases: dict[Any, Any] = {"selective": "block", Every(every=2): "model", Budget(budget=0.5): "model"}
+    cases: dict[Any, Any] = {"selective": "block", SECOND: "block", Every(every=2): "model", Budget(budget=0.5): "model"}
     for recompute, mode in cases.items():
         recipe = on_cpu(config, "native", recompute=recompute, compile=mode)
         assert same_bits(gradients(recipe, compiler=aot_eager)[1], wanted), recompute
@@ -82,6 +85,7 @@ def test_compiled_gradients_are_the_eager_ones(fresh_compiler: None) -> None:
 
 CASES: dict[str, Recipe] = {
     "selective": on_cpu(LLAMA | {"num_hidden_layers": 5}, precision="bf16", recompute="selective"),
+    "second": on_cpu(LLAMA | {"num_hidden_layers": 5}, precision="bf16", recompute=SECOND),
     "dropout": on_cpu(GPT2, recompute=keeping("mm", "native_dropout")),
     "every": on_cpu(DEEP_LLAMA, "native", recompute=Every(every=2), precision="amp-bf16"),
 }
@@ -95,7 +99,7 @@ def test_a_real_cpu_holds_the_predicted_bytes(case: str) -> None:
     assert predicted.phases == measured.phases
 
 
-@pytest.mark.parametrize("case", ["selective", "every"])
+@pytest.mark.parametrize("case", ["selective", "second", "every"])
 def test_a_few_blocks_stand_for_all(case: str) -> None:
     short = trace(CASES[case])
     assert short.repeats
@@ -110,6 +114,19 @@ def test_products_and_attention_are_not_computed_twice() -> None:
         flops[str(recompute)] = steady_sum(ledger, "flops")
     assert flops["selective"] == flops["none"]
     assert 9 * (flops["every=2"] - flops["none"]) == 5 * (flops["full"] - flops["none"]) > 0
+
+
+def test_every_second_product_is_kept() -> None:
+    """Of q, k, v, attention's output, gate, up and down: k, the output and up are computed again."""
+    recipe = on_cpu(LLAMA, precision="bf16")
+    most, second = (
+        trace(recipe.model_copy(update={"recompute": recompute}), whole=True)
+        for recompute in ("selective", SECOND)
+    )
+    tokens, width, k, up = 64, 512, 256, 640
+    again = k + width + up
+    assert alive_after_forward(most) - alive_after_forward(second) == 3 * 2 * tokens * again
+    assert steady_sum(second, "flops") - steady_sum(most, "flops") == 3 * 2 * tokens * width * again
 
 
 def test_what_is_only_added_is_not_kept() -> None:

@@ -10,7 +10,7 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Adapter, Batch, Hardware, LossTerms, Offload, Optimizer
-from trainfit.spec.recompute import Budget, BudgetGib, Every
+from trainfit.spec.recompute import Budget, BudgetGib, Every, SavedOps, Selective
 from trainfit.techniques import registry
 from trainfit.techniques.base import Data
 
@@ -36,6 +36,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"attention": "flash"}, "attention = 'flash'", "precision: bf16"),
     ({"attention": "cudnn"}, "attention = 'cudnn'", "precision: bf16"),
     ({"attention": "best"}, "attention = 'best'", "planning.attention.choose"),
+    ({"recompute": Selective(selective=SavedOps(save=("attention",), every=2))},
+     "recompute.selective.every = 2: it counts matrix products", "add mm to save"),
     # offload
     ({"recompute": "selective", "offload": Offload(activations=True)}, "offload.act", "set recompute: full"),
     ({"recompute": Every(every=2), **STREAMED}, "offload.weights = true", "set recompute: full"),

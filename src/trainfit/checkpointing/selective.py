@@ -42,18 +42,31 @@ PASSES_ON = frozenset({"add", "_unsafe_view", "_to_copy"})
 
 
 class SavePolicy(NamedTuple):
-    """Results to save: the groups ``mm`` and ``attention``, and ATen operations by name."""
+    """Results to save: the groups ``mm`` and ``attention``, and ATen operations by name.
+
+    Attributes:
+        every: of a block's matrix products the first and every ``every``-th after it are in ``mm``.
+    """
 
     save: tuple[str, ...] = DEFAULT_SAVED
+    every: int = 1
 
-    def keeps(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether a call's results are saved."""
-        if not isinstance(func, torch._ops.OpOverload) or not _can_be_saved(func):
-            return False
-        name = base_name(func)
-        if name in PRODUCTS and "mm" in self.save:
-            return args[PRODUCTS[name]].shape[-1] >= SHORTEST_INNER
-        return ("attention" if "attention" in name else name) in self.save
+    def choice(self) -> Callable[[Any, Sequence[Any]], bool]:
+        """Return a function for one run of a block: whether a call's results are saved."""
+        num_products = 0
+
+        def keeps(func: Any, args: Sequence[Any]) -> bool:
+            nonlocal num_products
+            if not isinstance(func, torch._ops.OpOverload) or not _can_be_saved(func):
+                return False
+            name = base_name(func)
+            if name in PRODUCTS and "mm" in self.save:
+                num_products += 1
+                is_due = (num_products - 1) % self.every == 0
+                return is_due and args[PRODUCTS[name]].shape[-1] >= SHORTEST_INNER
+            return ("attention" if "attention" in name else name) in self.save
+
+        return keeps
 
 
 @lru_cache(maxsize=4096)
@@ -81,15 +94,17 @@ def set_recompute(
     policy: Literal["full", "selective"],
     *,
     save: Sequence[str] | str = DEFAULT_SAVED,
+    every: int = 1,
     compiled: bool = False,
 ) -> None:
     """Checkpoint one decoder block in place, by changing its class; random state and autocast are restored.
 
     Args:
         save: with ``selective``, results to save: ``mm``, ``attention``, or ATen operations by name.
+        every: as in ``SavePolicy``.
         compiled: the block will be compiled, alone or with the model.
     """
-    contexts = None if policy == "full" else _contexts(SavePolicy(texts(save, field="save")), compiled)
+    contexts = None if policy == "full" else _contexts(SavePolicy(texts(save, field="save"), every), compiled)
     block.__class__ = _recomputed(type(block), contexts)
 
 
@@ -111,16 +126,24 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def _contexts(choice: SavePolicy, compiled: bool) -> Callable[[], Contexts]:
     """Return a factory of the contexts around a forward and around its recomputation."""
 
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if choice.keeps(func, args) else CheckpointPolicy.PREFER_RECOMPUTE
-
     def contexts() -> Contexts:  # A plain function: Dynamo takes no other callable.
         if compiled:
-            return create_selective_checkpoint_contexts(policy)
+            return create_selective_checkpoint_contexts(_policy(choice))
         keeping = CachingMode(choice)
         return keeping, CachedMode(keeping)
 
     return contexts
+
+
+def _policy(choice: SavePolicy) -> Callable[..., CheckpointPolicy]:
+    """Return the policy of one run of a block and its recomputation, which count products separately."""
+    runs = {False: choice.choice(), True: choice.choice()}
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = runs[bool(context.is_recompute)](func, args)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
 class Result(NamedTuple):
@@ -135,7 +158,7 @@ class CachingMode(CountedMode):
 
     def __init__(self, policy: SavePolicy):
         super().__init__()
-        self.policy = policy
+        self.policy, self._keeps = policy, policy.choice()
         self.results: dict[int, Result] = {}
         self._num_calls = 0
         self._unused: set[int] = set()  # Calls whose results no operation has used, except those in PASSES_ON
@@ -154,7 +177,7 @@ class CachingMode(CountedMode):
             self._unused -= calls
         if func._schema.is_mutable:
             self._drop_written(func, args, kwargs)
-        if self.policy.keeps(func, args):
+        if self._keeps(func, args):
             self._save(func, args, kwargs, out)
         return out
 
@@ -199,16 +222,16 @@ class CachedMode(CountedMode):
 
     def __init__(self, cache: CachingMode):
         super().__init__()
-        self._cache = cache
+        self._cache, self._keeps = cache, cache.policy.choice()
         self._num_calls = 0
 
     def __enter__(self) -> CachedMode:
-        self._num_calls = 0
+        self._num_calls, self._keeps = 0, self._cache.policy.choice()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._cache.policy.keeps(func, args):
+        if not self._keeps(func, args):
             return func(*args, **kwargs)
         result = self._cache.results.pop(self._num_calls, None)
         self._num_calls += 1

@@ -86,9 +86,14 @@ class Layers(Value):
 
 
 class SavedOps(Value):
-    """Operations whose results are kept: ``mm``, ``attention``, or any of PyTorch's by name (``silu``)."""
+    """Operations whose results are kept: ``mm``, ``attention``, or any of PyTorch's by name (``silu``).
+
+    ``every``: of each block's matrix products the first and every ``every``-th after it are kept; with 2 they
+    are those of torchtitan's selective checkpointing by operation.
+    """
 
     save: Annotated[tuple[str, ...], Field(min_length=1)]
+    every: PositiveInt = 1
 
     @field_validator("save")
     @classmethod

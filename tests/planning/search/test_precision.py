@@ -31,7 +31,9 @@ def test_pretraining_has_master_weights(assumed: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"precision": "bf16"}, {"adapter": {"kind": "lora"}}, {"optimizer": {"name": "adafactor"}}], ids=str
+    "given",
+    [{"precision": "bf16"}, {"adapter": {"kind": "lora"}}, {"optimizer": {"name": "adafactor"}}],
+    ids=str,
 )
 def test_else_it_is_as_before(given: dict[str, Any]) -> None:
     """Where it is given, an adapter trains, or the given optimizer keeps no master weights."""

@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, dict[str, str]] = {
     "paged_adamw_8bit": {"name": "paged-adamw8bit"},
     "paged_adamw_32bit": {"name": "paged-adamw"},
 }
-"""The Trainer's words for optimizers (``OptimizerNames`` of transformers) that recipes have too -> the recipe's.
+"""The Trainer's words (``OptimizerNames`` of transformers) for optimizers that recipes have -> the recipe's.
 
 ``adamw_torch`` is PyTorch's default on CUDA, which is ``foreach``."""
 THOUSANDS = re.compile(r"(\d+)k", re.IGNORECASE)

@@ -2,8 +2,8 @@
 mixed precision (mixed-bf16: shards are gathered in bf16, gradients reduced in fp32).
 
 bf16-master computes with bf16 weights and updates fp32 master weights with fp32 moments (Micikevicius et al.,
-arXiv:1710.03740, section 3.1). With FSDP2 that is mixed-bf16: the fp32 shards are the master weights. Else the
-model is bf16, and the optimizer keeps the master weights as a state and rounds them to the model's weights.
+arXiv:1710.03740, section 3.1). With FSDP2 that is mixed-bf16: the fp32 shards are the master weights. Else
+the model is bf16, and the optimizer keeps the master weights as a state and rounds them to the model's.
 
 Autocast is active around the forward only, as in
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
@@ -34,7 +34,9 @@ def _check_master(recipe: Recipe) -> None:
     if not recipe.optimizer_keeps_master:
         return
     if optimizer.name != "adamw":
-        problem = f"without FSDP2 AdamW alone keeps fp32 master weights, and the optimizer is {optimizer.name}"
+        problem = (
+            f"without FSDP2 AdamW alone keeps fp32 master weights, and the optimizer is {optimizer.name}"
+        )
         remedy = "use optimizer.name: adamw, or precision: amp-bf16, whose weights are fp32"
         raise refusal(recipe, "precision", problem, remedy)
     if optimizer.implementation != "fused":

@@ -1,15 +1,26 @@
 """Selective recomputation: keep a block's matrix products and attention, recompute everything else.
 
 ``mm`` is every matrix product over an inner dimension of 512 or more whose result backward needs,
-``attention`` every fused attention.
+``attention`` every fused attention. ``every: 2`` keeps every second product only, as torchtitan's
+``SelectiveAC``.
 """
 
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Selective
 from trainfit.techniques.base import Draw, Expected, Offer, Technique
 from trainfit.techniques.draft import Draft
 
 SAVED = tuple({"selective": {"save": [name]}} for name in ("attention", "mm"))
+EVERY_SECOND = {"selective": {"save": ["attention", "mm"], "every": 2}}
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse a share of the products where none is kept."""
+    found = recipe.recompute.selective if isinstance(recipe.recompute, Selective) else None
+    if found is not None and found.every > 1 and "mm" not in found.save:
+        problem = "it counts matrix products, and none is kept"
+        raise InputError(problem, "add mm to save", field="recompute.selective.every", value=found.every)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -17,15 +28,18 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.checkpointing.selective import DEFAULT_SAVED, check_names, set_recompute
     from trainfit.models.layers import require_blocks
 
-    save = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else DEFAULT_SAVED
+    found = recipe.recompute.selective if isinstance(recipe.recompute, Selective) else None
+    save, every = (found.save, found.every) if found else (DEFAULT_SAVED, 1)
     check_names(save)
     for block in require_blocks(draft.model, "recompute", "selective", "use recompute: none"):
-        set_recompute(block, "selective", save=save, compiled=bool(recipe.compile))
+        set_recompute(block, "selective", save=save, every=every, compiled=bool(recipe.compile))
 
 
 def _describe(recipe: Recipe) -> str:
-    saved = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else ()
-    return f"recompute selective {'+'.join(saved)}".strip()
+    if not isinstance(recipe.recompute, Selective):
+        return "recompute selective"
+    saved, every = recipe.recompute.selective.save, recipe.recompute.selective.every
+    return f"recompute selective {'+'.join(saved)}" + f", every {every}. product" * (every > 1)
 
 
 def _expected(recipe: Recipe) -> Expected:
@@ -40,7 +54,8 @@ TECHNIQUE = Technique(
     covers={"recompute": ("selective",)},
     apply=apply,
     describe=_describe,
-    variants=({"recompute": SAVED[0]},),
+    check=check,
+    variants=({"recompute": SAVED[0]}, {"recompute": EVERY_SECOND}),
     draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(("selective", "selective", *SAVED))}),
     offers=lambda recipe: (Offer({"recompute": "selective"}, _expected(recipe)),),
 )
