@@ -76,7 +76,12 @@ def test_compiled_gradients_are_the_eager_ones(fresh_compiler: None) -> None:
     """The partitioner's graphs, run operation by operation."""
     config = LLAMA | {"num_hidden_layers": 2}
     _, wanted = gradients(on_cpu(config, "native"))
-    cases: dict[Any, Any] = {"selective": "block", SECOND: "block", Every(every=2): "model", Budget(budget=0.5): "model"}
+    cases: dict[Any, Any] = {
+        "selective": "block",
+        SECOND: "block",
+        Every(every=2): "model",
+        Budget(budget=0.5): "model",
+    }
     for recompute, mode in cases.items():
         recipe = on_cpu(config, "native", recompute=recompute, compile=mode)
         assert same_bits(gradients(recipe, compiler=aot_eager)[1], wanted), recompute
