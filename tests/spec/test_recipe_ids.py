@@ -50,7 +50,8 @@ OTHERS: dict[str, list[Any]] = {
     "loss": ["chunked", "fused"], "loss_terms.label_smoothing": [0.1], "loss_terms.z_loss": [0.1],
     "recompute": [
         "full", "fit", "selective", {"every": 1}, {"every": 2}, {"budget": 1.0}, {"budget_gib": 1.0},
-        {"selective": {"save": ["mm"]}}, {"selective": {"save": ["mm"], "every": 2}}, {"layers": ["none"]}, {"layers": ["none", "full"]},
+        {"selective": {"save": ["mm"]}},
+        {"selective": {"save": ["mm"], "every": 2}}, {"layers": ["none"]}, {"layers": ["none", "full"]},
         {"layers": ["full", "none"]}, {"layers": [{"count": 2}]}, {"layers": [{"offload": 0.5}]},
         {"layers": [{"offload": 0.5, "every": 2, "count": 4}]}, {"layers": [{"offload": 0.5, "count": 4}]},
     ],
