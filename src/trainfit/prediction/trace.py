@@ -18,7 +18,6 @@ from trainfit.ledger.slices import check_slices
 from trainfit.models.deferred_init import deferred
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import active_shares, code_parameters, layer_lists, slow_layers
-from trainfit.optim.library import imported
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
@@ -95,7 +94,7 @@ def _traced(
     for technique in _applied(recipe):
         if technique.library is not None:
             field = technique.fields[0]
-            imported(*technique.library, field=field, value=value_at(recipe, field))
+            optional(*technique.library, field=field, value=value_at(recipe, field))
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
             if whole:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import logging
 from types import ModuleType
 
 from trainfit.spec.errors import InputError
@@ -10,16 +11,23 @@ from trainfit.spec.errors import InputError
 def optional(module: str, extra: str, *, field: str = "", value: object = None) -> ModuleType:
     """Import ``module`` of a package that only the extra of pyproject.toml installs.
 
+    What the package logs meanwhile, such as kernels of a GPU that is not there, is left out.
+
     Raises:
         InputError: it is not installed, or cannot be imported; names the ``field`` and value that need it.
     """
     package = module.partition(".")[0]
+    logger = logging.getLogger(package)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         return importlib.import_module(module)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package
         why = "is not installed" if missing else f"cannot be imported ({error})"
         raise _refusal(package, extra, why, field, value) from error
+    finally:
+        logger.setLevel(level)
 
 
 def require(package: str, extra: str, *, field: str = "", value: object = None) -> None:

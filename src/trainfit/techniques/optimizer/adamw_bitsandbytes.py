@@ -6,6 +6,7 @@ managed memory: the driver moves their pages between device and host.
 
 from typing import Any
 
+from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, OptimizerFacts, StateKind, Technique, refusal
 from trainfit.techniques.draft import Draft
@@ -64,10 +65,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Set the class of bitsandbytes."""
-    from trainfit.optim.library import imported, made
+    from trainfit.offload.paged_states import made
 
     options = recipe.optimizer
-    module = imported(*LIBRARY, field="optimizer.name", value=options.name)
+    module = optional(*LIBRARY, field="optimizer.name", value=options.name)
     kind, _ = CLASSES[options.name]
     settings: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     draft.make_optimizer = lambda parameters: made(getattr(module, kind), parameters, **settings)

@@ -1,14 +1,12 @@
-"""Optimizers of other libraries, by their own classes: bitsandbytes' and torchao's AdamW.
+"""Optimizers of bitsandbytes, by their own classes, with paged states on the virtual GPU.
 
-They run on a CPU and on CUDA as their libraries run them. On the virtual GPU their ``step`` runs on fake
-tensors: what it allocates is traced. bitsandbytes' update is one operator there, as on CUDA. Its paged states
-are managed memory, which its native library allocates; on the virtual GPU they are host memory.
+They run on a CPU and on CUDA as bitsandbytes runs them. On the virtual GPU their ``step`` runs on fake tensors:
+what it allocates is traced, and an update is one operator, as on CUDA. Paged states are managed memory, which
+the native library allocates; on the virtual GPU they are host memory.
 """
 
-import logging
 from collections.abc import Iterable
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,28 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.offload.copies import host_empty
-from trainfit.spec.optional import optional
 
 LEAST_PAGED = 100_000
 """bitsandbytes keeps states of fewer elements in ordinary device memory (``get_state_buffer``)."""
 
 TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 """Key of a state in 8 bits -> the table of bitsandbytes that it refers to."""
-
-
-def imported(module: str, extra: str, *, field: str, value: object) -> ModuleType:
-    """Import a library's module without its log lines about kernels of a GPU that is not there.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    logger = logging.getLogger(module.partition(".")[0])
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        return optional(module, extra, field=field, value=value)
-    finally:
-        logger.setLevel(level)
 
 
 def made(kind: Any, parameters: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
