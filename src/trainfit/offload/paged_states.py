@@ -1,8 +1,8 @@
 """Optimizers of bitsandbytes, by their own classes, with paged states on the virtual GPU.
 
-They run on a CPU and on CUDA as bitsandbytes runs them. On the virtual GPU their ``step`` runs on fake tensors:
-what it allocates is traced, and an update is one operator, as on CUDA. Paged states are managed memory, which
-the native library allocates; on the virtual GPU they are host memory.
+They run on a CPU and on CUDA as bitsandbytes runs them. On the virtual GPU their ``step`` runs on fake
+tensors: what it allocates is traced, and an update is one operator, as on CUDA. Paged states are managed
+memory, which the native library allocates; on the virtual GPU they are host memory.
 """
 
 from collections.abc import Iterable
