@@ -22,13 +22,14 @@ from trainfit.offload.blocks import HostBlocks
 from trainfit.optim.all_or_nothing import one_update
 from trainfit.parallel.cluster import REAL, Cluster
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import RANDOM, Recipe
 from trainfit.techniques import registry
 from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunction, weight_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainfit.models.weights.read import Weights
     from trainfit.spec.hardware import Gpu
     from trainfit.spec.pipeline import Stage
 
@@ -47,11 +48,13 @@ def assemble(
     cluster: Cluster | None = None,
     stage: Stage | None = None,
     gpu: Gpu | None = None,
+    reads_weights: bool = True,
 ) -> Step:
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
     Seeds torch's generators with ``recipe.seed``, so equal recipes start from equal weights; with fake
     tensors only the CPU's. Ranks that read different data draw different random numbers afterwards.
+    Fake tensors have no values, so that no ``model.weights`` are read into them.
 
     Args:
         on_model: called with the bare model before any technique changes it.
@@ -61,20 +64,24 @@ def assemble(
         cluster: what those ranks do apart from collectives; None: the ranks are real.
         stage: the stage of a pipeline that ``on_model`` leaves of the model. Its recipe is not checked.
         gpu: the catalog's row of the recipe's GPU; None: it is looked up.
+        reads_weights: False leaves the recipe's ``model.weights`` unread, for a checkpoint that is loaded.
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
-            a sequence.
+            a sequence; ``model.weights`` that do not fit the model.
     """
     if stage is None:
         registry.check(recipe, gpu)
+    weights = _weights(recipe) if reads_weights else None
     _seed(recipe.seed)
     # FSDP2 shards the model on meta, so that no rank ever has all weights.
     deferred = DeferredInit() if mesh is not None and recipe.mesh.shards_weights else None
     with deferred or nullcontext():
         build_on = device if deferred is None else torch.device("meta")
-        model, hosted = _build(recipe, build_on, on_model, within_block)
+        model, hosted = _build(recipe, build_on, on_model, within_block, weights)
         _check_positions(recipe, model)
+        if weights is not None:
+            _seed(recipe.seed)  # As on several ranks, which draw none for these weights either.
         compiler = compiler or (lambda module: module.compile())
         draft = Draft(model, device, compiler, hosted, mesh=mesh, cluster=cluster or REAL, stage=stage)
         for technique in registry.in_order():
@@ -87,7 +94,9 @@ def assemble(
         draft.optimizers = draft.optimizers_for(draft.trainable())
     if mesh is not None:
         _seed(recipe.seed + data_rank(mesh))
-    return Step(recipe, draft)
+    if weights is not None:
+        weights.close()
+    return Step(recipe, draft, weights)
 
 
 def data_rank(mesh: DeviceMesh | None) -> int:
@@ -108,8 +117,21 @@ def _seed(seed: int) -> None:
         torch.random.default_generator.manual_seed(seed)
 
 
+def _weights(recipe: Recipe) -> Weights | None:
+    """Return the weights that are read into the model; None: they are random, or have no values."""
+    if recipe.model.weights == RANDOM or active_fake_mode() is not None:
+        return None
+    from trainfit.models.weights.read import open_weights
+
+    return open_weights(recipe.model.weights)
+
+
 def _build(
-    recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None], within_block: WithinBlock
+    recipe: Recipe,
+    device: torch.device,
+    on_model: Callable[[nn.Module], None],
+    within_block: WithinBlock,
+    weights: Weights | None,
 ) -> tuple[nn.Module, HostBlocks | None]:
     """Return the bare model in training mode, and the blocks whose weights are on the host."""
     options: dict[str, Any] = {
@@ -117,6 +139,7 @@ def _build(
         "device": device,
         "attention": recipe.attention,
         "quantize": recipe.base,
+        "weights": weights,
     }
     build = next((one.build for one in registry.in_order() if one.build and one.applies(recipe)), None)
     if build is not None:
@@ -147,8 +170,10 @@ class Step:
     until its backward is done. Gradients are set to None after the update. The caller owns the batches.
     """
 
-    def __init__(self, recipe: Recipe, draft: Draft):
+    def __init__(self, recipe: Recipe, draft: Draft, weights: Weights | None = None):
         self.recipe = recipe
+        self.weights = weights
+        """The weights that were read; None: they are random."""
         self.model = draft.model
         self.device = draft.device
         self.optimizers = draft.optimizers

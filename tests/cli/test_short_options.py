@@ -17,6 +17,7 @@ LONG = {
     "--batch": "batch.micro=2",
     "--seq": "batch.seq=1024",
     "--precision": "precision=bf16",
+    "--weights": "model.weights=owner/not-in-the-cache",
     "--price": "hardware.price_per_hour=3.5",
 }
 VALUES = {"--seq": "1k"}

@@ -12,8 +12,8 @@ from trainfit.catalog.model_types import native_types
 from trainfit.models.build import build_native
 from trainfit.models.hf import build_hf
 from trainfit.models.native.config import NativeConfig
-from trainfit.models.native.safetensors_io import load_safetensors
 from trainfit.models.weights.layout import layout
+from trainfit.models.weights.read import read_folder
 from trainfit.spec.errors import InputError
 
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True}
@@ -130,7 +130,7 @@ def assert_equal(family: str, change: dict[str, Any], folder: Path) -> None:
     if theirs.generation_config.pad_token_id == -1:
         theirs.generation_config.pad_token_id = None  # Which transformers 5.17 does not save.
     theirs.save_pretrained(folder)
-    load_safetensors(ours, folder)
+    read_folder(ours, folder)
     ids, labels = batch()
     ids[:, ::3] = 5  # also the padding token of some changes
     expected, got = theirs(input_ids=ids, labels=labels), ours(ids, labels)

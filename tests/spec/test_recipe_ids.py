@@ -44,7 +44,7 @@ DEFAULTS = {
 """Defaults of the fields of 2026-11-26. Ids leave them out: add new fields, and change none of these."""
 OTHERS: dict[str, list[Any]] = {
     "model.config": [{"model_type": "llama", "hidden_size": 128}, {"model_type": "gpt2"}, "gpt2"],
-    "model.implementation": ["native"], "model.name": ["a", "b"],
+    "model.implementation": ["native"], "model.name": ["a", "b"], "model.weights": ["owner/name", "/folder"],
     "batch.micro": [2, 3], "batch.seq": [2, 3], "batch.accumulate": [2, 3],
     "precision": ["fp32", "fp8", "bf16-master"], "attention": ["flash", "best"], "block_kernels": ["triton"],
     "loss": ["chunked", "fused"], "loss_terms.label_smoothing": [0.1], "loss_terms.z_loss": [0.1],

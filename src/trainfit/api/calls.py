@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from trainfit.api.planned import planned
-from trainfit.api.recipes import RecipeFields, Source, errors_name, wanted
+from trainfit.api.recipes import RecipeFields, Source, errors_name, unread_weights, wanted
 from trainfit.api.results import Measured, Prediction, TrainingRun
+from trainfit.catalog.config_notes import random_base_note
 from trainfit.report.console import progress as show_progress
 from trainfit.report.words import assumed
 from trainfit.spec import DEFAULT_GPU
@@ -66,6 +67,7 @@ def predict_recipe(
 
     machine = machine_of(recipe.hardware, calibration)
     built, notes = planned(recipe, machine=machine)
+    notes += random_base_note(recipe)
     estimate = estimated(built, machine, use_cache=use_cache, deterministic=deterministic)
     not_given = assumed(recipe)
     more = (*notes, *([f"assumed: {not_given}"] if not_given else []))
@@ -195,6 +197,7 @@ def train(
     chosen = wanted(recipe, fields, stacklevel=3)
     with errors_name(recipe, fields):
         built, notes = planned(chosen, device)
+        notes += (*random_base_note(chosen), *unread_weights(recipe, chosen))
         return train_built(
             built, notes, options, peak_flops, progress=progress, observers=observers, force=force
         )

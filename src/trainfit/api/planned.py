@@ -7,7 +7,7 @@ from trainfit.catalog.config_notes import config_notes
 from trainfit.catalog.load import gpu_of_device
 from trainfit.report.words import recompute_written
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import RANDOM, Recipe
 
 if TYPE_CHECKING:
     from trainfit.prediction.machine import Machine
@@ -21,16 +21,20 @@ def planned(
 ) -> tuple[Recipe, tuple[str, ...]]:
     """Return the recipe with ``recompute: {budget_gib: x}`` and ``attention: best`` planned, and notes.
 
-    Notes: how they were planned, and what of the model's config is ignored.
+    Notes: how they were planned, what of the model's config is ignored, and how its weights differ from it.
 
     Args:
         device: where a real step will run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None for a prediction.
         machine: of the recipe's ``hardware``; None: with the catalog's calibration.
 
     Raises:
-        InputError: no plan is within the budget.
+        InputError: no plan is within the budget, or ``model.weights`` do not fit the model.
     """
     notes = config_notes(recipe)
+    if recipe.model.weights != RANDOM:
+        from trainfit.models.weights.check import check_weights
+
+        notes += check_weights(recipe, fetch=device is not None)
     if not recipe.has_open_fields:
         return recipe, notes
     from trainfit.prediction.machine import machine_of

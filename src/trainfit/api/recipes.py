@@ -21,7 +21,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import plain, read_config
 from trainfit.spec.parsing.recipe_file import SETTINGS, merge, recipe_from, recipe_of_model
 from trainfit.spec.parsing.recipe_file import load_recipe as load_file
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import RANDOM, Recipe
 from trainfit.spec.value import texts
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -211,6 +211,18 @@ def _named_recipe(
     if path is None:
         return recipe_from({"model": {"config": text}}, settings, over=over, notes=notes)
     return load_file(path, settings, over=over, notes=notes)
+
+
+def unread_weights(source: Source, recipe: Recipe) -> tuple[str, ...]:
+    """Return a note where a model's folder has weights too, and the recipe starts from random ones."""
+    folder = Path(source) if isinstance(source, str | os.PathLike) else None
+    if folder is None or recipe.model.weights != RANDOM or not folder.is_dir():
+        return ()
+    if not any(folder.glob("model*.safetensors")):
+        return ()
+    return (
+        f"the folder's weights are not read: model.weights is random; --weights {folder} starts from them",
+    )
 
 
 def is_known(text: str) -> bool:

@@ -11,7 +11,7 @@ from trainfit.catalog.text_model import (
     text_model,
     translations,
 )
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import RANDOM, Recipe
 
 QUANTIZED = "quantization_config"
 AS_HERE = {"bitsandbytes": {4: "nf4", 8: "int8"}, "fp8": {8: "fp8"}, "fbgemm_fp8": {8: "fp8"}}
@@ -48,6 +48,17 @@ def config_notes(recipe: Recipe) -> tuple[str, ...]:
             notes.append(_of_quantization(quantized, found.config, recipe))
             break
     return tuple(notes)
+
+
+def random_base_note(recipe: Recipe) -> tuple[str, ...]:
+    """Return a warning where an adapter would be trained on random weights."""
+    if recipe.model.weights != RANDOM or recipe.adapter is None:
+        return ()
+    base = f"{recipe.base} base" if recipe.base else "base"
+    return (
+        f"model.weights is random: an adapter ({recipe.adapter.kind}) learns nothing of use on a random "
+        f"{base}; to train it, name trained weights: --weights FOLDER",
+    )
 
 
 def _of_parts(config: dict[str, Any], found: TextModel) -> str:

@@ -142,12 +142,14 @@ class RecipeOption:
         return inspect.Parameter(self.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
+WEIGHTS_HELP = "A folder of safetensors, or a repository on the Hub."
 SEVERAL = "predict and plan compare several, with commas between them."
 RECIPE_OPTIONS = (
     RecipeOption(("--gpu",), "NAME", ('hardware.gpu="{}"',), SEVERAL, completion.gpus),
     RecipeOption(("--count", "--gpus"), "N", ("hardware.count={}",), SEVERAL),
     RecipeOption(("--batch",), "B", ("batch.micro={}",)),
     RecipeOption(("--seq",), "S", ("batch.seq={}",), "8k is 8192."),
+    RecipeOption(("--weights",), "PATH", ('model.weights="{}"',), WEIGHTS_HELP),
     RecipeOption(("--precision",), "NAME", ('precision="{}"',), complete=completion.precisions),
     RecipeOption(("--lora",), "", ("adapter=lora",)),
     RecipeOption(("--qlora",), "", ("adapter=lora", "quantize=nf4")),

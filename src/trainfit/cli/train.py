@@ -115,7 +115,8 @@ def _train(
     """
     from trainfit.api.calls import train_built, train_options
     from trainfit.api.planned import planned
-    from trainfit.api.recipes import read
+    from trainfit.api.recipes import read, unread_weights
+    from trainfit.catalog.config_notes import random_base_note
     from trainfit.training.folder import how_to_resume
     from trainfit.training.ranks.launch import launched_rank, one_report, started_by_us
 
@@ -132,6 +133,7 @@ def _train(
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):
         with one_report():
             built, notes = planned(requested, given["device"])
+        notes += (*random_base_note(requested), *unread_weights(recipe, requested))
         options.print_notes(notes if first else ())
         summary = train_built(
             built, notes, wanted, peak_flops, progress=first, force=force or started_by_us()

@@ -22,7 +22,7 @@ from trainfit.models.quantized import (
     WithinBlock,
     fill_quantized,
     linears_on_meta,
-    load_random,
+    load_filled,
     replace_linears,
 )
 from trainfit.offload.blocks import HostBlocks
@@ -32,6 +32,7 @@ from trainfit.spec.recipe import ModelSpec
 
 if TYPE_CHECKING:
     from trainfit.models.native.decoder import NativeDecoder
+    from trainfit.models.weights.read import Weights
 
 MAX_MODULES = 20_000
 """Limit per model, over ten times that of the deepest published ones (experts are one tensor per layer)."""
@@ -44,6 +45,7 @@ def build_model(
     device: torch.device | str,
     attention: str = "sdpa",
     quantize: str | Quantized | None = None,
+    weights: "Weights | None" = None,
     on_model: Callable[[nn.Module], None] = lambda model: None,
     within_block: WithinBlock = lambda block: nullcontext(),
 ) -> nn.Module:
@@ -53,6 +55,7 @@ def build_model(
         attention: The recipe's value. ``eager`` computes all scores, ``triton`` runs trainfit's kernels; the
             others call ``F.scaled_dot_product_attention``, whose backend the caller selects.
         quantize: Format of the decoder blocks' frozen linear layers (quantized.py).
+        weights: Read into the parameters; None: they are random.
         on_model: Called with the model before its blocks are quantised; it may remove blocks.
         within_block: Returns the context in which a block is quantised.
 
@@ -65,22 +68,35 @@ def build_model(
     else:
         from trainfit.models.hf import build_hf as build
     with _at_most(MAX_MODULES), linears_on_meta() if quantize is not None else nullcontext(set()) as waiting:
-        model: Any = build(config, dtype=dtype, device=device, attention=attention)
+        is_random = weights is None
+        model: Any = build(config, dtype=dtype, device=device, attention=attention, is_random=is_random)
+    if weights is not None:
+        weights.bind(model)
     if quantize is not None:
         require_blocks(model, "quantize", str(quantize), "use quantize: null")
     on_model(model)
     if quantize is not None:
         if (recorded := deferred()) is not None:
             recorded.forget(waiting)  # Their first initialisation; on a device there is none.
-        initialise = partial(_initialise, model)
+        initialise = partial(_initialise, model) if weights is None else weights.fill
         fill_quantized(model, Quantized.of(quantize), device, initialise, within_block, waiting=waiting)
+    if weights is not None:
+        weights.finish(model)
     return model
 
 
 def build_native(
-    config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
+    config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: str = "sdpa",
+    is_random: bool = True,
 ) -> "NativeDecoder":
-    """Build the native decoder of ``config``, randomly initialised and in training mode."""
+    """Build the native decoder of ``config``, in training mode.
+
+    Its weights are random, or as allocated where they are read later (``is_random`` False).
+    """
     from trainfit.models.native.decoder import NativeDecoder
     from trainfit.models.native.families import native_config
 
@@ -88,7 +104,10 @@ def build_native(
         from trainfit.kernels.flash_attention.op import register
 
         register()  # torch.compile cannot trace this.
-    return NativeDecoder(native_config(config), kind=attention, dtype=dtype, device=torch.device(device))
+    model = NativeDecoder(native_config(config), kind=attention, dtype=dtype, device=torch.device(device))
+    if is_random:
+        model.init_weights()
+    return model
 
 
 @contextmanager
@@ -119,14 +138,19 @@ def build_on_host(
     device: torch.device,
     attention: str = "sdpa",
     quantize: str | Quantized | None = None,
+    weights: "Weights | None" = None,
     num_buffers: int,
     on_model: Callable[[nn.Module], None],
 ) -> tuple[nn.Module, HostBlocks]:
     """Build the model with its decoder blocks' weights on the host, ``num_buffers`` at a time on ``device``.
 
-    ``on_model`` is called with the model while it is on ``meta``; it may remove blocks.
+    ``weights`` and ``on_model`` as in ``build_model``; the latter gets the model while it is on ``meta``.
     """
     model = build_model(spec, dtype=dtype, device="meta", attention=attention)
+    initialise = partial(_initialise, model)
+    if weights is not None:
+        weights.bind(model)
+        initialise = partial(_read, model, weights)
     blocks = require_blocks(model, "offload.weights", True, "set offload.weights: false")
     block_of = {id(module): block for block in blocks for module in block.modules()}
     visited = _as_initialised(model)
@@ -138,9 +162,9 @@ def build_on_host(
     hosted = HostBlocks(blocks, device, num_buffers)
     for module, following in zip(visited, [*visited[1:], None], strict=True):
         if module in quantized:
-            load_random(quantized[module], module, device, partial(_initialise, model))
+            load_filled(quantized[module], module, device, initialise)
         else:
-            _initialise(model, module)
+            initialise(module)
         block = block_of.get(id(module))
         if block is not None and block is not block_of.get(id(following)):
             hosted.store(blocks.index(block))
@@ -169,6 +193,13 @@ def _to_device(modules: list[nn.Module], device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _read(model: nn.Module, weights: "Weights", module: nn.Module) -> None:
+    """Read the weights of a module that was built on ``meta``; buffers that no folder has are computed."""
+    if module._buffers:
+        _initialise(model, module)
+    weights.fill(module)
 
 
 @torch.no_grad()

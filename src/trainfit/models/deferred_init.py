@@ -4,13 +4,16 @@ Inside ``DeferredInit`` each operation on meta tensors is recorded. ``materialis
 module's tensors on the device, as ``to_empty`` does, then runs the operations. Random numbers are drawn in
 the recorded order, so a seed gives the values of a model built on the device. Every other operation runs as
 early as it can: a weight is drawn whole, this rank's shard is copied, and the weight is freed.
+
+A weight may also be read from a file (``DeferredInit.read``). Where only a part of it is copied, such as this
+rank's rows, only that part is read.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -71,6 +74,34 @@ def place(tensor: Tensor) -> Any:
         return tensor
     offset = int(tensor.storage_offset())
     return Place(tensor.untyped_storage(), tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+
+ReadPart = Callable[[tuple[slice, ...]], Tensor]
+"""Returns the part of a tensor that a range of each dimension is, on the host, in any dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class FileRead:
+    """A recorded read of a whole tensor, which ``_Replay`` runs in parts where it can."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: ReadPart
+
+    def whole(self) -> Tensor:
+        """Return all of it."""
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
+    def part(self, at: Place) -> Tensor | None:
+        """Return the part that a view is; None: it is no range of each dimension, or it is all."""
+        strides = torch.empty(self.shape, device=META).stride()
+        if at.shape == self.shape or (at.dtype, at.stride) != (self.dtype, strides):
+            return None
+        ranges, rest = [], at.offset
+        for size, stride in zip(at.shape, strides, strict=True):
+            start, rest = divmod(rest, stride)
+            ranges.append(slice(start, start + size))
+        return self.read(tuple(ranges))
 
 
 class Call(NamedTuple):
@@ -166,6 +197,11 @@ class DeferredInit(TorchDispatchMode):
         dropped = {GENERATOR, *map(address, tensors)}
         self._calls = [call for call in self._calls if not call.uses <= dropped]
 
+    def read(self, tensor: Tensor, read: ReadPart) -> None:
+        """Record that a contiguous tensor on meta is read from a file, in place of its values so far."""
+        read_whole, used = FileRead(tensor.shape, tensor.dtype, read), address(tensor)
+        self._calls.append(Call(read_whole, (place(tensor),), {}, [], frozenset([used]), used))
+
     @torch.no_grad()
     def materialise(self, module: nn.Module, device: torch.device) -> None:
         """Allocate the module's tensors on the device, and compute their values by the recorded calls."""
@@ -193,6 +229,11 @@ class DeferredInit(TorchDispatchMode):
                         tied[parameter] = nn.Parameter(real(parameter), parameter.requires_grad)
                     part._parameters[name] = tied[parameter]
         module._apply(real)
+
+
+def _is_in_place(func: Any) -> bool:
+    """Return whether a function may write its first argument."""
+    return not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable
 
 
 def _overwritten(func: Any, args: Any) -> int | None:
@@ -224,6 +265,8 @@ class _Replay:
     def __init__(self, calls: list[Call], memory: dict[int, Tensor], device: torch.device):
         self._calls, self._memory, self._device = calls, memory, device
         self._kept = frozenset(memory)
+        self._unread: dict[int, FileRead] = {}
+        """Storage that is not allocated -> the file's tensor that it would hold."""
         self._queues: dict[int, deque[int]] = {}
         """Storage -> the calls that use it, which run in this order."""
         for number, call in enumerate(calls):
@@ -245,6 +288,7 @@ class _Replay:
                 is_dead = not queue or self._calls[queue[0]].overwrites == used
                 if is_dead and used not in self._kept:
                     self._memory.pop(used, None)
+                    self._unread.pop(used, None)
                 following.update(list(queue)[:1])
             self._push(ready, following)
 
@@ -256,6 +300,18 @@ class _Replay:
                 heapq.heappush(ready, (GENERATOR in uses, -number))
 
     def _run(self, call: Call) -> None:
+        if isinstance(call.func, FileRead):
+            at = call.args[0]
+            if at.address in self._memory:
+                at.of(self._memory[at.address]).copy_(call.func.whole())
+            else:
+                self._unread[at.address] = call.func
+            return
+        if self._unread and _is_in_place(call.func):
+            self._read_whole(call.args[:1])  # What an operation in place writes.
+        elif self._unread and base_name(call.func).startswith("new_"):
+            at = call.args[0]  # FSDP2's shard takes dtype and device of it alone.
+            call = call._replace(args=(torch.empty(0, dtype=at.dtype, device=self._device), *call.args[1:]))
         func, args, kwargs = call.func, *_changed(Place, self._real, (call.args, call.kwargs))
         if kwargs.get("device") == META:
             kwargs = {**kwargs, "device": self._device}
@@ -267,7 +323,18 @@ class _Replay:
         for old, new in zip(call.results, tensors_of(out), strict=True):
             self._store(old, new)
 
+    def _read_whole(self, args: Any) -> None:
+        for at in args:
+            if isinstance(at, Place) and (unread := self._unread.pop(at.address, None)) is not None:
+                memory = self._memory[at.address] = at.allocated(self._device)
+                memory.view(unread.shape).copy_(unread.whole())
+
     def _real(self, at: Place) -> Tensor:
+        if (unread := self._unread.get(at.address)) is not None:
+            part = unread.part(at)
+            if part is not None:
+                return part.to(self._device, at.dtype)
+            self._read_whole([at])
         if at.address not in self._memory:
             self._memory[at.address] = at.allocated(self._device)
         return at.of(self._memory[at.address])

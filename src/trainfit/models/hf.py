@@ -42,13 +42,20 @@ BAD_CONFIG = (
 
 
 def build_hf(
-    config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
+    config: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: str = "sdpa",
+    is_random: bool = True,
 ) -> nn.Module:
-    """Build the transformers model of ``config``, randomly initialised and in training mode.
+    """Build the transformers model of ``config``, in training mode.
 
+    Its weights are random, or as allocated where they are read later (``is_random`` False).
     With ``attention: sdpa`` transformers chooses SDPA, or eager for families that SDPA cannot express (Bloom,
     Gemma 2), for which a named backend is refused.
     """
+    from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if config.get("is_causal") is False:
@@ -66,6 +73,7 @@ def build_hf(
         num_layers = int(getattr(hf_config, "num_hidden_layers", 0) or 0)
         with (
             _initialised_on_meta() if is_deferred() else nullcontext(),
+            nullcontext() if is_random else no_init_weights(),
             outlined(_block_class(model_class), num_layers),
             torch.device(device),
         ):
@@ -79,6 +87,8 @@ def build_hf(
         if "attention implementation" in str(error):
             remedy = "use attention: sdpa or eager"
         raise _wrong_type(config.get("model_type"), problem, remedy) from error
+    if not is_random:
+        model.tie_weights()  # A part of the initialisation, which was left out.
     if getattr(model, "loss_type", None) is None:
         # transformers falls back on this loss as well (GPT2LMHeadModel), with a warning.
         model.loss_type = "ForCausalLM"

@@ -20,7 +20,7 @@ from trainfit.models.layers import require_blocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.quantize import Quantized
 
-Initialize = Callable[[nn.Module], None]  # Initialises one module's own weights
+Initialize = Callable[[nn.Module], None]  # Initialises one module's own weights, or reads them
 WithinBlock = Callable[[nn.Module], AbstractContextManager[None]]
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -257,7 +257,7 @@ def replace_linears(blocks: list[nn.Module], base: Quantized) -> dict[nn.Module,
 
 
 @torch.no_grad()
-def load_random(
+def load_filled(
     quantized: QuantizedLinear, linear: nn.Module, device: torch.device, initialize: Initialize
 ) -> None:
     """Initialise the replaced layer ``linear`` on the device, and quantise its weight into ``quantized``."""

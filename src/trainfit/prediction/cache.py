@@ -37,12 +37,13 @@ MAX_LEDGERS = 500
 
 
 def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> str:
-    """Thirty-two hex digits: equal for recipes whose steps are equal, whatever their name, seed or price.
+    """Thirty-two hex digits: equal for recipes whose steps are equal, whatever name, weights or seed.
 
     ``deterministic``, ``stage``: as ``trace`` takes them.
     """
     content = recipe.content()
-    del content["seed"], content["hardware"]["price_per_hour"], content["model"]["name"]
+    del content["seed"], content["hardware"]["price_per_hour"]
+    del content["model"]["name"], content["model"]["weights"]
     libraries = {name: installed_version(name) for name in LIBRARIES}
     parts = [content, deterministic, code_version(), libraries, outside_version(), *(stage or ())]
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]

@@ -42,12 +42,22 @@ def names() -> Any:
     return importlib.import_module("trainfit.catalog.names")
 
 
+RANDOM = "random"
+"""``model.weights`` of a model that is initialised."""
+
+
 class ModelSpec(Value):
-    """The model: a catalog name (or a synonym) or the mapping of a config.json, and its implementation."""
+    """The model: a catalog name (or a synonym) or the mapping of a config.json, and its implementation.
+
+    Attributes:
+        weights: a folder of safetensors in the Hugging Face layout, or a repository on the Hub
+            (``owner/name``, ``owner/name@revision``); ``random``: the model's own initialisation.
+    """
 
     config: str | dict[str, JsonValue]
     implementation: Literal["hf", "native"] = "hf"
     name: str | None = None
+    weights: Annotated[str, Field(min_length=1)] = RANDOM
 
     @field_validator("config")
     @classmethod

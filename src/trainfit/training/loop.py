@@ -85,7 +85,7 @@ def _session(
     """Open the run's folder and data, and build the step as far as it was trained."""
     device = ranks.device
     newest, before = ranks.on_first(lambda: folder.open_run(recipe, options)) or (None, None)
-    step = _assemble(recipe, ranks)
+    step = _assemble(recipe, ranks, reads_weights=newest is None)
     corpora = _corpora(options, ranks, vocabulary(step.model), recipe.batch.seq)
     progress = checkpoint.load(newest, step, ranks) if newest else Progress(0, None)
     if progress.step > options.steps:
@@ -112,7 +112,12 @@ def _session(
         eval_tokens=len(corpora.eval.tokens),
         tokenizer_tokens=corpora.index.tokenizer_tokens,
         resumed_from=newest and str(newest),
-        notes=(*_changes(before, environment), *corpora.index.notes, *_loss_notes(recipe)),
+        notes=(
+            *([step.weights.note()] if step.weights else ()),
+            *_changes(before, environment),
+            *corpora.index.notes,
+            *_loss_notes(recipe),
+        ),
     )
     return Session(step, corpora, options, run, described, flops, observers, progress, newest, ranks)
 
@@ -163,9 +168,9 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def _assemble(recipe: Recipe, ranks: Ranks) -> Step:
+def _assemble(recipe: Recipe, ranks: Ranks, *, reads_weights: bool) -> Step:
     try:
-        return assemble(recipe, ranks.device, mesh=ranks.mesh)
+        return assemble(recipe, ranks.device, mesh=ranks.mesh, reads_weights=reads_weights)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

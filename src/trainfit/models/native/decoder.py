@@ -196,7 +196,6 @@ class NativeDecoder(nn.Module):
         rope, alibi = config.position_embedding == "rope", config.position_embedding == "alibi"
         self.register_buffer("frequencies", self._frequencies(device) if rope else None, persistent=False)
         self.register_buffer("slopes", self._slopes(device) if alibi else None, persistent=False)
-        self.init_weights()
 
     def forward(
         self,

@@ -20,6 +20,7 @@ model: PEFT, quantisation and parallelism change its names. A tied parameter is 
 ``state_dict`` has first; ``tied(model)`` returns its other names, which a folder may have too.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ from torch.overrides import TorchFunctionMode
 from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.errors import InputError
+
+Ranges = tuple[slice, ...]
+"""A range of each dimension of a tensor, with start and stop."""
 
 
 class Stored(NamedTuple):
@@ -51,8 +55,45 @@ class Stored(NamedTuple):
         """Return the rows of the parameter that the tensor is; None: it is no range of whole rows."""
         row = parameter[:1].numel()
         own = self.shape[1:] == tuple(parameter.shape[1:]) and self.offset % row == 0
-        is_whole = own and self.stride == torch.empty(self.shape, device="meta").stride()
+        is_whole = own and self.stride == contiguous_strides(self.shape)
         return slice(self.offset // row, self.offset // row + self.shape[0]) if is_whole else None
+
+    def within(self, shape: tuple[int, ...], ranges: Ranges) -> "tuple[Ranges, Stored] | None":
+        """Return what of the tensor is in a part of its parameter, and where in that part it belongs.
+
+        Args:
+            shape: of the parameter.
+            ranges: the part, a range of each dimension.
+
+        Returns:
+            The ranges of the tensor, and their place in a contiguous tensor of the part; None: nothing is.
+        """
+        strides, sizes = contiguous_strides(shape), tuple(one.stop - one.start for one in ranges)
+        out_strides = contiguous_strides(sizes)
+        left = {dim for dim in range(len(shape)) if shape[dim] > 1}
+        dims: list[int | None] = []  # The parameter's dimension that each of the tensor's is.
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            dim = next((one for one in left if size > 1 and strides[one] == stride), None)
+            left -= {dim}
+            dims.append(dim)
+        lengths = {dim: size for dim, size in zip(dims, self.shape, strict=True) if dim is not None}
+        first, rest, offset = {}, self.offset, 0
+        for dim, (stride, part) in enumerate(zip(strides, ranges, strict=True)):
+            start, rest = divmod(rest, stride)
+            low, high = max(start, part.start), min(start + lengths.get(dim, 1), part.stop)
+            if low >= high:
+                return None
+            first[dim] = low - start, high - start
+            offset += (low - part.start) * out_strides[dim]
+        own = tuple(slice(0, 1) if dim is None else slice(*first[dim]) for dim in dims)
+        out_shape = tuple(one.stop - one.start for one in own)
+        out_stride = tuple(1 if dim is None else out_strides[dim] for dim in dims)
+        return own, Stored(self.name, self.parameter, out_shape, out_stride, offset)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def layout(model: nn.Module) -> list[Stored]:
@@ -79,7 +120,8 @@ def tied(model: nn.Module) -> dict[str, str]:
     return again
 
 
-def _stored(name: str, parameter: str, view: Tensor) -> Stored:
+def stored_at(name: str, parameter: str, view: Tensor) -> Stored:
+    """Return the tensor ``name`` of a folder at the place of a view of the parameter, or all of it."""
     return Stored(name, parameter, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
 
@@ -104,7 +146,7 @@ def _transformers(model: Any, tensors: dict[str, Tensor]) -> list[Stored]:
             kind = model.config.model_type
             problem = f"transformers stores its {name} permuted, which is not supported"
             raise InputError(problem, "use model.weights: random", field="model.weights", value=kind)
-        found.append(_stored(name, parameter, view))
+        found.append(stored_at(name, parameter, view))
     return found
 
 
@@ -112,7 +154,7 @@ def _native(config: NativeConfig, tensors: dict[str, Tensor]) -> Iterator[Stored
     """Yield the layout of Llama, Mistral and Qwen, in the order of their files."""
     for name, parameter, rows in _native_names(config):
         whole = tensors[parameter]
-        yield _stored(name, parameter, whole if rows is None else whole[rows])
+        yield stored_at(name, parameter, whole if rows is None else whole[rows])
 
 
 NativeName = tuple[str, str, slice | None]

@@ -14,7 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_config, read_yaml
 from trainfit.spec.parsing.synonyms import main_key, with_exact_choices, written_out
-from trainfit.spec.recipe import Recipe, names
+from trainfit.spec.recipe import RANDOM, Recipe, names
 
 MAX_CHAIN = 32
 MAX_LINES_BYTES = 100 * 10**6
@@ -281,10 +281,15 @@ def _layer(path: Path) -> tuple[dict[str, Any], str | None]:
 def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return ``data`` with a model.config that is a path, relative to ``folder``, replaced by its mapping.
 
-    A model's name on the Hub (``Qwen/Qwen3-8B``) is no path, unless there is such a file.
+    A model's name on the Hub (``Qwen/Qwen3-8B``) is no path, unless there is such a file. A path of
+    ``model.weights`` is made absolute; without a config, it is the one of the weights.
     """
     model = data.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("config"), str):
+    if not isinstance(model, dict):
+        return data
+    model = _with_weights(model, folder)
+    data = {**data, "model": model}
+    if not isinstance(model.get("config"), str):
         return data
     text = model["config"]
     if not (text.endswith(".json") or "/" in text or "\\" in text):
@@ -311,3 +316,14 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise InputError("not a mapping", remedy, field="model.config", file=str(path))
     name = model.get("name") or (_real(path).parent.name if path.name == "config.json" else path.stem)
     return {**data, "model": {**model, "config": config, "name": name}}
+
+
+def _with_weights(model: dict[str, Any], folder: Path) -> dict[str, Any]:
+    weights = model.get("weights")
+    if not isinstance(weights, str) or weights == RANDOM or "\0" in weights:
+        return model
+    path = folder / Path(weights).expanduser()
+    is_path = path.is_dir() or weights.startswith((".", "/", "~"))
+    weights = os.path.abspath(path) if is_path else weights
+    config = model.get("config", f"{weights}/" if is_path else weights.partition("@")[0])
+    return {**model, "weights": weights, "config": config}
