@@ -78,7 +78,7 @@ def uses_triton(x: Tensor) -> bool:
 def interprets_triton() -> bool:
     """Return whether Triton's kernels run in its interpreter, on tensors of any device.
 
-    Triton reads ``TRITON_INTERPRET`` where a kernel is defined, so a kernel is looked at, not the variable.
+    Triton reads ``TRITON_INTERPRET`` where a kernel is defined, so this inspects a kernel, not the variable.
     """
     if not os.environ.get("TRITON_INTERPRET") or not has_module("triton"):
         return False
@@ -89,9 +89,9 @@ def interprets_triton() -> bool:
 
 
 def refuse_second_derivative() -> None:
-    """Refuse ``create_graph=True`` in a backward without gradients of its own, which would count as zero.
+    """Refuse ``create_graph=True`` in a backward without a derivative, which autograd would take as zero.
 
-    A compiled graph does not expose the flag; there PyTorch has to refuse, which 2.11 does not in every case.
+    A compiled graph does not expose the flag. There the refusal is PyTorch's, and 2.11 misses some cases.
 
     Raises:
         RuntimeError: The backward runs with ``create_graph=True``.

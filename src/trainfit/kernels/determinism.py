@@ -11,13 +11,13 @@ import torch
 def deterministic_kernels(wanted: bool = True) -> Iterator[None]:
     """Set ``torch.use_deterministic_algorithms(wanted)`` and restore the previous setting on exit.
 
-    Uninitialised memory is not filled meanwhile: no code here reads memory that it has not written.
+    Uninitialised memory is not filled inside: no kernel of this package reads memory that it has not written.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    setting: Any = torch.utils.deterministic  # A module whose class has the property.
+    setting: Any = torch.utils.deterministic  # Typed Any: the attribute is a property of the module's class.
     filled = setting.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted)
     setting.fill_uninitialized_memory = False

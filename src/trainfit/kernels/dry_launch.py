@@ -1,7 +1,8 @@
 """Run a kernel's launcher without a GPU or Triton: tensors are allocated, kernels are not launched.
 
 A dry launcher is the launcher's own code, with a stand-in that accepts any call for every import from Triton
-and every kernel of this package. Given fake tensors it allocates and frees the tensors in the order of a GPU.
+and every kernel of this package. Given fake tensors it allocates and frees tensors in the same order as on a
+GPU.
 """
 
 from __future__ import annotations

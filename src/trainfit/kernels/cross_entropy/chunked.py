@@ -8,7 +8,8 @@ in fp32, 8 with a soft cap), and the gradients, which are saved for backward.
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient 0.31 % with one chunk, 0.42 % with 8,
-0.65 % with 32, the maximum (tests/kernels/cross_entropy/test_losses.py). Under autocast both are fp32.
+0.65 % with 32, the maximum (tests/kernels/cross_entropy/test_losses.py). Under autocast the weight and its
+gradient are fp32.
 """
 
 from typing import NamedTuple
@@ -120,7 +121,7 @@ def chunk_loss(
     loss = (totals.log() - right).masked_fill_(labels.ignored, 0.0).sum()
     if not wants_gradient:
         return loss, logits
-    # (softmax - one-hot) times the row's total: subtracted in fp32, where the difference is small.
+    # (softmax - one-hot) times the row's sum; in fp32, because the difference may be small.
     exponentials.scatter_(1, labels.columns, right.exp() - totals)
     factors = labels.factors / totals * head.scale
     if head.softcap is not None:

@@ -31,8 +31,10 @@ from trainfit.kernels.custom_op import declare, triton_kernels, uses_triton
 from trainfit.spec.errors import InputError
 
 LOGITS_BYTES = 2**29
-"""Limit of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. On an H200 twice the limit takes 1 % less
-time, half of it 3.5 % more (evidence/pages/kernels.md): each chunk reads and writes the weight's gradient."""
+"""Limit of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. Each chunk reads and writes the weight's
+gradient, so on an H200 twice the limit takes 1 % less time, and half the limit 3.5 % more
+(evidence/pages/kernels.md).
+"""
 ALIGNMENT = 128  # Multiple of a chunk's tokens: a tile of the matrix products
 ROW_ALIGNMENT = 16
 """Multiple of the row stride of logits, so that tensor cores can read rows of any vocabulary."""
@@ -167,7 +169,7 @@ def plain_cross_entropy(
         invalid = ((t < 0) | (t >= x.shape[1])) & ~ignored
         columns = t.masked_fill(ignored | invalid, 0)
         highest = x.amax(1, keepdim=True)
-        x = x.sub_(highest)  # Before anything small is added: large logits keep the loss.
+        x = x.sub_(highest)  # Before small terms are added, which large logits would absorb.
         rest = x.exp().sum(1, keepdim=True).log_()
         lse = highest + rest
         smoothing = terms.label_smoothing

@@ -75,7 +75,8 @@ def loss_with_gradients(
     The matrix products have autocast's dtype where it is enabled, else the weight's.
 
     Args:
-        expected_gradient: The gradient that the backward will most likely receive; others are scaled to.
+        expected_gradient: The gradient that the backward will most likely receive; for any other the backward
+            scales the results.
     """
     register()
     grad_enabled = torch.is_grad_enabled()
@@ -108,7 +109,7 @@ class _LossWithGradients(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        # The engine copies a gradient that something else still references.
+        # Drop the reference: the engine copies a gradient that something else still references.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this loss were freed by its first backward")

@@ -46,12 +46,12 @@ def cross_entropy_kernel(
                 tl.store(LOGITS + start + columns, zeros, mask=start + columns < v)
     else:
         valid = (target >= 0) & (target < v)
-        # Read here: the barriers of the reductions below order this read before any thread's writes.
+        # Read before the reductions, whose barriers order this read before any thread's writes.
         right, _t = _logits(  # pyright: ignore[reportGeneralTypeIssues]
             LOGITS + target, valid, scale, softcap, SOFTCAP
         )
         right = tl.where(valid, right, float("nan"))
-        highest = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)  # finite: -inf less -inf would be NaN
+        highest = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)  # finite, because -inf - -inf is NaN
         sums = tl.zeros((BLOCK,), tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, v, BLOCK):

@@ -49,7 +49,7 @@ class Launch:
         return "plain" if self.function.__module__ == triton_launch.__name__ else "tiled"
 
     def __call__(self, *args: Any, by: Callable[..., Any] = lambda function: function) -> Any:
-        """Launch; ``by`` may wrap the launcher."""
+        """Launch the kernels; ``by`` may replace the launcher (by its dry launcher, for example)."""
         function = by(self.function)
         return function(*args) if self.how is None else function(*args, self.how)
 

@@ -55,7 +55,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 class TiledAttention(torch.autograd.Function):
-    """The same with the tiled PyTorch reference on every device."""
+    """``FlashAttention`` with the tiled PyTorch reference on every device."""
 
     @staticmethod
     def forward(

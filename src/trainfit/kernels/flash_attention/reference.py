@@ -71,7 +71,7 @@ def tiled_backward(
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
+    """Return the dtype to compute in: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -20,8 +20,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def block_and_head(blocks, all_heads, HEADS_AT_ONCE: tl.constexpr):
     """Return the program's block and head.
 
-    Programs run HEADS_AT_ONCE heads at a time, whose keys stay in the L2 cache, and the same block of each
-    together.
+    HEADS_AT_ONCE heads run at a time, so that their keys stay in the L2 cache; programs of the same block of
+    these heads are adjacent.
     """
     program = tl.program_id(0)
     first = program // (HEADS_AT_ONCE * blocks) * HEADS_AT_ONCE

@@ -122,7 +122,7 @@ def register() -> None:
 
 
 def _block_of(codes: Tensor, block_codes: Tensor) -> int:
-    """Return the weights of one magnitude."""
+    """Return the number of weights that share a magnitude."""
     return 2 * codes.numel() // block_codes.numel()
 
 

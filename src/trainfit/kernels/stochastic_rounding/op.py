@@ -16,7 +16,7 @@ NUM_SEEDS = 2**31
 
 
 def seed_of(seed: int, number: int, step: int) -> int:
-    """Return the seed of an optimizer's ``number``-th parameter at this step."""
+    """Return the seed of parameter ``number`` of an optimizer at this step."""
     return (seed + 1_000_003 * number + 7_919 * step) % NUM_SEEDS
 
 

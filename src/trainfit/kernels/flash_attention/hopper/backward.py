@@ -77,7 +77,7 @@ def _row_tiles(key, n, m, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
         begin = gl.minimum(tiles, gl.maximum(0, key - (m - n)) // BLOCK_M)
         whole = gl.minimum(tiles, gl.cdiv(gl.maximum(0, key + BLOCK_N - 1 - (m - n)), BLOCK_M))
     if key + BLOCK_N > m:
-        whole = tiles  # keys past the end must not reach dQ
+        whole = tiles  # keys past the end must not contribute to dQ
     return begin, whole, tiles
 
 
@@ -125,7 +125,7 @@ def _load_tiles(
 def _query_gradient(
     ds_tiles, k_tiles, buffer, member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
 ):
-    """Start this group's half of dS K over both groups' keys: rows of a tile of 128 rows, else columns."""
+    """Start this group's half of dS K over both groups' keys: half the rows of 128, else half the columns."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dq = gl.zeros([HALF, HALF], gl.float32, layout)
     for part in gl.static_range(GROUPS):

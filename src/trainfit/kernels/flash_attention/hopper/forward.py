@@ -137,7 +137,7 @@ def _compute_tiles(
         _release(q_empty.index(buffer))
         last = (done + tiles - 1) % STAGES
         done += tiles
-        # After the last tile once more, on stale buffers.
+        # After the last tile the code below runs once more, on stale buffers; its result is not used.
         has_next = (turn + 1 < count).to(gl.int32)
         next_first, next_batch, next_head = _position(
             _number(turn + has_next, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE

@@ -75,14 +75,14 @@ def launch(
 
 
 def _kind(value: Any) -> Any:
-    """Return what Triton compiles for."""
+    """Return the properties of an argument for which Triton specialises a kernel."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16
     return float if isinstance(value, float) else value
 
 
 def _kind_of_tile(tile: Tile) -> Any:
-    """Return what a descriptor holds and validates, except the address."""
+    """Return the fields that a tensor's descriptor holds and validates, except the address."""
     x, block = tile
     return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, block
 

@@ -10,7 +10,7 @@ four tiles of keys, the first tile sees one. A tile costs one more than that, an
     shift 0          loads 5 + 2, 4, 3     the longest is 7
     shift 1          loads 5, 4, 3 + 2     the longest is 5
 
-With a shift of 1 program ``p`` takes in the second turn what program ``p + 1`` would have taken.
+With a shift of 1, program ``p`` takes in the second turn the tile that program ``p + 1`` takes without it.
 """
 
 from functools import cache, lru_cache
