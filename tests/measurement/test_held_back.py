@@ -1,4 +1,4 @@
-"""A GPU that its driver holds back: its times are no figures, which is said first; its memory is right."""
+"""A GPU throttled by its driver: no step times, with the reason on the first line; memory is valid."""
 
 import io
 import time
@@ -97,10 +97,10 @@ def test_a_measurement_has_its_memory_and_no_time(monkeypatch: pytest.MonkeyPatc
     )
     assert (hot.step_s, hot.step_times, hot.tokens_per_s, hot.mfu) == (None, None, None, None)
     assert hot.losses == cold.losses
-    assert "the driver held the GPU back at 435 of 1980 MHz (software thermal slowdown)" in hot.message
+    assert "the driver throttled the GPU to 435 of 1980 MHz (software thermal slowdown)" in hot.message
     show_measurement(recipe, hot, out=Console(file=(out := io.StringIO()), width=300))
     shown = out.getvalue()
-    assert shown.splitlines()[0].startswith("DONE: no time: the driver held the GPU back")
+    assert shown.splitlines()[0].startswith("DONE: no step time: the driver throttled the GPU")
     assert "time a step" not in shown
 
 

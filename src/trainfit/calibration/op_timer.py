@@ -153,7 +153,7 @@ class OpTimer(TorchDispatchMode):
 
 def held_back(reasons: Iterable[str]) -> str:
     """Return why something has no time."""
-    return f"the driver held the GPU back ({', '.join(sorted(reasons))})"
+    return f"the driver throttled the GPU ({', '.join(sorted(reasons))})"
 
 
 def _is_on_one_device(tensors: Iterable[torch.Tensor], out: Any) -> bool:

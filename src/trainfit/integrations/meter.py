@@ -57,7 +57,7 @@ class Reading(Value):
     hfu: Share | None = None
     busy: Share | None = None  # By the GPU's driver; on a CPU this process's share of all usable cores
     held_back: tuple[str, ...] = ()
-    """Why the driver held the GPU back (NVML's names): the speeds are no figures of the GPU."""
+    """Why the driver throttled the GPU (NVML's names); the speeds are then below the GPU's own."""
     peak_allocated_bytes: Bytes | None = None  # Highest so far in this process; None: on a CPU
     peak_reserved_bytes: Bytes | None = None
     predicted_allocated_bytes: Bytes | None = None
@@ -81,7 +81,7 @@ class Reading(Value):
         parts += [f"{name} {value:.1%}" for name, value in shares.items() if value is not None]
         parts += [memory_text(self)] if self.peak_allocated_bytes is not None else []
         if self.held_back:
-            parts.append(f"HELD BACK by the driver: {', '.join(self.held_back)}")
+            parts.append(f"THROTTLED by the driver: {', '.join(self.held_back)}")
         return "  ".join(parts)
 
 
@@ -407,7 +407,7 @@ def show(summary: WatchSummary) -> str:
         lines.append(f"  memory  {memory_text(summary)}")
     if summary.held_back:
         reasons = ", ".join(f"{name} ({count} steps)" for name, count in summary.held_back.items())
-        lines.append(f"  HELD BACK by the driver: {reasons}; the speeds are no figures of the GPU")
+        lines.append(f"  THROTTLED by the driver: {reasons}; the speeds are below the GPU's own")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ RECORDED_VARIABLES = (
 
 
 def host_environment(device: str) -> Environment:
-    """Return what is known without using ``device``: versions, platform, the host's memory."""
+    """Return the environment known without using ``device``: versions, platform, host memory."""
     return Environment(
         device=device,
         device_bytes=host_bytes(),

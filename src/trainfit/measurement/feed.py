@@ -59,9 +59,9 @@ class Feed:
             prefetch_factor=options.prefetch if options.workers else None,
             pin_memory=self._pinned,
             worker_init_fn=_outlive_the_first_signal,
-            generator=torch.Generator(),  # Its own: torch's default one belongs to dropout.
+            generator=torch.Generator(),  # Not torch's default one, which dropout draws from.
         )
-        # A worker must not be ended between its start and its own handlers of signals.
+        # No signal may end a worker between its start and the installation of its handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         try:
             self._sequences = iter(loader)
@@ -106,8 +106,8 @@ class _Steps:
 def measured_batches(step: Step, num_steps: int) -> Iterator[Callable[[], list[Batch]]]:
     """Yield a function that returns the micro-batches of each of at most ``num_steps`` steps.
 
-    With the loader's defaults they are the same each time, so that reading takes no part in the time: the
-    baseline of a loader. Otherwise they are random tokens through the recipe's loader.
+    With the loader's defaults every step gets the same batches, so its time excludes loading; other loaders
+    are compared with it. Otherwise random tokens pass through the recipe's loader.
     """
     from trainfit.step import vocabulary
 

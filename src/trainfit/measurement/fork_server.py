@@ -47,7 +47,7 @@ def _import() -> None:
 
 
 def _forget_missing_gpu() -> None:
-    """Clear what torch remembers of Triton since imports asked while no GPU was visible."""
+    """Clear torch's cached queries about Triton, which imports made while no GPU was visible."""
     from torch.utils import _triton
 
     for answer in vars(_triton).values():

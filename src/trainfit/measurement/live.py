@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper around tensors: its own rule runs first, and what that allocates comes back here.
+            # A wrapper subclass: its own __torch_dispatch__ runs first, and its inner operations come here.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for item in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):

@@ -13,7 +13,7 @@ from trainfit.spec.units import format_bytes
 PROCESS_BYTES = 3 * 2**27
 """Memory of a process that has imported torch: 0.37 GiB."""
 LEAST_PROCESSES = 8
-"""Processes that share the cores of a small machine without harm: ranks of a test take turns."""
+"""Processes allowed on a machine with few cores, where they take turns."""
 PER_CORE = 2
 
 
@@ -41,7 +41,7 @@ def _reclaimable_bytes() -> int:
 
 
 def most_processes() -> int:
-    """Return how many processes of ours this machine can take at once, by its cores and its free memory."""
+    """Return how many processes of this package can run at once, by the machine's cores and free memory."""
     by_memory = max(1, available_bytes() // PROCESS_BYTES)
     return min(max(LEAST_PROCESSES, PER_CORE * num_cores()), by_memory)
 

@@ -31,14 +31,14 @@ Peak = tuple[int, MemoryBreakdown | None]  # Bytes, and what held them if that i
 
 
 class Meter(ABC):
-    """Memory meter of one device. In ``watching``, the step is assembled, settled and run."""
+    """Memory meter of one device. The step is assembled, settled and run inside ``watching``."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     @abstractmethod
     def environment(self, host: Environment) -> Environment:
-        """Complete ``host`` with what only this process knows of the device."""
+        """Complete ``host`` with the facts of the device, which only this process uses."""
 
     @abstractmethod
     def limit(self, memory_bytes: int) -> None:
@@ -91,7 +91,7 @@ class CpuMeter(Meter):
         # its parent's heap), so live tensors have a limit of their own.
         if self._live is not None:
             self._live.limit_bytes = memory_bytes
-        # Else the first operation followed imports it, and it counts.
+        # Imported now: the first operation would import it, and its memory would count towards the limit.
         importlib.import_module("torch._dynamo")
         status = Path("/proc/self/status").read_text().splitlines()
         used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
@@ -107,7 +107,7 @@ class CpuMeter(Meter):
             with self._live:
                 yield
         finally:
-            for hook in self._hooks:  # Timed steps run without them.
+            for hook in self._hooks:  # Timed steps run without hooks.
                 hook.remove()
 
     def settle(self, step: Step) -> int | None:
@@ -115,7 +115,7 @@ class CpuMeter(Meter):
         if self._live is None:
             return None
         self._hooks = name_holders(self._live, step)
-        self._live.category = "activations"  # The batches come next.
+        self._live.category = "activations"  # The next storages are batches.
         self._live.take_peak()
         return self._live.live_bytes
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainfit.spec.bench import SLOWDOWNS
 
-# nvml.h, nvmlClocksEventReasons: those that hold clocks below the requested ones.
+# nvml.h, nvmlClocksEventReasons: those that lower the clocks.
 CLOCK_EVENTS = {
     0x4: "software power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown", 0x80: "hardware power brake",
@@ -81,7 +81,7 @@ class Nvml:
         return None if milliwatts is None else milliwatts / 1e3
 
     def throttled(self) -> tuple[str, ...]:
-        """Return what holds clocks down now; empty if nothing does, or if it is unknown."""
+        """Return the reasons for which the driver lowers the clocks; empty if none, or unknown."""
         reasons = self._query("nvmlDeviceGetCurrentClocksEventReasons")
         if reasons is None:
             reasons = self._query("nvmlDeviceGetCurrentClocksThrottleReasons")  # the name before driver 535
@@ -97,9 +97,9 @@ class Nvml:
 
 
 class Watched:
-    """Context manager that notes what holds a GPU's clocks down, and how low they are, while its steps run.
+    """Context manager that records a GPU's clocks, and the reasons that lower them, while its steps run.
 
-    A thread asks the driver, which does not delay the one that issues the steps.
+    A separate thread queries the driver, without delaying the thread that issues the steps.
     """
 
     def __init__(self, nvml: Any):
@@ -107,7 +107,7 @@ class Watched:
         self._thread = threading.Thread(target=self._run, name="clocks", daemon=True)
         self.reasons: set[str] = set()
         self.clocks_mhz: dict[str, int] = {}
-        """The lowest of those read while the driver held the GPU back; where it did not, the last."""
+        """Lowest clocks read while the driver throttled the GPU; if it never did, the last ones read."""
         self._lowest: int | None = None
 
     def __enter__(self) -> "Watched":
@@ -119,7 +119,7 @@ class Watched:
         self._thread.join()
 
     def take(self) -> None:
-        """Read the clocks now: at the end of what is timed, while the GPU is still busy."""
+        """Read the clocks now. Call it at the end of the timed steps, while the GPU is still busy."""
         reasons, clocks = self._nvml.throttled(), self._nvml.clocks_mhz()
         self.reasons.update(reasons)
         if set(reasons) & set(SLOWDOWNS):

@@ -100,7 +100,7 @@ def die_with_parent(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before.
+        if os.getppid() != parent:  # It died before the call above.
             os._exit(1)
 
 
@@ -142,7 +142,7 @@ def forked(folder: Path, module: str = TRIAL, *, own_group: bool = True) -> int:
             os.dup2(log, stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         die_with_parent(parent)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The parent's handler is not the trial's.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Not the parent's handler.
         code = importlib.import_module(module).main(folder)
     except BaseException:  # A fork must never return into its parent's code.
         traceback.print_exc()
@@ -155,7 +155,7 @@ def forked(folder: Path, module: str = TRIAL, *, own_group: bool = True) -> int:
 def run_in(
     folder: Path, request: TrialRequest, start: Start, timeout_s: float | None
 ) -> tuple[Measurement, Ending]:
-    """Run one trial; return its Measurement, however the process ended, and how it did.
+    """Run one trial; return its Measurement, however the process ended, and its Ending.
 
     Raises:
         InputError: the trial refused its recipe or device.
@@ -171,7 +171,7 @@ def run_in(
     if (folder / ERROR).is_file():
         raise InputError(**json.loads((folder / ERROR).read_text()))
     noted = parse(Measurement, json.loads((folder / RESULT).read_text()))
-    if noted.status != "crashed":  # The trial came to its end, or noted its lack of memory.
+    if noted.status != "crashed":  # The trial finished, or reported that it ran out of memory.
         return noted, ending
     status, message = noted.status, f"{noted.message} ({ending.words}): {last_lines(folder)}".rstrip(": ")
     if ending.timed_out:

@@ -3,7 +3,7 @@
 The launcher imports torch, hosts the ranks' TCPStore and starts the ranks in its own process group, as forks
 where CUDA allows it. Rank i is a trial of the folder FOLDER/rank-i with torchrun's environment variables, so
 it measures and keeps its own result as the trial of one GPU does (trial.py). The launcher combines the
-results. When a rank ends badly, it ends the others, and its result names the rank and the reason.
+results. When a rank fails, the launcher ends the others, and its result names the rank and the reason.
 """
 
 import json
@@ -50,7 +50,7 @@ HOST = "127.0.0.1"
 FAILED = "failed.json"  # When an exception ended the rank, on the machine's monotonic clock, in seconds
 POLL_S = 0.05
 STOPPED_S = 20.0  # A rank that is stopped (SIGSTOP) for so long ends the trial: the others wait for it
-GRACE_S = 2.0  # The other ranks' time after the first one's bad end, to note their own lack of memory
+GRACE_S = 2.0  # Time for the other ranks to report that they ran out of memory too
 OF_HIGHEST = (
     "phases", "breakdown", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "device_bytes",
     "params", "trainable_params", "environment",
@@ -185,7 +185,7 @@ def _start(
 
 
 def _watch(ranks: Sequence[_Rank], on_change: Callable[[], None]) -> None:
-    """Wait until all ranks have ended, or until GRACE_S after one has ended badly."""
+    """Wait until all ranks have ended, or until GRACE_S after one has failed."""
     deadline, stopped = float("inf"), StoppedProcesses(STOPPED_S)
     changed: list[int] = []
     while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
@@ -208,7 +208,7 @@ def _watch(ranks: Sequence[_Rank], on_change: Callable[[], None]) -> None:
 
 
 def _concluded(folder: Path, recipe: Recipe, ranks: Sequence[_Rank], result: ResultFile) -> int:
-    """Write the result of all ranks, or the reason of the first that ended badly; return the exit code."""
+    """Write the result of all ranks, or the reason why the first one failed; return the exit code."""
     measurements = [rank.measurement for rank in ranks]
     known = combined(recipe, measurements)
     bad = sorted((rank for rank in ranks if rank.ended_badly), key=lambda rank: rank.failed_s)
@@ -228,7 +228,7 @@ def _concluded(folder: Path, recipe: Recipe, ranks: Sequence[_Rank], result: Res
     result.update(**known | {"status": found.status, "message": f"rank {first.number}: {found.message}"})
     if out_of_memory:
         return 0
-    shutil.copy(first.folder / LOG, folder / LOG)  # The reason is in what it printed last.
+    shutil.copy(first.folder / LOG, folder / LOG)  # Its last lines of output have the reason.
     assert first.code is not None
     if first.code < 0:  # End as the rank did: the signal is part of the result.
         with suppress(OSError):
@@ -247,7 +247,7 @@ def combined(recipe: Recipe, ranks: Sequence[Measurement]) -> dict[str, Any]:
     stages = list(dict.fromkeys(one.message for one in ranks))
     by_rank = (f"rank {number}: {one.message}" for number, one in enumerate(ranks) if one.message)
     tokens = recipe.batch.tokens * recipe.mesh.data_ranks
-    # Ranks wait for each other: one whose GPU was held back makes the time of all of them no figure.
+    # Ranks wait for each other: one throttled GPU invalidates the time of all.
     throttled = {reason for one in ranks for reason in one.environment.throttled}
     environment = highest.environment.model_copy(update={"throttled": tuple(sorted(throttled))})
     step_s = None if environment.held_back else slowest.step_s

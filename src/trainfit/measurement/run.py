@@ -39,8 +39,8 @@ def measure(
 
     Args:
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
-        timeout_s: ends the trial and all its children; what was known by then is in the result.
-        memory_limit_bytes: what the steps may allocate, as on a smaller device.
+        timeout_s: ends the trial and all its children; the result keeps the stages measured by then.
+        memory_limit_bytes: bytes that the steps may allocate, to emulate a smaller device.
         model_flops, hardware_flops, peak_flops_per_s: of one step and of the device, for MFU and HFU.
         start: how the process is made (process.py).
 

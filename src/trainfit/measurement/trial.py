@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 MIN_UNTIMED = 2  # The first step, and one steady step whose phases are measured
 MODULES = ("trainfit.measurement.meter", "trainfit.models.hf", "transformers.models.llama.modeling_llama")
-FROM_CACHE = "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
+FROM_CACHE = "compiled programs came from the cache: nothing was tuned, which lowers the first step's peak"
 UNTRACKED = "memory not measured: live tensors cannot be followed through compiled code on a CPU"
 UNTRACKED_RANKS = "memory not measured: on a CPU live tensors are followed in one process only"
 
 StepMemory = tuple[PhasePeaks, MemoryBreakdown | None]
-"""Peak of each phase of one step, and what held the highest."""
+"""Peak of each phase of one step, and the breakdown of the highest peak."""
 
 
 class Rank(Protocol):
@@ -55,7 +55,7 @@ def run_trial(folder: Path, rank: Rank | None = None) -> int:
 
 
 def _measure(request: TrialRequest, result: ResultFile, rank: Rank | None) -> None:
-    """Measure and update ``result`` after each stage. Out of memory ends it with that status."""
+    """Measure and update ``result`` after each stage. Running out of memory sets that status."""
     from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 
     meter = _meter(request)
@@ -212,13 +212,13 @@ def _note_end(recipe: Recipe, meter: Any, result: ResultFile, seconds: list[floa
 
 
 def no_time(environment: Environment, step_s: float) -> str:
-    """Return why a measurement has no time: its driver held the GPU back while its steps ran."""
+    """Return why a measurement has no step time: the driver throttled the GPU during its steps."""
     clocks = environment.clocks_mhz
-    at = f" at {clocks['sm']} of {clocks['sm_max']} MHz" if {"sm", "sm_max"} <= clocks.keys() else ""
+    at = f" to {clocks['sm']} of {clocks['sm_max']} MHz" if {"sm", "sm_max"} <= clocks.keys() else ""
     why = ", ".join(environment.held_back)
     return (
-        f"no time: the driver held the GPU back{at} ({why}), and a step took {format_seconds(step_s)}; "
-        "its memory is right; measure again once the GPU is cool"
+        f"no step time: the driver throttled the GPU{at} ({why}), and a step took {format_seconds(step_s)}; "
+        "the memory figures are valid; measure again once the GPU is cool"
     )
 
 
@@ -231,7 +231,7 @@ def compiled_before() -> bool:
     """Return whether all compiled programs of this process come from the compiler's cache."""
     from torch._dynamo.utils import counters
 
-    # A program that occurs twice is found there too, once it is compiled: that is a hit and a miss.
+    # A program that occurs twice counts as a miss, then as a hit of the cache that the first one filled.
     found = counters["inductor"]
     return found["fxgraph_cache_hit"] > 0 and not found["fxgraph_cache_miss"]
 

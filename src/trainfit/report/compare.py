@@ -65,7 +65,7 @@ class Comparison:
     def lacking(self) -> str:
         """Why a finished measurement has no peak or no time; empty where it has both."""
         if self.status == "done" and self.measured is not None and self.measured.environment.held_back:
-            return self.measured.message or f"no time: {', '.join(self.measured.environment.held_back)}"
+            return self.measured.message or f"no step time: {', '.join(self.measured.environment.held_back)}"
         unknown = self.status == "done" and self.value("measured", "peak_allocated_bytes") is None
         return (self.value("measured", "message") or "memory not measured") if unknown else ""
 

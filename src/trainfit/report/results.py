@@ -124,7 +124,7 @@ def _trained(summary: "TrainSummary") -> list[Line]:
         lines.append(["time a step", format_seconds(summary.step_s), total])
     lines += _known(summary, "tokens_per_s", "mfu", "hfu")
     for reason, count in summary.held_back.items():
-        lines.append(["held back", f"{count:,} steps", f"by the driver ({reason}); no speed counts them"])
+        lines.append(["throttled", f"{count:,} steps", f"by the driver ({reason}); excluded from the speeds"])
     if (peak := summary.peak_memory_bytes) is not None:
         lines.append(["peak memory", format_bytes(peak), PEAK_IS.get(summary.peak_memory_is or "", "")])
     return lines

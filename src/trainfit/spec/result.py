@@ -365,7 +365,7 @@ class Measurement(Value):
     model_flops: Flops | None = None
     hardware_flops: Flops | None = None
     step_s: Annotated[float, Field(ge=1e-10)] | None = None
-    """Median of the steady steps; None also where the driver held the GPU back, as ``message`` says."""
+    """Median of the steady steps; None also where the driver throttled the GPU, as ``message`` says."""
     step_times: Spread | None = None
     tokens_per_s: float | None = None
     mfu: Share | None = None

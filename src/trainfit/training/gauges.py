@@ -19,7 +19,7 @@ SAMPLE_EVERY_S = 0.25  # The driver averages utilisation over 1/6 to 1 s (nvml.h
 
 
 class Load:
-    """Utilisation of the device, and why its driver holds it back; both read every ``SAMPLE_EVERY_S``."""
+    """Utilisation of the device, and why its driver throttles it; both are read every ``SAMPLE_EVERY_S``."""
 
     def __init__(self, device: torch.device):
         self._nvml = Nvml(device.index or 0) if device.type == "cuda" else None
@@ -30,7 +30,7 @@ class Load:
         self._held_at_s = -SAMPLE_EVERY_S
 
     def held_back(self) -> tuple[str, ...]:
-        """Return why the driver holds the GPU far below what it does (SLOWDOWNS); empty: it does not."""
+        """Return why the driver throttles the GPU (SLOWDOWNS); empty: it does not."""
         now_s = time.perf_counter()
         if self._nvml is not None and now_s - self._held_at_s >= SAMPLE_EVERY_S:
             self._held_back = tuple(one for one in self._nvml.throttled() if one in SLOWDOWNS)

@@ -52,7 +52,9 @@ class StepMetrics(Value):
     busy: Share | None = None
     """GPU utilisation by its driver; on a CPU this process's time over that of all usable cores."""
     held_back: tuple[str, ...] | None = None
-    """Why its driver held a rank's GPU back during the step (NVML's names): the speeds are no figures."""
+    """Why the driver throttled a rank's GPU during the step (NVML's names); the speeds are then not the GPU's
+    own.
+    """
     gradient_norm: float | None = None  # Norm of all gradients before clipping; None without clipping
 
 
@@ -79,7 +81,7 @@ class TrainSummary(Value):
     evaluations: tuple[EvalMetrics, ...]
     eval_perplexity: float | None
     step_s: Seconds | None
-    """Median without the first step, and without those held back; speeds and shares follow from it."""
+    """Median without the first step and throttled steps; speeds and shares follow from it."""
     tokens_per_s: float | None
     mfu: Share | None
     hfu: Share | None
@@ -89,7 +91,7 @@ class TrainSummary(Value):
     run: RunStart
     checkpoint: str | None  # Folder of the newest one
     held_back: dict[str, Count] = Field(default={})
-    """Steps of this process during which the driver held a GPU back, by its reason."""
+    """Number of this process's steps during which the driver throttled a GPU, by its reason."""
 
     @property
     def exit_code(self) -> int:

@@ -96,5 +96,5 @@ def step_line(metrics: StepMetrics, device: str) -> str:
     if metrics.busy is not None:
         parts.append(f"{device} {metrics.busy:.0%} busy")
     if metrics.held_back:
-        parts.append(f"HELD BACK by the driver: {', '.join(metrics.held_back)}")
+        parts.append(f"THROTTLED by the driver: {', '.join(metrics.held_back)}")
     return "  ".join(parts)

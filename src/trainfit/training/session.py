@@ -56,8 +56,9 @@ class Session:
     losses: list[float] = field(default_factory=list)
     evaluations: list[EvalMetrics] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Times of representative steps: not the first, not the one whose live tensors are counted, none that the
-    driver held back."""
+    """Times of representative steps: not the first, not the one whose live tensors are counted, no throttled
+    ones.
+    """
     held_back: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class Session:
         loss = sum(row[0] for row in rows) / len(rows)
         self._highest = max(int(row[1]) for row in rows) or None
         step_s = time.perf_counter() - start_s
-        # Ranks wait for each other: one that is held back slows all of them.
+        # Ranks wait for each other: a throttled one slows all of them.
         of_all = [int(row[2]) for row in rows]
         reasons = tuple(one for index, one in enumerate(SLOWDOWNS) if any(row >> index & 1 for row in of_all))
         self.held_back.update(reasons)
