@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (optimizer(in_backward="block", precision="amp-fp16"), "optimizer.in_backward = 'block'", "amp-bf16"),
     (optimizer(clip_norm=1.0, in_backward="block"), "optimizer.clip_norm = 1.0", "norm of all is known"),
     (optimizer(stochastic_rounding=True, precision="amp-bf16"), "optimizer.stochastic_rounding = true",
-     "fp32 weights, which round no update away"),
+     "fp32 weights, which lose no update to rounding"),
     (optimizer(stochastic_rounding=True, implementation="foreach"), "optimizer.stochastic_rounding",
      "rounds to nearest"),
     (optimizer(stochastic_rounding=True) | {"adapter": Adapter(kind="lora")},

@@ -65,7 +65,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def expected(recipe: Recipe) -> Expected:
-    """Return what is expected of a recipe with a fused kernel: it keeps no scores."""
+    """Return the expected effect of a fused kernel, which saves no scores."""
     return Expected(activations=0.5) if recipe.attention == "eager" else Expected()
 
 

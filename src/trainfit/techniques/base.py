@@ -35,29 +35,29 @@ class Draw:
 
 
 class Expected(NamedTuple):
-    """What an offer is expected to do to a recipe's memory and time: factors of what each was before.
+    """Expected effect of an offer on a recipe's memory and time, as factors of the values before.
 
-    They decide what the planner traces first where a recipe does not fit, and leave out what is far from
-    enough. A user reads only what was traced. Those of this package are rounded from predicted recipes of
-    Llama models with 1 to 405 billion parameters.
+    The planner orders the offers of a recipe that does not fit by these factors, and skips those that are
+    far from enough. Users see traced figures alone. The factors of this package are rounded from predictions
+    for Llama models with 1 to 405 billion parameters.
     """
 
     weights: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0
-    """Of the optimizer's state."""
+    """Factor of the optimizer's state."""
     activations: float = 1.0
-    """Of what the blocks save and compute with, the logits aside."""
+    """Factor of the blocks' saved and temporary tensors, without logits."""
     logits: float = 1.0
     communication: float = 1.0
-    """Of buffers of collectives."""
+    """Factor of the buffers of collectives."""
     time: float = 1.0
-    """Of a step with as many tokens."""
+    """Factor of the time of a step with the same number of tokens."""
     to_host: float = 0.0
     """Share of the weights and the optimizer's state that moves to pinned memory of the host."""
 
     def then(self, other: Expected) -> Expected:
-        """Return the effect of both."""
+        """Return the joint effect of two offers."""
         factors = (a * b for a, b in zip(self[:-1], other[:-1], strict=True))
         return Expected(*factors, to_host=min(1.0, self.to_host + other.to_host))
 
@@ -71,17 +71,17 @@ class Offer:
 
     fields: Data
     expected: Expected = AS_BEFORE
-    """Memory and time of the recipe for which it is offered, with the fields. By default as without them, so
-    that it is never proposed as a remedy for a recipe that does not fit."""
+    """Effect of the fields on the recipe for which they are offered. By default none, so that the offer is
+    never proposed as a remedy for a recipe that does not fit."""
     kept_bytes: tuple[float, float] = (0.0, 0.0)
-    """Least bytes that every GPU keeps of each parameter, and, in addition, of each trained one.
-    An offer that keeps more than there is is not traced."""
+    """Least bytes that every GPU keeps of each parameter, and in addition of each trained one. An offer that
+    keeps more than the GPU's memory is not traced."""
     numerics: str = ""
-    """What they change in the mathematics, in a few words; empty: nothing beyond rounding."""
+    """How the fields change the mathematics, in a few words; empty: in rounding alone."""
     is_start: bool = False
-    """The search starts with it: it usually costs neither memory nor time."""
+    """The search starts with this offer, because it usually costs neither memory nor time."""
     is_slow: bool = False
-    """Its trace takes seconds, so it is only added to the best recipe found without it."""
+    """Its trace takes seconds, so the offer is only added to the best recipe found without it."""
     speeds_up: Literal["all", "rest"] = "all"
     """``rest``: no matrix products, so it is not traced where the rest of a step is short."""
 
@@ -89,20 +89,20 @@ class Offer:
 StateKind = Literal["number", "weight", "squares", "rows", "columns", "codes", "scales"]
 """A state that an optimizer keeps of a weight.
 
-``number``: at least 0, such as the count of steps. ``weight``: of the weight's shape. ``squares``: so, not
-negative. ``rows``, ``columns``: one number for each row or column of a matrix, not negative. ``codes``: 8 or
-4 bits an element. ``scales``: one for each block of codes.
+``number``: at least 0, such as the count of steps. ``weight``: of the weight's shape. ``squares``: of the
+weight's shape, not negative. ``rows``, ``columns``: one number for each row or column of a matrix, not
+negative. ``codes``: 8 or 4 bits an element. ``scales``: one for each block of codes.
 """
 
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What reports, checkpoints and kinds of parallelism need to know of an optimizer."""
+    """Facts about an optimizer for reports, checkpoints and parallelism."""
 
     moments: Callable[[Recipe, float], tuple[float, ...]]
-    """(recipe, bytes of a trained weight) -> bytes a parameter of each state with as many elements."""
+    """(recipe, bytes of a trained weight) -> bytes per parameter of each state of the weight's size."""
     states: tuple[dict[str, StateKind], ...]
-    """State of one weight after an update, name -> kind; several where it depends on weight or settings."""
+    """States of one weight after an update, name -> kind; one entry for each case of weights and settings."""
     constants: tuple[str, ...] = ()
     """Further keys of the state: tables that all weights share. They are not saved, as the optimizer makes
     them again."""
@@ -110,7 +110,7 @@ class OptimizerFacts:
     """Techniques on whose shards its update equals that of whole weights: ``fsdp``, ``expert_parallel``,
     ``tensor_parallel``."""
     describe: Callable[[Recipe, float], str] | None = None
-    """(recipe, bytes of a trained weight) -> its state in words; by default its name and ``moments``."""
+    """(recipe, bytes of a trained weight) -> the state in words; by default name and ``moments``."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,18 @@ class Technique:
     covers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Dotted field -> the values that this technique implements."""
     fields: tuple[str, ...] = ()
-    """Dotted fields that turn it on, those of ``covers`` by default. At their defaults: the control."""
+    """Dotted fields that turn it on, those of ``covers`` by default. The control has their default values."""
     triton: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Field -> the values that run Triton kernels; refused on GPUs that Triton does not support."""
     when: Callable[[Recipe], bool] | None = None
-    """Predicate of its application, where that differs from a recipe with the values of ``covers``."""
+    """Whether it applies to a recipe; None: it applies where the recipe has values of ``covers``."""
     check: Callable[[Recipe], None] = lambda recipe: None
-    """Raises InputError for what cannot be combined with it."""
+    """Raises InputError for fields that cannot be combined with it."""
     check_gpu: Callable[[Recipe, Gpu], None] = lambda recipe, gpu: None
-    """Raises InputError for what the catalog's row of the recipe's GPU lacks."""
+    """Raises InputError if the recipe's GPU, a row of the catalog, lacks what it needs."""
     check_device: Callable[[Recipe, str], None] = lambda recipe, device_type: None
-    """Raises InputError for what a real device ("cuda", "cpu") lacks. Not called for the virtual GPU."""
+    """Raises InputError if a real device ("cuda", "cpu") lacks what it needs. Not called for the virtual
+    GPU."""
     library: tuple[str, str] | None = None
     """Module of an optional package that it runs, and the extra of pyproject.toml that installs it. Imported
     before a trace begins: tensors made by the import are no part of the step."""
@@ -149,18 +150,18 @@ class Technique:
     needs: Data = field(default_factory=dict)  # Fields that the examples, and their control, require
     draw: Draw = Draw()
     offers: Callable[[Recipe], Iterable[Offer]] = lambda recipe: ()
-    """Returns what the planner may try in place of the recipe's own values."""
+    """Returns the fields that the planner may try in place of the recipe's own values."""
     build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
     """(recipe, on_model, **options of ``build_model``) -> model, blocks whose weights are on the host."""
-    optimizer: OptimizerFacts | None = None  # Of those that cover ``optimizer.name``
+    optimizer: OptimizerFacts | None = None  # For techniques that cover ``optimizer.name``
     label_blocks: Callable[[Recipe, nn.Module], None] = lambda recipe, model: None
     """Labels blocks that differ, before a traced model is shortened."""
     min_repeated: Callable[[Recipe], int] = lambda recipe: 1
     """The least number of equal layers that must be traced together."""
     trace_whole: Callable[[Recipe], bool] = lambda recipe: False
-    """True if every layer must be traced, because equal layers do not act alike."""
+    """True if every layer must be traced, because equal layers differ in memory or operations."""
     may_shorten: bool = False
-    """Where every layer must be traced, a few are enough to compare recipes: layers differ slightly."""
+    """Although every layer must be traced, a few are enough to compare recipes: layers differ slightly."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self.fields or tuple(self.covers))
@@ -192,9 +193,8 @@ def refusal(recipe: Recipe, dotted: str, problem: str, remedy: str) -> InputErro
 
 
 def value_at(recipe: Recipe, dotted: str) -> Any:
-    """Return the value of a dotted field; of a mapping such as ``{every: 2}`` its key, ``every``.
-
-    Of a quantised base it is the kind.
+    """Return the value of a dotted field; of a mapping such as ``{every: 2}`` its key, ``every``, and of a
+    quantised base the kind.
     """
     value: Any = recipe
     for part in dotted.split("."):

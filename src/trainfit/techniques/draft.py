@@ -43,7 +43,7 @@ def _real_cluster() -> Cluster:
 
 @dataclass
 class Draft:
-    """A step under construction: what techniques change between the built model and the step."""
+    """A step under construction: techniques change its fields between building the model and assembling."""
 
     model: nn.Module
     device: torch.device
@@ -75,13 +75,13 @@ class Draft:
     num_micro_batches: int = 1
     mesh: DeviceMesh | None = None  # The ranks, with the dimensions of recipe.mesh; None: one rank
     cluster: Cluster = field(default_factory=_real_cluster)
-    """Operations between the ranks that are no collectives."""
+    """Operations between the ranks other than collectives."""
     sequences: SequenceShards | None = None  # The ranks that share sequences; None: each has whole ones
-    stage: Stage | None = None  # The part of the model that it is; None: all of it
+    stage: Stage | None = None  # The pipeline stage that ``model`` is; None: the whole model
     before_batch: list[Callable[[bool], None]] = field(default_factory=list)
     """Called before each micro-batch; the argument is True for the last of a step."""
     outermost: nn.Module | None = None
-    """The module that FSDP2 wraps where that is not the model."""
+    """The outermost module that FSDP2 wraps; None: the model."""
     wrapped: Forward | None = None
     """The training forward through a data-parallel wrapper; None: model and loss are called directly."""
 

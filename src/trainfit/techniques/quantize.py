@@ -11,7 +11,7 @@ from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, ref
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse what computes with the weights' own values."""
+    """Refuse fields that need the unquantised weights."""
     if recipe.precision == "fp8":
         problem = "fp8 products quantise whole weights at each step, and these are stored quantised"
         raise refusal(recipe, "quantize", problem, "use precision: bf16 with quantize: fp8")

@@ -53,7 +53,7 @@ def techniques() -> dict[str, Technique]:
 
 
 def optimizer_facts(name: str) -> OptimizerFacts | None:
-    """Return the facts of a value of ``optimizer.name``; None: its technique states none."""
+    """Return the facts of a value of ``optimizer.name``; None: its technique has none."""
     found = (one.optimizer for one in in_order() if name in one.covers.get("optimizer.name", ()))
     return next(found, None)
 
@@ -82,7 +82,7 @@ def covered() -> dict[str, tuple[Any, ...]]:
 
 
 def check(recipe: Recipe, gpu: Gpu | None = None) -> None:
-    """Refuse a recipe of which no step can be assembled.
+    """Refuse a recipe from which no step can be assembled.
 
     Args:
         gpu: the catalog's row of the recipe's GPU; None: it is looked up.
@@ -127,7 +127,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def _applied_by_name(recipe: Recipe) -> list[Technique]:
-    """By name: which of several refusals is reported does not change with the order of application."""
+    """Return the techniques that apply, by name: so the first refusal does not depend on their order."""
     return [technique for _, technique in sorted(techniques().items()) if technique.applies(recipe)]
 
 

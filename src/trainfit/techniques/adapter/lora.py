@@ -24,11 +24,11 @@ from trainfit.techniques.draft import Draft
 if TYPE_CHECKING:
     from torch import nn
 
-# A short pattern can make Python's matcher backtrack for longer than anyone waits; nothing can interrupt it.
-# So a pattern that repeats anything is first tried in a process whose time is limited.
+# A short pattern can make Python's matcher backtrack for hours, and nothing can interrupt it. So a pattern
+# with a repetition is first tried in a process with a time limit.
 MAX_PATTERN_CHARS = 10_000
 MAX_GROUPS = 100
-"""Deeper nesting than Python compiles, depending on the depth of the stack, is refused at any depth."""
+"""Python's limit of nested groups depends on the depth of the stack; this one does not."""
 CPU_SECONDS = 1  # Matching a pattern such as .*_proj against a thousand names takes a millisecond
 WALL_SECONDS = 60
 CAN_BACKTRACK = re.compile(r"[*+?{|]")
@@ -50,7 +50,7 @@ def needs_peft(recipe: Recipe) -> None:
 
 @contextmanager
 def refused_by_peft(recipe: Recipe, field: str, remedy: str) -> Iterator[None]:
-    """Report an error that PEFT raises inside as a refusal of the field."""
+    """Convert an error that PEFT raises inside to an InputError of the field."""
     try:
         yield
     except ValueError as error:
@@ -119,7 +119,7 @@ def check_pattern(pattern: str, names: Sequence[str]) -> None:
         raise _refused(pattern, problem, "write a simpler one, or a list of names") from None
     if CAN_BACKTRACK.search(pattern) and not _matches_in_time(pattern, names):
         problem = f"matching it against the model's modules takes over {CPU_SECONDS} s"
-        raise _refused(pattern, problem, "repeat nothing that repeats, or write a list of names")
+        raise _refused(pattern, problem, "avoid nested repetition such as (.*)*, or write a list of names")
 
 
 def _matches_in_time(pattern: str, names: Sequence[str]) -> bool:

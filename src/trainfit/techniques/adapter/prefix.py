@@ -23,7 +23,7 @@ from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse kernels without masks and, on ``hf``, what a cache of past tokens excludes."""
+    """Refuse kernels without masks and, on ``hf``, fields that a cache of past tokens excludes."""
     has_no_matrices(recipe)
     if recipe.attention in ("flash", "triton"):
         remedy = "use attention: sdpa, cudnn, efficient or eager"
@@ -84,5 +84,5 @@ TECHNIQUE = Technique(
     draw=Draw(alone=lambda chance, _: {"adapter": {"kind": "prefix", "tokens": chance.choice(DRAWN_TOKENS)}}),
     # On hf the prefix is one tensor for all layers.
     trace_whole=lambda recipe: recipe.model.implementation == "hf",
-    may_shorten=True,  # It takes 2 % less time.
+    may_shorten=True,  # A few layers are predicted 2 % faster.
 )

@@ -28,7 +28,7 @@ def refuse_own_forward(recipe: Recipe, field: str = "loss", instead: str = "use 
 
 
 def without_logits(recipe: Recipe) -> Expected:
-    """Return what is expected of a recipe whose loss never holds all logits."""
+    """Return the expected effect of a loss that never holds all logits."""
     return Expected(logits=0.3) if recipe.loss == "standard" else Expected()
 
 

@@ -16,7 +16,7 @@ from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward,
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the model's own loss, with the recipe's terms; evaluation is without them."""
+    """Replace the model's own loss, with the recipe's loss terms; evaluation leaves them out."""
     from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy, refuse_bias
     from trainfit.kernels.cross_entropy.terms import Terms
     from trainfit.models.language_head import language_head

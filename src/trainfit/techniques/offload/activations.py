@@ -37,13 +37,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.offload.copies import CopyStreams
 
     if recipe.offload.weights:
-        return  # offload/weights.py moves both.
+        return  # Then offload/weights.py moves weights and inputs.
     blocks = require_blocks(draft.model, FIELD, True, f"set {FIELD}: false")
     BlockRecompute(blocks, CopyStreams(draft.device), offload=True).install()
 
 
 def expected(recipe: Recipe) -> Expected:
-    """Return what is expected of a recipe that recomputes its blocks and offloads their inputs."""
+    """Return the expected effect of recomputing blocks and offloading their inputs."""
     found = full.expected(recipe)
     return found if recipe.offload.activations else found.then(Expected(activations=0.5, time=1.05))
 

@@ -36,7 +36,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _num_buffers(recipe: Recipe) -> int:
-    """Return the blocks on the device: one computes, one arrives; of trained weights, one is copied back."""
+    """Return the number of blocks on the device: one computes, one arrives; a trained one is copied back."""
     return 2 if recipe.adapter is not None else 3
 
 

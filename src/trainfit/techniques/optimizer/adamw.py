@@ -51,7 +51,7 @@ def adamw(recipe: Recipe, numbers: Iterator[int]) -> Callable[..., Any]:
 
 
 def in_words(name: str, moments: tuple[float, ...], word: str = "moments") -> str:
-    """Return the bytes a parameter of an optimizer's state: ``AdamW moments 2 + 2 B``."""
+    """Describe an optimizer's state in bytes per parameter: ``AdamW moments 2 + 2 B``."""
     sizes = " + ".join(f"{size:g}" for size in moments)
     return f"{name} {word} {sizes} B" if moments else f"{name} without moments, 0 B"
 
@@ -64,7 +64,7 @@ def describe_optimizer(recipe: Recipe) -> str:
 
 
 def smaller_state(recipe: Recipe, name: str) -> Expected:
-    """Return what is expected of a recipe with an optimizer whose state is smaller than AdamW's.
+    """Return the expected effect of an optimizer whose state is smaller than AdamW's.
 
     States were 0.25 to 0.5 of AdamW's.
     """

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse what needs gradients after the backward."""
+    """Refuse fields that need gradients after the backward."""
     if recipe.batch.accumulate > 1:
-        problem = (
-            "gradients are used up in each backward; were they kept for the last one, nothing would be saved"
-        )
+        problem = "each backward frees its gradients; accumulating them instead would save no memory"
         remedy = "set batch.accumulate: 1 or optimizer.in_backward: false"
         raise refusal(recipe, "optimizer.in_backward", problem, remedy)
     if recipe.precision == "amp-fp16":
@@ -55,7 +53,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
                     "the backward did not reach every weight of a block before it moved back to the host"
                 )
                 raise refusal(recipe, "optimizer.in_backward", problem, "use optimizer.in_backward: true")
-            if update.num_arrived:  # A backward that missed some (an expert that no token chose).
+            if update.num_arrived:  # A backward did not reach all of them (an expert that no token chose).
                 update.run()
 
     draft.around_backward.append(none_left_over)
@@ -97,7 +95,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def expected(recipe: Recipe) -> Expected:
-    """Return what is expected of a recipe whose gradients are freed in the backward."""
+    """Return the expected effect of freeing gradients in the backward."""
     return Expected() if recipe.optimizer.in_backward else Expected(gradients=0.1)
 
 

@@ -53,8 +53,8 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give each new gradient a momentum of zeros.
 
     torch's fused SGD begins with uninitialised memory, which its kernel fills in the first update. Where a
-    GradScaler skips that update the next one reads the uninitialised memory. It also fails where only some
-    momenta exist (a weight without a gradient in the first step).
+    GradScaler skips that update the next one reads the uninitialised memory. torch's fused SGD also fails
+    where only some momenta exist (a weight without a gradient in the first step).
     """
     import torch
 

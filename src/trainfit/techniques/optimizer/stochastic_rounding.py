@@ -23,7 +23,7 @@ def check(recipe: Recipe) -> None:
         problem = f"{options.name}'s {options.implementation} implementation rounds to nearest"
         raise refusal(recipe, field, problem, "use optimizer.implementation: fused")
     if recipe.adapter is not None and recipe.adapter.dtype == "fp32":
-        problem = "only the adapter trains, and its fp32 weights round no update away"
+        problem = "only the adapter trains, and its fp32 weights lose no update to rounding"
         raise refusal(recipe, field, problem, "use adapter.dtype: base, or set stochastic_rounding: false")
 
 

@@ -15,7 +15,7 @@ NOT_SPLIT = 0.1
 
 
 def expected(recipe: Recipe, parallel: Data) -> Expected:
-    """Return what is expected of a recipe with other fields of ``parallel``."""
+    """Return the expected effect of other fields of ``parallel`` on a recipe."""
     before = recipe.mesh
     after = recipe.parallel.model_copy(update=parallel).over(recipe.hardware.count)
     ranks = after.tensor * after.context / (before.tensor * before.context)
@@ -30,7 +30,7 @@ def expected(recipe: Recipe, parallel: Data) -> Expected:
 def kept_bytes(recipe: Recipe, parallel: Data) -> tuple[float, float]:
     """Return the least bytes of weights, and of weights and gradients, that every GPU keeps of a parameter.
 
-    Of a recipe with a quantised base, or divided by tensor, expert or pipeline parallelism, nothing is known.
+    0 where no bound is known: with a quantised base, or with tensor, expert or pipeline parallelism.
     """
     mesh = recipe.mesh
     if recipe.quantize is not None or mesh.tensor * mesh.expert * mesh.pipeline > 1:
@@ -48,7 +48,7 @@ def kept_bytes(recipe: Recipe, parallel: Data) -> tuple[float, float]:
 
 
 def _sharing(mesh: Parallel) -> tuple[int, int]:
-    """Return over how many ranks the weights and gradients, and the optimizer's state, are divided."""
+    """Return the numbers of ranks that share weights and gradients, and that share the optimizer's state."""
     split = mesh.tensor * mesh.pipeline
     if mesh.shards_weights:
         ranks = mesh.shard * mesh.context * split
@@ -57,7 +57,7 @@ def _sharing(mesh: Parallel) -> tuple[int, int]:
 
 
 def check_gpus(recipe: Recipe) -> None:
-    """Refuse several of the virtual CPU.
+    """Refuse more than one virtual CPU.
 
     Raises:
         InputError: naming the field.
@@ -73,7 +73,7 @@ def check_gpus(recipe: Recipe) -> None:
 
 
 def check_values(recipe: Recipe, allowed: dict[str, tuple[object, ...]], kind: str) -> None:
-    """Refuse values of fields that ``kind`` does not work with.
+    """Refuse values of fields that do not work with ``kind``.
 
     Raises:
         InputError: naming the field.
@@ -91,7 +91,7 @@ def check_values(recipe: Recipe, allowed: dict[str, tuple[object, ...]], kind: s
 
 
 def check_optimizer(recipe: Recipe, technique: str, kind: str) -> None:
-    """Refuse an optimizer that does not work on the shards of a technique, which ``kind`` names.
+    """Refuse an optimizer that does not work on a technique's shards; ``kind`` names the technique.
 
     Raises:
         InputError: naming the field.

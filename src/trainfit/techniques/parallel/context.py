@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse models with other attention than plain causal, and what was not tried.
+    """Refuse models with other attention than plain causal, and untested values.
 
     Raises:
         InputError: naming the field.

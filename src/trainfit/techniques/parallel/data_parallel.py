@@ -1,4 +1,4 @@
-"""Data parallel with whole weights on every rank: torch's DDP, our four, and DDP with a sharded optimizer."""
+"""Data parallel with whole weights on every rank: torch's DDP, this package's, and DDP with ZeRO-1."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TITLES = {
 OURS = ("naive", "flat", "overlapped", "bucketed")
 """Strategies of ``trainfit.parallel.DataParallel``."""
 BUCKETED = ("ddp", "zero1", "bucketed")
-"""Strategies that ``parallel.bucket_mb`` is for."""
+"""Strategies that use ``parallel.bucket_mb``."""
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse meshes other than replicas, and what replicas do not work with."""
+    """Refuse meshes other than replicas, and values that do not work with replicas."""
     check_gpus(recipe)
     mesh = recipe.mesh
     if mesh.replicate * mesh.pipeline != recipe.hardware.count:
@@ -78,7 +78,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         wrapped: Any = DistributedDataParallel(
             module, process_group=group, bucket_cap_mb=mesh.bucket_mb or no_bound
         )
-        wrapped.broadcast_buffers = False  # They are constants, equal on all ranks from the start.
+        wrapped.broadcast_buffers = False  # Buffers are constants, equal on all ranks from the start.
         if recipe.compile:
             # Dynamo would cut a block's graph at DDP's buckets, which its backward fills at once.
             draft.around_forward.append(lambda: dynamo.patch(optimize_ddp=False))
@@ -103,7 +103,7 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
 
     def inner(groups: list[dict[str, Any]]) -> Any:
         owned = [parameter for one in groups for parameter in one["params"]]
-        return make(owned) if owned else SGD(groups)  # A rank that owns nothing updates nothing.
+        return make(owned) if owned else SGD(groups)  # A rank without shards updates nothing.
 
     choose = draft.cluster.optimizer_rank
     draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group, choose)  # pyright: ignore
@@ -129,7 +129,7 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: f"{TITLES[recipe.mesh.strategy]}, {recipe.mesh.replicate} replicas",
     variants=tuple({"hardware": {"count": 2}, "parallel": {"strategy": name}} for name in TITLES),
-    # Its buckets hold the gradients of all layers: with a few of them memory is 10 to 26 % low.
+    # Buckets hold the gradients of all layers: with a few layers traced, memory is 10 to 26 % low.
     trace_whole=lambda recipe: True,
     offers=_offers,
 )

@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse models without stacked experts, sizes that ranks cannot share equally, and what was not tried.
+    """Refuse models without stacked experts, sizes that ranks cannot share equally, and untested values.
 
     Raises:
         InputError: naming the field.

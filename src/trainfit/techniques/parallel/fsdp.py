@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "optimizer.in_backward": (False,),
     "offload.weights": (False,),
 }
-"""Field -> values that work on sharded parameters: equal to one process on the whole batch."""
+"""Field -> values that work on sharded parameters, with the results of one process on the whole batch."""
 COMPARED: dict[str, tuple[object, ...]] = {
     "precision": ("bf16", "fp32", "bf16-master", "amp-bf16", "mixed-bf16"),
     "loss": ("standard", "chunked", "fused"),
@@ -73,7 +73,7 @@ COPIED: dict[str, tuple[object, ...]] = {
     "parallel.expert": (1,),
     "parallel.pipeline": (1,),
 }
-"""Field -> values with which copy engines can send."""
+"""Field -> values that work with copy engines."""
 
 
 def check(recipe: Recipe) -> None:
@@ -102,7 +102,7 @@ def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Shard each decoder block, then what is left as one group."""
+    """Shard each decoder block, then all other parameters as one group."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     from trainfit.models.layers import decoder_blocks
@@ -126,7 +126,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
             options["ignored_params"] |= fully_shard_experts(block, of_block)
         fully_shard(block, **of_block)
     draft.outermost = draft.model if draft.body is None else _with_loss(draft)
-    if mesh.pipeline > 1:  # Of several micro-batches in flight none finds what another one gathered.
+    if mesh.pipeline > 1:  # Micro-batches in flight do not share gathered parameters.
         options["reshard_after_forward"] = mesh.reshard_after_forward
     model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
@@ -155,7 +155,7 @@ def _views_are_only_read() -> Iterator[None]:
 
 
 def _prefetch(model: Any, blocks: list[Any], num_ahead: int) -> None:
-    """Gather so many blocks ahead of the one that runs, in forward and backward."""
+    """Gather this many blocks ahead of the running one, in forward and backward."""
     for index, module in enumerate((*blocks, model)):
         following = blocks[index + 1 :] if module is not model else blocks
         module.set_modules_to_forward_prefetch(following[:num_ahead])
@@ -270,6 +270,6 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}, "parallel": {"reshard_after_forward": False}},
     ),
     trace_whole=_trace_whole,
-    may_shorten=True,  # The step of a few layers is the whole one's to the byte.
+    may_shorten=True,  # A few layers give the memory of the whole model to the byte.
     offers=_offers,
 )

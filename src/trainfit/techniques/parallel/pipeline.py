@@ -1,6 +1,6 @@
 """Pipeline parallel: each GPU holds some of the model's blocks, and micro-batches pass through them in turn.
 
-Predicted, not run: a step is that of one stage, with the buffers of what it receives.
+Predicted, not run: a step is that of one stage, with its receive buffers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def hidden_shape(recipe: Recipe) -> tuple[int, ...]:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse models that were not compared stage by stage, and what does not act on each stage alone.
+    """Refuse models that were not compared stage by stage, and values that do not act on each stage alone.
 
     Raises:
         InputError: naming the field.
@@ -89,7 +89,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Let the stage begin at what it receives, and end at what it sends."""
+    """Let the stage begin with received hidden states, and end with sent ones."""
     from trainfit.models.layers import decoder_blocks
     from trainfit.parallel import pipeline
 

@@ -65,7 +65,7 @@ PLAN = {
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse models without a plan, sizes that the ranks cannot share equally, and what was not tried.
+    """Refuse models without a plan, sizes that the ranks cannot share equally, and untested values.
 
     Raises:
         InputError: naming the field.
@@ -109,7 +109,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     plan = PLAN[recipe.model.implementation]
     modules = {name.rpartition(".")[2]: module for name, module in draft.model.named_modules()}
     for name, module in list(draft.model.named_modules()):
-        if any(True for _ in module.parameters()):  # A pipeline's stage has stand-ins for what it lacks.
+        if any(True for _ in module.parameters()):  # A pipeline's stage has stand-ins for absent modules.
             _shard(plan.get(name.rpartition(".")[2]), module, tokens, modules["lm_head"])
     if draft.stage is None or draft.stage.is_first:
         tensor_parallel.split_input(decoder_blocks(draft.model)[0], tokens)

@@ -16,7 +16,7 @@ from trainfit.techniques.draft import Draft
 
 def check(recipe: Recipe) -> None:
     """Refuse mixed-bf16 without FSDP2, which casts as it gathers, and master weights that nothing keeps."""
-    # With tensor-parallel ranks alone nothing is gathered, and nothing cast.
+    # With tensor-parallel ranks alone nothing is gathered, so nothing is cast.
     if recipe.precision == "mixed-bf16" and not recipe.has_fsdp:
         problem = "mixed-bf16 is FSDP2's own mixed precision"
         remedy = "use precision: bf16-master, or several GPUs with parallel.strategy: fsdp and parallel.shard"

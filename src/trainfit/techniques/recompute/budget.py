@@ -28,7 +28,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Set the budget while the forward runs, and with it compiles."""
+    """Set the budget while the forward runs, because its first run compiles."""
     assert isinstance(recipe.recompute, Budget)
     from torch._functorch import config
 
@@ -39,9 +39,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 @contextmanager
 def grouped_heads_counted() -> Iterator[None]:
-    """Within this context and thread torch counts the FLOPs of fused attention over grouped key heads.
+    """Let torch count the FLOPs of fused attention over grouped key heads, in this context and thread.
 
-    The partitioner weighs attention by them. torch 2.11 raised "shapes are incompatible" for unequal
+    The partitioner weighs attention by these FLOPs. torch 2.11 raised "shapes are incompatible" for unequal
     numbers of heads. Here each key head counts once for every query head that reads it, as in torch 2.13.
     """
     from torch.utils import flop_counter

@@ -31,7 +31,7 @@ def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
 def labelled_blocks(
     recipe: Recipe, model: nn.Module, label_blocks: Callable[[Recipe, nn.Module], None]
 ) -> list[tuple[nn.Module, str]]:
-    """Return each decoder block and its label, given by ``label_blocks`` unless a trace has done so."""
+    """Return each decoder block and its label; call ``label_blocks`` unless a trace has labelled them."""
     from trainfit.models.layers import decoder_blocks
     from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 

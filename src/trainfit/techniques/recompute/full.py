@@ -38,7 +38,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def expected(recipe: Recipe) -> Expected:
-    """Return what is expected of a recipe that recomputes everything: blocks keep their inputs."""
+    """Return the expected effect of full recomputation: blocks keep only their inputs."""
     if recipe.recompute == "full":
         return Expected()
     num_layers = model_config(recipe.model.config).get("num_hidden_layers", 32)

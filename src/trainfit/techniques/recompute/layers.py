@@ -37,7 +37,7 @@ def check(recipe: Recipe) -> None:
 
 
 def planned_field(recipe: Recipe) -> str:
-    """Return the field that states what is to be planned."""
+    """Return the field whose value is still to be planned."""
     return "recompute.budget_gib" if isinstance(recipe.recompute, BudgetGib) else "recompute"
 
 
@@ -58,14 +58,14 @@ def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
             field="recompute.layers",
             value=[f"{run.count} {run.recompute}" for run in _runs(recipe)],
         )
-    # The last block's backward comes next: there is no time to take anything away.
+    # The last block's backward follows its forward at once, which leaves no time for a copy.
     planned[-1] = planned[-1].model_copy(update={"offload": 0.0})
     for block, run in zip(blocks, planned, strict=True):
         setattr(block, BLOCK_CONFIG, f"{run.recompute} {run.offload}")
 
 
 def _min_repeated(recipe: Recipe) -> int:
-    """Return over how many blocks the saved tensors of one reach.
+    """Return the number of blocks that must be traced together.
 
     A fully recomputed block's input belongs to the block before it, and leaves while the block after it
     runs.
@@ -79,7 +79,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     labelled = labelled_blocks(recipe, draft.model, _label_blocks)
     if recipe.compile:
-        # A block that knew its number would be compiled by itself.
+        # With its number as an attribute each block would be compiled separately.
         checkpoint_labelled(labelled)
         return
     block_config = [(level, float(share)) for level, share in (label.split() for _, label in labelled)]
@@ -96,7 +96,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
-    """Draw a plan of up to four runs over the model's blocks; compiled, of none and full alone."""
+    """Draw a plan of up to four runs over the model's blocks; for compiled code of ``none`` and ``full``."""
     blocks, runs = _num_blocks(recipe), []
     cuts = sorted(chance.sample(range(1, blocks), min(blocks - 1, chance.randint(0, 3))))
     for begin, end in zip([0, *cuts], [*cuts, blocks], strict=True):

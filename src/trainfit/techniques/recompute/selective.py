@@ -43,7 +43,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def _expected(recipe: Recipe) -> Expected:
-    """Return what is expected of a recipe that recomputed nothing; 0.46 to 0.49 of activations remained."""
+    """Return the expected effect on a recipe without recomputation; 0.46 to 0.49 of activations remained."""
     return Expected(activations=0.45, time=1.05) if recipe.recompute == "none" else Expected()
 
 
