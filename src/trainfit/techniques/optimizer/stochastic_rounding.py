@@ -17,7 +17,7 @@ def check(recipe: Recipe) -> None:
     field, options = "optimizer.stochastic_rounding", recipe.optimizer
     if recipe.precision not in ("bf16", "fp8"):
         kind = "fp32 master" if recipe.precision == "bf16-master" else "fp32"
-        problem = f"precision {recipe.precision} has {kind} weights, which round no update away"
+        problem = f"precision {recipe.precision} has {kind} weights, which lose no update to rounding"
         raise refusal(recipe, field, problem, "use precision: bf16 or fp8")
     if options.implementation != "fused":
         problem = f"{options.name}'s {options.implementation} implementation rounds to nearest"
