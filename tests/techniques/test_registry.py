@@ -77,7 +77,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (optimizer(implementation="foreach", precision="bf16-master"), "optimizer.implementation = 'foreach'",
      "use fused"),
     (optimizer(stochastic_rounding=True, precision="bf16-master"), "optimizer.stochastic_rounding = true",
-     "round no update away"),
+     "lose no update to rounding"),
     ({"precision": "bf16-master", "adapter": LORA}, "precision = 'bf16-master': only the adapter trains",
      "use precision: bf16"),
     ({"precision": "mixed-bf16"}, "precision = 'mixed-bf16'", "use precision: bf16-master"),
