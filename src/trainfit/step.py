@@ -17,6 +17,7 @@ from torch._guards import active_fake_mode
 from trainfit.models.build import build_model
 from trainfit.models.deferred_init import DeferredInit
 from trainfit.models.layers import max_positions
+from trainfit.models.packed import model_inputs
 from trainfit.models.quantized import WithinBlock
 from trainfit.offload.blocks import HostBlocks
 from trainfit.optim.all_or_nothing import one_update
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
     from trainfit.spec.pipeline import Stage
 
 Batch = dict[str, Tensor]
-"""One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
+"""One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels.
+
+``position_ids`` [b, s] where documents are kept apart. ``weight`` [] on the host: the micro-batch's labels
+over their mean in all micro-batches of the step and of all ranks, where they differ; so the step's loss is
+the mean over its labels.
+"""
 
 
 def assemble(
@@ -186,6 +192,7 @@ class Step:
         self._around_forward = draft.around_forward
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
+        self._packs_documents = draft.packs_documents
         self._wrapped, self._before_batch = draft.wrapped, draft.before_batch
         self.mesh = draft.mesh  # The ranks; None: one rank
         self.data_rank = data_rank(draft.mesh)  # This rank's number among those that read different data
@@ -193,17 +200,23 @@ class Step:
         self.hosted = draft.hosted
         """The decoder blocks whose weights are on the host; None: all weights are on the device."""
 
-    def random_batches(self, seed: int = 0) -> list[Batch]:
+    def random_batches(self, seed: int = 0, sequences: int | None = None) -> list[Batch]:
         """Return ``accumulate`` micro-batches of uniform token ids, equal for a seed on every device.
 
         Ranks that read different data get different ones.
+
+        Args:
+            sequences: of a micro-batch; None: the recipe's.
         """
         generator = torch.Generator().manual_seed(seed + self.data_rank)
-        shape = (self.recipe.batch.micro, self.recipe.batch.seq)
+        shape = (sequences or self.recipe.batch.micro, self.recipe.batch.seq)
         batches: list[Batch] = []
         for _ in range(self._num_micro_batches):
             ids_bs = torch.randint(vocabulary(self.model), shape, generator=generator).to(self.device)
-            batches.append({"input_ids": ids_bs, "labels": ids_bs.clone()})
+            batch = {"input_ids": ids_bs, "labels": ids_bs.clone()}
+            if self._packs_documents:  # One document, of which the mask is that of many.
+                batch["position_ids"] = torch.arange(shape[1], device=self.device).repeat(shape[0], 1)
+            batches.append(batch)
         return batches
 
     def __call__(
@@ -219,14 +232,16 @@ class Step:
             The mean loss, detached, fp32 scalar.
         """
         losses: list[Tensor] = []
+        batches, weights = zip(*map(_weighed, batches), strict=True)
         for number, batch in enumerate(batches):
             on_phase("forward")
             for hook in self._before_batch:
                 hook(number == len(batches) - 1)
             loss = self.loss(batch)
-            losses.append(loss.detach())
+            weight = weights[number]
+            losses.append(loss.detach() if weight == 1 else loss.detach() * weight)
             on_phase("backward")
-            self._backward(loss)
+            self._backward(loss, weight)
             del loss
         on_phase("optimizer")
         self._update()
@@ -249,10 +264,12 @@ class Step:
         with entered(self._around_forward):
             if loss is not None:
                 return loss(self.model, batch)
-            return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            return self.model(**model_inputs(batch), labels=batch["labels"]).loss
 
-    def _backward(self, loss: Tensor) -> None:
-        if self._num_micro_batches > 1:
+    def _backward(self, loss: Tensor, weight: float) -> None:
+        if weight != 1:
+            loss = loss * (weight / self._num_micro_batches)
+        elif self._num_micro_batches > 1:
             loss = loss / self._num_micro_batches
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -304,6 +321,13 @@ class Step:
             load_optimizer(optimizer, saved)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _weighed(batch: Batch) -> tuple[Batch, float]:
+    """Return a micro-batch's tensors on the device, and its weight."""
+    if "weight" not in batch:
+        return batch, 1.0
+    return {name: tensor for name, tensor in batch.items() if name != "weight"}, batch["weight"].item()
 
 
 def entered(factories: Sequence[ContextFactory]) -> ExitStack:

@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from tiny_recipe import tiny_recipe
 from tiny_training import Listener, options_for, stop_at, tiny
-from trainfit.measurement.feed import Feed, random_tokens
+from trainfit.measurement.feed import Feed, Source, random_tokens
 from trainfit.measurement.run import measure
 from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
@@ -30,7 +29,7 @@ from trial_start import forked
 CPU = torch.device("cpu")
 
 
-def feed(loader: Loader, source: Callable[[int], torch.Tensor], steps: range) -> Feed:
+def feed(loader: Loader, source: Source, steps: range) -> Feed:
     recipe = tiny_recipe(loader=loader, batch=Batch(micro=2, seq=16, accumulate=3))
     return Feed(recipe, source, CPU, steps)
 
@@ -72,19 +71,22 @@ def test_a_corpus_goes_to_another_process_by_name(tmp_path: Path):
 
 def test_random_tokens_depend_on_seed_and_step():
     source = partial(random_tokens, 50, 6, 16, 3)
-    assert torch.equal(source(5), source(5))
-    assert not torch.equal(source(5), source(6))
-    assert not torch.equal(source(5), random_tokens(50, 6, 16, 4, 5))
-    assert (source(5).min() >= 0, source(5).max() < 50, source(5).shape) == (True, True, (6, 16))
+    ids = source(5)["input_ids"]
+    assert torch.equal(ids, source(5)["input_ids"])
+    assert not torch.equal(ids, source(6)["input_ids"])
+    assert not torch.equal(ids, random_tokens(50, 6, 16, 4, 5)["input_ids"])
+    assert (ids.min() >= 0, ids.max() < 50, ids.shape) == (True, True, (6, 16))
+    positions = random_tokens(50, 2, 4, 3, 5, positions=True)["position_ids"]
+    assert positions.tolist() == [[0, 1, 2, 3]] * 2
 
 
 # -- workers end
 
 
-def fails(at: int, step: int) -> torch.Tensor:
+def fails(at: int, step: int) -> dict[str, torch.Tensor]:
     if step == at:
         raise OSError(f"cannot read step {step}")
-    return torch.zeros(6, 16, dtype=torch.int64)
+    return {"input_ids": torch.zeros(6, 16, dtype=torch.int64)}
 
 
 def test_an_error_of_the_reader_or_elsewhere_ends_the_workers():

@@ -210,7 +210,12 @@ def test_short_forms_and_hub_names_in_a_sweep(tmp_path: Path) -> None:
         ("optimizer=adamw_apex_fused", "here it is optimizer.name: adamw"),
         ("adapter.r=8", "here it is adapter.rank"),
         ("bf16=true", "here it is precision: bf16 (bf16 weights) or amp-bf16"),
-        ("packing=true", "here it is no field of a recipe: every sequence has batch.seq tokens"),
+        ("packing=true", "here it is data.pack"),
+        (
+            "lr_scheduler_type=cosine",
+            "here it is no field of a recipe, but an option: trainfit train --schedule",
+        ),
+        ("assistant_only_loss=true", "here it is data.answers_only"),
         ("deepspeed=ds.json", "here it is parallel.strategy: zero1 for ZeRO-1"),
         ("parallel=zero2", "here it is parallel: {reshard_after_forward: false}, with hardware.count"),
         ("parallel=zero3", "here it is parallel: {strategy: fsdp}, with hardware.count"),

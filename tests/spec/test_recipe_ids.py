@@ -60,7 +60,15 @@ OTHERS: dict[str, list[Any]] = {
     "optimizer.implementation": ["foreach", "forloop"],
     "optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0], "optimizer.momentum": [0.5],
     "optimizer.in_backward": [True, "block"], "optimizer.stochastic_rounding": [True],
-    "optimizer.clip_norm": [1.0],
+    "optimizer.clip_norm": [1.0], "optimizer.no_decay": [("norms",), ("norms", "biases")],
+    "data.pack": ["documents", False], "data.format": ["chat"], "data.answers_only": [False],
+    "data.eval_share": [0.1], "data.max_documents": [9], "data.split": ["test"],
+    **{
+        f"data.{name}": ["a"]
+        for name in (
+            "train", "eval", "column", "tokenizer", "chat_template", "separator", "eval_split", "subset",
+        )
+    },
     "adapter": [{"kind": kind} for kind in ("lora", "prompt", "prefix", "p-tuning")],
     "adapter.rank": [8], "adapter.alpha": [8, 16], "adapter.targets": ["q_proj", ["q_proj"]],
     "adapter.dtype": ["base"], "adapter.dropout": [0.1], "adapter.tokens": [8], "adapter.kind": [],

@@ -142,10 +142,10 @@ def test_the_order_of_application() -> None:
         "tensor_parallel", "context_parallel", "expert_parallel", "recompute_full", "recompute_every",
         "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss",
         "loss_terms", "pipeline_parallel", "compile_block",
-        "compile_model", "offload_weights", "offload_activations", "precision", "attention", "accumulation",
-        "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit",
+        "compile_model", "offload_weights", "offload_activations", "precision", "attention",
+        "packed_documents", "accumulation", "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit",
         "adamw_bitsandbytes", "sgd", "adafactor", "muon",
-        "stochastic_rounding", "optimizer_in_backward", "gradient_clipping", "data_parallel",
+        "stochastic_rounding", "decay_groups", "optimizer_in_backward", "gradient_clipping", "data_parallel",
     ]  # fmt: skip
 
 

@@ -4,8 +4,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 from trainfit.training import documents, durable
 from trainfit.training.corpus import Corpora, open_corpora
 from trainfit.training.options import SyntheticData, TextData, TrainOptions
@@ -16,7 +18,7 @@ from trainfit.training.tokenizer import end_token, load_tokenizer, train_tokeniz
 TEXTS = [synthetic_text(0, index).text for index in range(200)]
 
 
-def options(tmp_path, **more) -> TrainOptions:
+def options_of(tmp_path, **more) -> TrainOptions:
     default = {"out": str(tmp_path), "data": SyntheticData(num_documents=200), "eval_fraction": 0.1}
     return TrainOptions(**default | more)
 
@@ -46,7 +48,7 @@ def test_not_a_tokenizer(tmp_path):
 
 
 def test_packing_is_the_documents_with_ends_between(tmp_path):
-    corpora = opened(tmp_path, options(tmp_path), vocabulary=500, seq=64)
+    corpora = opened(tmp_path, options_of(tmp_path), vocabulary=500, seq=64)
     tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.json")[0]
     end = end_token(tokenizer)
     for corpus, held_out in ((corpora.train, False), (corpora.eval, True)):
@@ -65,7 +67,7 @@ def test_ids_above_the_model_vocabulary_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     train_tokenizer(TEXTS, 600).save(str(path))
     with pytest.raises(InputError, match="vocabulary has 500"):
-        opened(tmp_path, options(tmp_path, tokenizer=str(path)), vocabulary=500)
+        opened(tmp_path, options_of(tmp_path, tokenizer=str(path)), vocabulary=500)
     assert not (tmp_path / "data").exists()
 
 
@@ -81,14 +83,14 @@ def test_too_little_data(tmp_path, content, more, says):
     path = tmp_path / "a.txt"
     path.write_text(content)
     with pytest.raises(InputError, match=says):
-        opened(tmp_path, options(tmp_path, data=TextData(path=str(path)), **more), vocabulary=300, seq=64)
+        opened(tmp_path, options_of(tmp_path, data=TextData(path=str(path)), **more), vocabulary=300, seq=64)
     assert not (tmp_path / "data").exists()
 
 
 def test_data_is_made_once_checked_and_not_swapped(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(TEXTS))
-    given = options(tmp_path, data=TextData(path=str(path)))
+    given = options_of(tmp_path, data=TextData(path=str(path)))
     first, again = opened(tmp_path, given), opened(tmp_path, given)
     assert np.array_equal(first.train.tokens, again.train.tokens)
     path.write_text("\n\n".join(TEXTS[1:]))
@@ -134,11 +136,44 @@ def test_order_is_a_function_of_the_step_alone_across_epochs():
     assert len(sequence_numbers(7, 10**12, 3, 10**9 + 7)) == 3, "a billion sequences cost no memory"
 
 
-def test_learning_rate(tmp_path):
-    def rate(step, schedule="constant", warmup_steps=0):
-        given = options(tmp_path, steps=101, warmup_steps=warmup_steps, schedule=schedule)
-        return learning_rate(1.0, step, given)
+@pytest.mark.parametrize(
+    ("name", "options", "theirs"),
+    [
+        ("constant", {}, {}),
+        ("constant_with_warmup", {"warmup_steps": 4}, {}),
+        ("linear", {"warmup_steps": 4}, {}),
+        ("cosine", {"warmup_ratio": 0.03}, {}),
+        ("cosine_with_min_lr", {"warmup_steps": 4, "min_lr_share": 0.2}, {"min_lr_rate": 0.2}),
+        ("polynomial", {"lr_power": 2.0}, {"power": 2.0, "lr_end": 0.0}),
+        ("inverse_sqrt", {"warmup_steps": 7}, {}),
+        ("warmup_stable_decay", {"warmup_steps": 4, "decay_steps": 30}, {"num_decay_steps": 30}),
+    ],
+)
+def test_rates_are_those_of_transformers_by_the_same_name(tmp_path, name, options, theirs):
+    """The warm-up of transformers begins at 0: its step i + 1 is step i here."""
+    from transformers import get_scheduler
 
-    assert [rate(0), rate(100)] == [1.0, 1.0]
-    assert [rate(step, warmup_steps=4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert [rate(step, "cosine") for step in (0, 50, 100)] == pytest.approx([1.0, 0.55, 0.1])
+    given = options_of(tmp_path, steps=101, schedule=name, **options)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(name, optimizer, given.warmup, 101, scheduler_specific_kwargs=theirs)
+    expected = [scheduler.lr_lambdas[0](step + (step < given.warmup)) for step in range(101)]
+    assert [learning_rate(2.0, step, given) for step in range(101)] == pytest.approx(
+        [2 * x for x in expected]
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"schedule": "cosine", "warmup_steps": 100}, "leaves no step of 100 to the cosine schedule"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "both set the warm-up"),
+        ({"min_lr_share": 0.1}, "constant does not fall"),
+        ({"schedule": "wsd", "warmup_steps": 60, "decay_steps": 50}, "over the run's 100"),
+        ({"schedule": "linear", "decay_steps": 5}, "no stretch of decay"),
+        ({"patience": 2}, "set eval_every"),
+        ({"keep_best": True, "eval_fraction": 0.0}, "nothing is held out"),
+    ],
+)
+def test_options_that_contradict_each_other(tmp_path, given, says):
+    with pytest.raises(InputError, match=says):
+        parse(TrainOptions, {"out": str(tmp_path), **given})

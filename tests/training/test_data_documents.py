@@ -92,8 +92,8 @@ def test_text_without_any_boundary_is_not_held_whole(tmp_path):
     [
         ("a.txt", b"caf\xe9", "not UTF-8"),
         ("a.jsonl", b'{"text": 3}\n', "line 1 has no text"),
-        ("a.jsonl", b'{"text": "fine"}\nnot json\n', "line 2 has no text"),
-        ("a.jsonl", b"[1]\n", "line 1 has no text"),
+        ("a.jsonl", b'{"text": "fine"}\nnot json\n', "line 2 is not JSON"),
+        ("a.jsonl", b"[1]\n", "line 1 is no JSON object"),
     ],
 )
 def test_bad_files_are_refused_by_name(tmp_path, name, content, says):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from tiny_training import Listener, options_for, tiny
 from trainfit.spec.errors import InputError
-from trainfit.training import corpus, durable
+from trainfit.training import durable
 from trainfit.training.corpus import Corpora, open_corpora
 from trainfit.training.loop import train
 from trainfit.training.options import SyntheticData, TextData, TrainOptions
@@ -95,7 +95,10 @@ def test_tokens_that_an_older_version_cut_are_not_trained_on(tmp_path: Path, mon
     tokenizer = plain()
     tokenizer.enable_truncation(40)
     given = options(tmp_path, tokenizer)
-    monkeypatch.setattr(corpus, "load_tokenizer", lambda path: (Tokenizer.from_file(str(path)), ()))
+    monkeypatch.setattr(
+        "trainfit.training.tokenizer.load_tokenizer", lambda path: (Tokenizer.from_file(str(path)), [])
+    )
+    monkeypatch.setattr("trainfit.training.data.cache.key", lambda *_: None)
     cut = opened(tmp_path, given)
     assert cut.index.train.tokens + cut.index.eval.tokens == 41 * len(TEXTS)
     monkeypatch.undo()

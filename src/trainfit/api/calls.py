@@ -16,9 +16,12 @@ from trainfit.catalog.config_notes import random_base_note
 from trainfit.report.console import progress as show_progress
 from trainfit.report.words import assumed
 from trainfit.spec import DEFAULT_GPU
+from trainfit.spec.data import Data
+from trainfit.spec.errors import InputError
 from trainfit.spec.optional import is_installed
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.schedule import ScheduleName
 
 if TYPE_CHECKING:
     from trainfit.prediction.time.calibrated import OwnCalibration
@@ -144,17 +147,24 @@ def train(
     recipe: Source,
     *,
     out: str | os.PathLike[str],
-    steps: int = 100,
+    steps: int | None = None,
+    epochs: float | None = None,
     resume: bool = False,
-    data: str = "stories",
+    data: str | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tokenizer: str | os.PathLike[str] | None = None,
-    eval_fraction: float = 0.05,
+    eval_fraction: float | None = None,
     eval_every: int | None = None,
+    eval_batch: int | None = None,
     save_every: int | None = None,
     keep: int = 2,
-    schedule: Literal["constant", "cosine"] = "constant",
+    keep_best: bool = False,
+    patience: int | None = None,
+    schedule: ScheduleName = "constant",
     warmup_steps: int = 0,
+    warmup_ratio: float = 0.0,
+    min_lr_share: float | None = None,
+    decay_steps: int | None = None,
     deterministic: bool = True,
     tensorboard: bool | None = None,
     peak_flops: float | None = None,
@@ -171,11 +181,18 @@ def train(
     Args:
         recipe, fields: as ``predict`` takes them.
         out: the run's folder: checkpoints, logs, tokenizer.
-        steps: optimizer steps of the whole run.
-        data: ``stories``, ``stories:N``, ``hub:NAME``, a text file or a folder of them.
-        tokenizer: a tokenizer.json; None: one is trained.
+        steps: optimizer steps of the whole run; None: 100, or those of ``epochs`` passes over the data.
+        data: ``stories``, ``stories:N``, ``hub:NAME``, a file or a folder; None: the recipe's ``data.train``.
+        tokenizer: a tokenizer.json, a folder or a name on the Hub; None: the recipe's, else one is trained.
         eval_fraction: share of documents kept for evaluation, every ``eval_every`` steps and at the end.
-        keep: checkpoints kept, written every ``save_every`` steps and at the end.
+            None: the recipe's ``data.eval_share``.
+        eval_batch: sequences of a forward of an evaluation; None: ``batch.micro``.
+        keep: checkpoints kept, written every ``save_every`` steps and at the end; with ``keep_best`` also
+            that of the best evaluation.
+        patience: end after so many evaluations that were no better than the best.
+        schedule: learning-rate schedule, by the Hugging Face Trainer's names, with a linear warm-up of
+            ``warmup_steps`` or a ``warmup_ratio`` of the steps, down to ``min_lr_share`` of the rate;
+            ``decay_steps``: of ``warmup_stable_decay``.
         tensorboard: write event files; None: where TensorBoard is installed.
         peak_flops: the device's dense peak, FLOP/s, for MFU and HFU; None: the catalog's.
         progress: draw a progress bar on standard error.
@@ -187,14 +204,15 @@ def train(
         InputError: as ``predict``, or bad data, a damaged checkpoint, a folder that holds another run.
         OSError: the disk does not take a file.
     """
+    chosen = wanted(recipe, fields, stacklevel=3)
     options = train_options(
-        data, out=os.fspath(out), steps=steps, resume=resume, device=device, eval_fraction=eval_fraction,
-        tokenizer=None if tokenizer is None else os.fspath(tokenizer), eval_every=eval_every,
-        save_every=save_every,
-        keep=keep, schedule=schedule, warmup_steps=warmup_steps, deterministic=deterministic,
+        data, chosen.data, out=os.fspath(out), steps=steps, epochs=epochs, resume=resume, device=device,
+        eval_fraction=eval_fraction, tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+        eval_every=eval_every, eval_batch=eval_batch, save_every=save_every, keep=keep, keep_best=keep_best,
+        patience=patience, schedule=schedule, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio,
+        min_lr_share=min_lr_share, decay_steps=decay_steps, deterministic=deterministic,
         tensorboard=is_installed("tensorboard") if tensorboard is None else tensorboard,
     )  # fmt: skip
-    chosen = wanted(recipe, fields, stacklevel=3)
     with errors_name(recipe, fields):
         built, notes = planned(chosen, device)
         notes += (*random_base_note(chosen), *unread_weights(recipe, chosen))
@@ -203,11 +221,27 @@ def train(
         )
 
 
-def train_options(data: str, **fields: Any) -> "TrainOptions":
-    """Return a run's options, checked; ``data`` as the command line writes it."""
-    from trainfit.training.options import TrainOptions, data_from
+def train_options(data: str | None, section: Data, **fields: Any) -> "TrainOptions":
+    """Return a run's options, checked.
 
-    return parse(TrainOptions, {**fields, "data": data_from(data).model_dump()})
+    Args:
+        data: as the command line writes it, in place of the section's ``train``.
+        section: the recipe's ``data``, for what is not given.
+        fields: of TrainOptions; None: the section's, or the default.
+
+    Raises:
+        InputError: options that contradict each other, or no such data.
+    """
+    from trainfit.training.options import TrainOptions, sources
+
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "steps" in given and "epochs" in given:
+        raise InputError("steps and epochs both set the run's length", "keep one of them", field="epochs")
+    more = {
+        "eval_fraction": section.eval_share, "tokenizer": section.tokenizer,
+        "chat_template": section.chat_template,
+    }  # fmt: skip
+    return parse(TrainOptions, {**more, **sources(section, data), **given})
 
 
 def train_built(
@@ -239,7 +273,8 @@ def train_built(
         if not force and flops is not None:  # The FLOPs are unknown in a process that already is a rank.
             from trainfit.verification.this_machine import check_memory
 
-            check_memory(built, options.device, deterministic=options.deterministic)
+            sequences = options.eval_batch if options.evaluates else None
+            check_memory(built, options.device, deterministic=options.deterministic, evaluates=sequences)
     bar = ProgressBar() if progress else None
     log = JsonlLog() if bar is None else JsonlLog(bar.note)
     boards = [TensorBoard()] if options.tensorboard else []
@@ -254,13 +289,19 @@ def training_flops(built: Recipe, options: "TrainOptions", peak_flops: float | N
     """
     import torch.distributed as dist
 
+    from trainfit.api.data_plan import predicted_run
     from trainfit.api.flops import step_flops
     from trainfit.training.observer import StepFlops
 
     if dist.is_available() and dist.is_initialized():
         return None
     model, hardware, peak = step_flops(built, options.device, peak_flops, deterministic=options.deterministic)
-    return StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
+    return StepFlops(
+        model_flops=model,
+        hardware_flops=hardware,
+        peak_flops_per_s=peak,
+        predicted=predicted_run(built, options),
+    )
 
 
 def trace(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Context, Option
+from typer import BadParameter, Context, Option
 
 from trainfit.cli import options
 from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, at_most, finite, share
@@ -19,9 +19,24 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
 
 OUT_HELP = "The run's folder: checkpoints, logs, tokenizer."
-DATA_HELP = "stories, stories:N (synthetic text), hub:NAME, a text file or a folder of them."
+DATA_HELP = (
+    "stories, stories:N (synthetic text), hub:NAME, a text, JSONL or Parquet file, or a folder. Default: the "
+    "recipe's data.train, else stories."
+)
+TOKENIZER_HELP = "A tokenizer.json, a folder or a name on the Hub; default: the recipe's, else train one."
+FRACTION_HELP = "Share of documents held out; default: the recipe's data.eval_share, 5%."
+EVAL_BATCH_HELP = "Sequences of a forward of an evaluation; default: batch.micro."
+BEST_HELP = "Save after each best evaluation, and keep that checkpoint too."
+PATIENCE_HELP = "End after N evaluations that were no better."
+SCHEDULE_HELP = (
+    "constant, constant_with_warmup, linear, cosine, cosine_with_min_lr, polynomial, inverse_sqrt or "
+    "warmup_stable_decay (wsd)."
+)
+DRY_HELP = "Print what the data comes to, its time and cost; train nothing."
 DETERMINISTIC_HELP = "On CUDA: kernels that repeat bit by bit, as resume needs."
 TENSORBOARD_HELP = "Write event files; default: if TensorBoard is installed."
+STEPS_HELP = "Optimizer steps of the whole run; default: 100, or those of --epochs."
+EPOCHS_HELP = "Passes over the data, in place of --steps."
 SAVE_HELP = "Default: at the end, or when stopped."
 NO_EVENT_FILES = (
     "no event files: TensorBoard is not installed; pip install 'trainfit[tensorboard]', or --no-tensorboard"
@@ -36,25 +51,30 @@ HANG_HELP = "Several GPUs: end the run after this time without progress."
 def run(
     context: Context,
     recipe: RecipeArgument,
-    out: Annotated[Path, Option(metavar="FOLDER", help=OUT_HELP)],
+    out: Annotated[Path | None, Option(metavar="FOLDER", help=OUT_HELP)] = None,
     settings: Settings = None,
     gpus: Annotated[
         int | None, Option("--gpus", "--count", min=1, callback=at_most, metavar="N", help=GPUS_HELP)
     ] = None,
     steps: Annotated[
-        int, Option(min=1, callback=at_most, metavar="N", help="Optimizer steps of the whole run.")
-    ] = 100,
-    resume: Annotated[bool, Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
-    data: Annotated[str, Option("--data", metavar="DATA", help=DATA_HELP)] = "stories",
-    device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where to train.")] = "auto",
-    tokenizer: Annotated[
-        Path | None, Option(metavar="FILE", help="A tokenizer.json; default: train one.")
+        int | None,
+        Option("--steps", "--max-steps", min=1, callback=at_most, metavar="N", help=STEPS_HELP),
     ] = None,
-    eval_fraction: Annotated[
-        float, Option(parser=share, metavar="SHARE", help="Share of documents held out.")
-    ] = 0.05,
+    epochs: Annotated[
+        float | None,
+        Option("--epochs", "--num-train-epochs", min=1e-6, callback=finite, metavar="N", help=EPOCHS_HELP),
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help=DRY_HELP)] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
+    data: Annotated[str | None, Option("--data", metavar="DATA", help=DATA_HELP)] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="Where to train.")] = "auto",
+    tokenizer: Annotated[str | None, Option(metavar="NAME", help=TOKENIZER_HELP)] = None,
+    eval_fraction: Annotated[float | None, Option(parser=share, metavar="SHARE", help=FRACTION_HELP)] = None,
     eval_every: Annotated[
         int | None, Option(min=1, callback=at_most, metavar="STEPS", help="Default: only at the end.")
+    ] = None,
+    eval_batch: Annotated[
+        int | None, Option(min=1, callback=at_most, metavar="B", help=EVAL_BATCH_HELP)
     ] = None,
     save_every: Annotated[
         int | None, Option(min=1, callback=at_most, metavar="STEPS", help=SAVE_HELP)
@@ -62,10 +82,23 @@ def run(
     keep_last: Annotated[
         int, Option("--keep", min=1, callback=at_most, metavar="N", help="Checkpoints kept.")
     ] = 2,
-    schedule: Annotated[Literal["constant", "cosine"], Option(help="Learning rate schedule.")] = "constant",
+    keep_best: Annotated[bool, Option("--keep-best", help=BEST_HELP)] = False,
+    patience: Annotated[int | None, Option(min=1, callback=at_most, metavar="N", help=PATIENCE_HELP)] = None,
+    schedule: Annotated[
+        str, Option("--schedule", "--lr-scheduler-type", metavar="NAME", help=SCHEDULE_HELP)
+    ] = "constant",
     warmup_steps: Annotated[
         int, Option(min=0, callback=at_most, metavar="N", help="Steps of linear warm-up.")
     ] = 0,
+    warmup_ratio: Annotated[
+        float, Option(parser=share, metavar="SHARE", help="Warm-up as a share of the steps.")
+    ] = 0.0,
+    min_lr_share: Annotated[
+        float | None, Option(parser=share, metavar="SHARE", help="Last rate of a decay; default: 0.")
+    ] = None,
+    decay_steps: Annotated[
+        int | None, Option(min=1, callback=at_most, metavar="N", help="Of warmup_stable_decay.")
+    ] = None,
     clip_norm: Annotated[float | None, Option(metavar="NORM", help="Sets optimizer.clip_norm.")] = None,
     deterministic: Annotated[bool, Option(help=DETERMINISTIC_HELP)] = True,
     tensorboard: Annotated[
@@ -81,26 +114,33 @@ def run(
     from trainfit.training.ranks.launch import end_with_launcher, is_launched
 
     end_with_launcher()
+    if out is None and not dry_run:
+        raise BadParameter("--out is missing: name a folder for the run, or add --dry-run")
+    out = out or Path("(none)")
     if clip_norm is not None:
         settings = [*(settings or []), f"optimizer.clip_norm={clip_norm}"]
     if gpus is not None:
         settings = _with_count(recipe, settings, gpus)
-        if gpus > 1 and not is_launched():
+        if gpus > 1 and not is_launched() and not dry_run:
             check = None if force else lambda: _check_memory(recipe, settings, device, deterministic)
             return _launch(context.obj, gpus, device, out, check)
     given: dict[str, Any] = {
-        "out": str(out), "steps": steps, "resume": resume, "device": device,
-        "tokenizer": tokenizer and str(tokenizer), "eval_fraction": eval_fraction, "eval_every": eval_every,
-        "save_every": save_every, "keep": keep_last, "schedule": schedule, "warmup_steps": warmup_steps,
+        "out": str(out), "steps": steps, "epochs": epochs, "resume": resume, "device": device,
+        "tokenizer": tokenizer, "eval_fraction": eval_fraction, "eval_every": eval_every,
+        "eval_batch": eval_batch, "save_every": save_every, "keep": keep_last, "keep_best": keep_best,
+        "patience": patience, "schedule": schedule, "warmup_steps": warmup_steps,
+        "warmup_ratio": warmup_ratio, "min_lr_share": min_lr_share, "decay_steps": decay_steps,
         "deterministic": deterministic, "tensorboard": tensorboard, "hang_timeout_s": hang_timeout,
     }  # fmt: skip
+    if dry_run:
+        return _dry_run(recipe, settings, data, given, json=json)
     return _train(recipe, settings, data, given, peak_flops, record, json=json, force=force)
 
 
 def _train(
     recipe: str,
     settings: list[str] | None,
-    data: str,
+    data: str | None,
     given: dict[str, Any],
     peak_flops: float | None,
     record: Path | None,
@@ -127,7 +167,7 @@ def _train(
     with one_report():
         requested, recipe_notes = read(recipe, settings or [])
         options.print_notes(f"note: {note}" for note in recipe_notes if first)
-        wanted = train_options(data, **given)
+        wanted = train_options(data, requested.data, **given)
     record = record if first else None
     out = Path(given["out"])
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):
@@ -142,6 +182,30 @@ def _train(
             return summary.exit_code
     _print(built, summary, record, json=json)
     return summary.exit_code
+
+
+def _dry_run(
+    recipe: str, settings: list[str] | None, data: str | None, given: dict[str, Any], *, json: bool
+) -> int:
+    """Print what the data comes to, and what an epoch and the run take as predicted."""
+    from trainfit.api.calls import train_options
+    from trainfit.api.data_plan import data_plan
+    from trainfit.api.planned import planned
+    from trainfit.report.console import progress
+
+    given = given | {"tensorboard": False}
+    with options.work(recipe, settings, json=json, record=None):
+        requested = options.read_recipe(recipe, settings)
+        wanted = train_options(data, requested.data, **given)
+        built, notes = planned(requested, given["device"])
+        options.print_notes(notes)
+        with progress(f"reading the data, and predicting a step of {requested.model.display_name}"):
+            found = data_plan(built, wanted)
+    if json:
+        options.print_json(found)
+    else:
+        say(found.text())
+    return 0
 
 
 def _print(recipe: "Recipe", summary: "TrainingRun", record: Path | None, *, json: bool) -> None:

@@ -21,25 +21,34 @@ if TYPE_CHECKING:
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-Source = Callable[[int], "torch.Tensor"]
+Source = Callable[[int], "dict[str, torch.Tensor]"]
 """Returns all sequences of a step (from 0), int64 [accumulate * micro, s], on the CPU.
 
-It is pickled for the workers where processes do not fork.
+``input_ids``; ``labels``, if they differ; ``position_ids``, if documents are kept apart; ``weight`` float64
+[accumulate * micro], if the sequences' labels differ in number. It is pickled for the workers where processes
+do not fork.
 """
 
 
-def random_tokens(vocabulary: int, sequences: int, seq: int, seed: int, step: int) -> torch.Tensor:
-    """Return uniform token ids, equal for equal seed and step number on every machine."""
+def random_tokens(
+    vocabulary: int, sequences: int, seq: int, seed: int, step: int, *, positions: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return uniform token ids, equal for equal seed and step number on every machine.
+
+    Args:
+        positions: with position ids, of one document a sequence.
+    """
     import torch
 
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    return torch.randint(vocabulary, (sequences, seq), generator=generator)
+    found = {"input_ids": torch.randint(vocabulary, (sequences, seq), generator=generator)}
+    return found | ({"position_ids": torch.arange(seq).repeat(sequences, 1)} if positions else {})
 
 
 class Feed:
     """Iterator over the micro-batches of one step after another, on the device.
 
-    Each micro-batch has ``input_ids`` and ``labels``, int64 [b, s]. Leaving its context ends the workers.
+    Each micro-batch is a ``step.Batch``. Leaving its context ends the workers.
     """
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device, steps: range):
@@ -72,10 +81,20 @@ class Feed:
         return self
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
+        """Return the next step's micro-batches."""
         batches: list[dict[str, torch.Tensor]] = []
-        for part in next(self._sequences).split(self._micro):
-            ids_bs = part.to(self._device, non_blocking=self._pinned, copy=True)
-            batches.append({"input_ids": ids_bs, "labels": ids_bs.clone()})
+        whole = next(self._sequences)
+        weight = whole.pop("weight", None)
+        parts = {name: tensor.split(self._micro) for name, tensor in whole.items()}
+        for number in range(len(parts["input_ids"])):
+            batch = {
+                name: part[number].to(self._device, non_blocking=self._pinned, copy=True)
+                for name, part in parts.items()
+            }
+            batch.setdefault("labels", batch["input_ids"].clone())
+            if weight is not None:
+                batch["weight"] = weight.split(self._micro)[number].mean()
+            batches.append(batch)
         return batches
 
     def __enter__(self) -> Feed:
@@ -98,7 +117,7 @@ class _Steps:
 
     source: Source
 
-    def __getitem__(self, step: int) -> torch.Tensor:
+    def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
         return self.source(step)
 
 
@@ -117,7 +136,9 @@ def measured_batches(step: Step, num_steps: int) -> Iterator[Callable[[], list[B
         yield lambda: batches
         return
     sequences = recipe.batch.micro * recipe.batch.accumulate
-    source = partial(random_tokens, vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed)
+    apart = recipe.data.pack == "documents"
+    arguments = vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed
+    source = partial(random_tokens, *arguments, positions=apart)
     with Feed(recipe, source, step.device, range(num_steps)) as feed:
         yield feed.__next__
 

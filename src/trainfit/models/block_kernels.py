@@ -52,7 +52,7 @@ class KernelAttention(Attention):
     """Attention that rotates queries and keys in one kernel."""
 
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos[:, 0], sin[:, 0])
+        q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos.squeeze(-2), sin.squeeze(-2))
         return q.transpose(1, 2), k.transpose(1, 2)
 
 

@@ -23,7 +23,7 @@ class LanguageHead(NamedTuple):
     softcap: float | None = None
 
     def hidden(self, input_ids: Tensor, **positions: Tensor) -> Tensor:
-        """Return the input of ``layer``, [b, s, e]; ``positions``: position_ids [1, s] if not 0 to s - 1."""
+        """Return the input of ``layer``, [b, s, e]; ``positions``: position_ids if not 0 to s - 1."""
         out: Any = self.body(input_ids=input_ids, **positions)
         return out if isinstance(out, Tensor) else out.last_hidden_state
 

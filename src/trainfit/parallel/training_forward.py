@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainfit.models.packed import model_inputs
+
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
@@ -28,4 +30,4 @@ class TrainingForward(nn.Module):
         loss = loss or self.loss
         if loss is not None:
             return loss(self.model, batch)
-        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        return self.model(**model_inputs(batch), labels=batch["labels"]).loss

@@ -29,8 +29,9 @@ NOT_OF_AN_ESTIMATE = (
 NOT_OF_A_LEDGER = (
     *NOT_OF_AN_ESTIMATE, "catalog/calibrations/", "catalog/rates.", "flops/", "planning/", "user/",
     "prediction/bounds.py", "prediction/communication.py", "prediction/device_overhead.py",
-    "prediction/estimate.py", "prediction/evaluation_code.py", "prediction/pipeline/",
-    "prediction/machine.py", "prediction/predict.py", "prediction/time/", "prediction/user_step.py",
+    "prediction/estimate.py", "prediction/evaluation.py", "prediction/evaluation_code.py",
+    "prediction/pipeline/", "prediction/machine.py", "prediction/predict.py", "prediction/time/",
+    "prediction/user_step.py",
 )  # fmt: skip
 """Sources that no ledger depends on."""
 MAX_LEDGERS = 500
@@ -44,6 +45,7 @@ def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = No
     content = recipe.content()
     del content["seed"], content["hardware"]["price_per_hour"]
     del content["model"]["name"], content["model"]["weights"]
+    content["data"] = content["data"]["pack"]
     libraries = {name: installed_version(name) for name in LIBRARIES}
     parts = [content, deterministic, code_version(), libraries, outside_version(), *(stage or ())]
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]

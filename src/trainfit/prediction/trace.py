@@ -48,6 +48,8 @@ DETERMINISTIC = (
     "what other operations sort for it (experts' sums, for one) is not"
 )
 
+EVALUATION = "evaluation"
+"""Name of the step that is a forward without gradients."""
 PROGRAM_MARGIN = 2, 4
 """Layers before the first and after the last of the three that are compared, in a model compiled whole. The
 first layers to run find no buffers to reuse: of a backward two, or four, as in 6 of 13 recipes."""
@@ -67,6 +69,7 @@ def trace(
     shorten: bool = False,
     deterministic: bool = False,
     stage: Stage | None = None,
+    evaluates: int = 0,
 ) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
@@ -77,17 +80,22 @@ def trace(
             enough to compare recipes; not where they differ much.
         deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
         stage: the stage of the recipe's pipeline that is traced, one micro-batch after the other.
+        evaluates: sequences of a forward without gradients after the steps, in a segment of its own; 0: none.
+
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     gpu = gpu or find_gpu(recipe.hardware.gpu)
     with exclusive():
-        return _traced(recipe, gpu, stage, whole=whole, shorten=shorten, deterministic=deterministic)
+        return _traced(
+            recipe, gpu, stage, whole=whole, shorten=shorten, deterministic=deterministic, evaluates=evaluates
+        )
 
 
 def _traced(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, shorten: bool, deterministic: bool
-) -> Ledger:
+    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, shorten: bool, deterministic: bool,
+    evaluates: int,
+) -> Ledger:  # fmt: skip
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
@@ -98,9 +106,9 @@ def _traced(
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
             if whole:
-                ledger = _trace(recipe, gpu, stage, whole=True)
+                ledger = _trace(recipe, gpu, stage, whole=True, evaluates=evaluates)
             else:
-                ledger = _shortened(recipe, gpu, stage, shorten=shorten)
+                ledger = _shortened(recipe, gpu, stage, shorten=shorten, evaluates=evaluates)
         except InputError:
             raise
         except Exception as error:
@@ -124,7 +132,7 @@ def _unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-def _shortened(recipe: Recipe, gpu: Gpu, stage: Stage | None, *, shorten: bool) -> Ledger:
+def _shortened(recipe: Recipe, gpu: Gpu, stage: Stage | None, *, shorten: bool, evaluates: int) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
     reason = ", ".join(
         f"technique {one.name} makes equal layers act differently" for one in _tracing_whole(recipe)
@@ -132,12 +140,12 @@ def _shortened(recipe: Recipe, gpu: Gpu, stage: Stage | None, *, shorten: bool) 
     if not reason or (shorten and _may_shorten(recipe)):
         margin = PROGRAM_MARGIN if recipe.compile == "model" else (0, 0)
         try:
-            ledger = _trace(recipe, gpu, stage, whole=False, margin=margin)
+            ledger = _trace(recipe, gpu, stage, whole=False, margin=margin, evaluates=evaluates)
             ledger.expand()
             return ledger
         except RepeatError as error:
             reason = f"layers that look alike are not: {error}"
-    ledger = _trace(recipe, gpu, stage, whole=True)
+    ledger = _trace(recipe, gpu, stage, whole=True, evaluates=evaluates)
     ledger.traced_whole = reason
     return ledger
 
@@ -189,10 +197,14 @@ _kept: dict[str, frozenset[int]] = {}
 
 
 def _trace(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None = None, *, whole: bool, margin: tuple[int, int] = (0, 0)
-) -> Ledger:
+    recipe: Recipe, gpu: Gpu, stage: Stage | None = None, *, whole: bool, margin: tuple[int, int] = (0, 0),
+    evaluates: int = 0,
+) -> Ledger:  # fmt: skip
+    def blocks() -> Ledger:
+        return _trace_blocks(recipe, gpu, stage, whole=whole, margin=margin, evaluates=evaluates)
+
     if whole:
-        return _trace_blocks(recipe, gpu, stage, whole=True, margin=margin)
+        return blocks()
     content = recipe.content()
     for name in ("batch", "loss", "optimizer", "seed"):
         del content[name]
@@ -209,25 +221,27 @@ def _trace(
 
     try:
         with few_blocks(is_kept):
-            return _trace_blocks(recipe, gpu, stage, whole=False, margin=margin)
+            return blocks()
     except OutlinesLeftError as left:
         numbers = _kept[structure] = left.numbers
     with few_blocks(is_kept):
-        return _trace_blocks(recipe, gpu, stage, whole=False, margin=margin)
+        return blocks()
 
 
 def _trace_blocks(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int]
+    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int], evaluates: int
 ) -> Ledger:
+    options = {"whole": whole, "margin": margin, "evaluates": evaluates}
     try:
-        return _trace_once(recipe, gpu, stage, whole=whole, margin=margin, lowers_ahead=True)
+        return _trace_once(recipe, gpu, stage, **options, lowers_ahead=True)
     except OtherStridesError:
-        return _trace_once(recipe, gpu, stage, whole=whole, margin=margin, lowers_ahead=False)
+        return _trace_once(recipe, gpu, stage, **options, lowers_ahead=False)
 
 
 def _trace_once(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
-) -> Ledger:
+    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int], evaluates: int,
+    lowers_ahead: bool,
+) -> Ledger:  # fmt: skip
     with gpu_of(recipe, gpu) as (virtual, ranks):
         virtual.compiler.lowers_ahead = lowers_ahead
         layers = _TracedLayers(recipe, virtual)
@@ -254,6 +268,8 @@ def _trace_once(
         freeze_more()
         with paused_gc():
             run_steps(step, virtual)
+            if evaluates:
+                run_evaluation(step, virtual, evaluates)
         if not whole:
             virtual.compiler.check_layers()
         ledger = virtual.finish()
@@ -350,6 +366,18 @@ def run_steps(step: Step, virtual: VirtualGpu) -> None:
             virtual.own_state(optimizer)
         for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
             virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
+
+
+def run_evaluation(step: Step, virtual: VirtualGpu, sequences: int) -> None:
+    """Run a forward without gradients, in the segments of step ``EVALUATION``."""
+    gc.collect()
+    virtual.begin(EVALUATION, "data")
+    batch = step.random_batches(sequences=sequences)[0]
+    virtual.begin(EVALUATION, "forward")
+    step.model.eval()
+    with torch.no_grad():
+        step.cross_entropy(batch)
+    step.model.train()
 
 
 def _own_sharded_gradients(step: Step, virtual: VirtualGpu) -> None:

@@ -5,11 +5,12 @@ Frozen and strict. Its id is a hash of what differs from the defaults: equal rec
 
 import importlib
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from trainfit.spec import DEFAULT_GPU
+from trainfit.spec.data import Data
 from trainfit.spec.outside import Extensible
 from trainfit.spec.quantize import Quantize, Quantized
 from trainfit.spec.recompute import BudgetGib, Recompute
@@ -32,6 +33,9 @@ zero1: torch's DDP with a sharded optimizer."""
 
 Schedule = Literal["1f1b", "interleaved", "gpipe"]
 """Order of a pipeline's forwards and backwards (``spec.pipeline``)."""
+
+NoDecay = Literal["norms", "biases", "embeddings"]
+NO_DECAY: tuple[NoDecay, ...] = get_args(NoDecay)
 
 MAX_MICRO_BATCH_TOKENS = 2**32
 """Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
@@ -130,6 +134,8 @@ class Optimizer(Value):
         in_backward: update each weight as soon as its gradient is complete (True), or each block's together.
         stochastic_rounding: round bf16 weights up or down at random, in proportion to the part cut off.
         clip_norm: the largest norm of all gradients together.
+        no_decay: kinds of weights without weight decay, in a group of their own. ``[norms, biases]`` is the
+            rule of the Hugging Face Trainer.
     """
 
     name: Annotated[OptimizerName, Extensible("optimizer.name")] = "adamw"
@@ -140,6 +146,16 @@ class Optimizer(Value):
     in_backward: Literal[False, True, "block"] = False
     stochastic_rounding: bool = False
     clip_norm: Annotated[float, Field(gt=0)] | None = None
+    no_decay: tuple[NoDecay, ...] = ()
+
+    @field_validator("no_decay", mode="before")
+    @classmethod
+    def _in_one_order(cls, kinds: Any) -> Any:
+        if isinstance(kinds, str):
+            kinds = [kinds]
+        if isinstance(kinds, list | tuple) and set(map(str, kinds)) <= set(NO_DECAY):
+            return tuple(kind for kind in NO_DECAY if kind in kinds)
+        return tuple(kinds) if isinstance(kinds, list) else kinds
 
     @model_validator(mode="before")
     @classmethod
@@ -299,6 +315,7 @@ class Recipe(Value):
     quantize: Quantize | None = None
     offload: Offload = Offload()
     loader: Loader = Loader()
+    data: Data = Data()
     empty_cache_every: PositiveInt | None = None
     """Give the allocator's unused memory back to the driver after every so many steps."""
     parallel: Parallel = Parallel()

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.recipe import Parallel, Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome, WhichPeak
+from trainfit.spec.schedule import ScheduleField
 from trainfit.spec.value import Count, FromPercent, PositiveInt, Value, disagreement
 
 Part = Literal["predict", "measure", "train"]
@@ -38,7 +39,7 @@ class TrainPart(Value):
     eval_fraction: Annotated[float, Field(gt=0, le=0.5), FromPercent] = 0.05
     eval_sequences: PositiveInt = 64
     eval_every: PositiveInt | None = None
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: ScheduleField = "constant"
     warmup_steps: Count = 0
     deterministic: bool = False
     """On CUDA, kernels that repeat bit by bit: slower and larger than those predicted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainfit.catalog.names import CPU
 
@@ -54,9 +54,12 @@ class Draft:
     """Entered around every forward, the first outermost."""
     around_backward: list[ContextFactory] = field(default_factory=list)
     """Entered around every backward, where recomputation runs forward code again."""
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    make_optimizer: Callable[[list[Any]], torch.optim.Optimizer] | None = None
+    """Takes parameters, or groups of them as mappings."""
     kinds: Callable[[list[nn.Parameter]], list[list[nn.Parameter]]] = lambda parameters: [parameters]
     """Splits parameters into the groups for which ``make_optimizer`` is called separately."""
+    groups: Callable[[list[nn.Parameter]], list[Any]] = lambda parameters: parameters
+    """Splits the parameters of one optimizer into groups with settings of their own."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     steps_in_backward: bool = False  # The optimizers run in backward hooks; the step does not call them
     loss: LossFunction | None = None  # None: the model's own
@@ -73,6 +76,7 @@ class Draft:
     """Values measured in the last update, by name ([] fp32, on the device)."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
+    packs_documents: bool = False  # Batches have position ids that begin anew with each document
     mesh: DeviceMesh | None = None  # The ranks, with the dimensions of recipe.mesh; None: one rank
     cluster: Cluster = field(default_factory=_real_cluster)
     """Operations between the ranks other than collectives."""
@@ -107,4 +111,11 @@ class Draft:
     def optimizers_for(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         """Return new optimizers that update these parameters, each once."""
         assert self.make_optimizer is not None, "a technique that covers optimizer.name sets make_optimizer"
-        return [self.make_optimizer(part) for part in self.kinds(parameters) if part]
+        return [self.make_optimizer(self.groups(part)) for part in self.kinds(parameters) if part]
+
+
+def in_groups(parameters: list[Any]) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer's argument, which may be groups of them."""
+    return [
+        parameter for one in parameters for parameter in (one["params"] if isinstance(one, dict) else (one,))
+    ]

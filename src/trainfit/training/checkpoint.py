@@ -25,9 +25,9 @@ from trainfit.spec.files import writing
 from trainfit.spec.parsing.parse import parse
 from trainfit.step import Step
 from trainfit.training import durable, shards, state
-from trainfit.training.folder import RUN, existing
+from trainfit.training.folder import RUN, existing, name_of
 from trainfit.training.ranks.exchange import Ranks
-from trainfit.training.saved_state import SavedState, check_scaler
+from trainfit.training.saved_state import Best, SavedState, check_scaler
 
 SHARD_BYTES = 4 * 2**30
 """Largest file: safetensors copies the tensors of one file to host memory to write them."""
@@ -36,41 +36,47 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done, and the last loss."""
+    """Steps done, the last loss, and the best evaluation."""
 
     step: int
     loss: float | None
+    best: Best | None = None
 
 
 ALONE = Ranks(None, torch.device("cpu"))  # One process
 
 
 def save(
-    folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, keep: int, ranks: Ranks = ALONE
-) -> Path:
+    folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, keep: int, ranks: Ranks = ALONE,
+    best: int | None = None,
+) -> Path:  # fmt: skip
     """Write the checkpoint of ``progress.step`` into ``folder``, then remove all but the newest ``keep``.
+
+    Args:
+        best: the step whose checkpoint is kept beside them.
 
     Raises:
         FileExistsError: it exists; checkpoints are never overwritten.
         OSError: the disk is full or failed; nothing half-written remains.
     """
-    path = folder / f"step-{progress.step:08d}"
+    path = folder / name_of(progress.step)
     model, shared = state.model_shards(step) if ranks.several else state.model_tensors(step)
     optimizer, optimizer_plain = state.optimizer_state(step)
     generators, generators_plain = state.random_state(step.device)
     scaler = None if step.scaler is None else step.scaler.state_dict()
     plain = {"step": progress.step, "loss": progress.loss, "shared": shared, "scaler": scaler}
+    plain |= {"best": progress.best and progress.best.model_dump()}
     if ranks.several:
         tensors = _prefixed("model", model) | _prefixed("optimizer", optimizer)
         _save_shards(path, tensors, optimizer_plain, (generators, generators_plain), plain, run, ranks)
-        ranks.on_first(lambda: _remove_old(folder, keep))
+        ranks.on_first(lambda: _remove_old(folder, keep, best))
         return path
     with durable.new_folder(path) as work:
         _write(work, "model", model)
         _write(work, "optimizer", optimizer)
         plain |= {"optimizer": optimizer_plain, "random": generators_plain}
         _write_rest(work, generators, plain, run)
-    _remove_old(folder, keep)
+    _remove_old(folder, keep, best)
     return path
 
 
@@ -82,9 +88,10 @@ def _write_rest(
     durable.write_json(work / RUN, run)
 
 
-def _remove_old(folder: Path, keep: int) -> None:
+def _remove_old(folder: Path, keep: int, best: int | None) -> None:
     for old in existing(folder)[:-keep]:
-        durable.remove_folder(old)
+        if old.name != name_of(best):
+            durable.remove_folder(old)
 
 
 def _prefixed(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +178,7 @@ def _load(path: Path, step: Step, ranks: Ranks) -> Progress:
     if step.scaler is not None and plain.scaler is not None:
         step.scaler.load_state_dict(plain.scaler)
     _load_random(path, plain, step, ranks)
-    return Progress(plain.step, plain.loss)
+    return Progress(plain.step, plain.loss, plain.best)
 
 
 def _load_random(path: Path, plain: SavedState, step: Step, ranks: Ranks) -> None:

@@ -1,36 +1,44 @@
-"""Stream the documents of a data source, and split them into training and evaluation. Free of torch."""
+"""Stream the records of a data source, and split them into training and evaluation. Free of torch."""
 
 import hashlib
 import io
-import json
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
-from trainfit.spec.optional import optional
-from trainfit.spec.parsing.plain_data import LONE_SURROGATE
-from trainfit.training.options import SYNTHETIC, TEXT_SUFFIXES, DataSpec, HubData, SyntheticData, TextData
+from trainfit.training.data.records import Layout, Record, Text, layout_of
+from trainfit.training.data.rows import Placed, rows_of_file, rows_of_hub
+from trainfit.training.options import ROW_SUFFIXES, TEXT_SUFFIXES, DataSpec, HubData, SyntheticData, TextData
 from trainfit.training.synthetic import synthetic_text
 
 END_OF_TEXT = "<|endoftext|>"
 READ_CHARS = 1 << 20
 DOCUMENT_CHARS = 2_000  # A file without separators is cut at the first blank line after this many characters
-MAX_LINE_CHARS = 2**28  # Longest line of a .jsonl file, which is read whole
 MAX_DOCUMENT_CHARS = 1 << 20  # Longer documents are cut, so that a file without boundaries is not read whole
+READERS = {"jsonl": ".jsonl", "parquet": ".parquet", "text": ".txt"}
+"""A format that names how a file is read -> the suffix whose files are read so."""
 
 
 def documents(data: DataSpec) -> Iterator[str]:
-    """Yield every non-empty document, in an order that depends on ``data`` alone.
+    """Yield the text of every non-empty record, in an order that depends on ``data`` alone.
 
     Raises:
         InputError: no text, not UTF-8, or a dataset that cannot be read.
     """
+    return (record.plain for record in records(data))
+
+
+def records(data: DataSpec) -> Iterator[Record]:
+    """Yield every non-empty record, in an order that depends on ``data`` alone; raises as ``documents``."""
     if isinstance(data, SyntheticData):
-        return (synthetic_text(data.seed, index).text for index in range(data.num_documents))
-    return _from_path(data) if isinstance(data, TextData) else _from_hub(data)
+        return (Text(synthetic_text(data.seed, index).text) for index in range(data.num_documents))
+    if isinstance(data, HubData):
+        return _of_rows(rows_of_hub(data), "", data)
+    return islice(_from_path(data), data.max_documents)
 
 
 def for_evaluation(document: str, fraction: float) -> bool:
@@ -42,6 +50,12 @@ def for_evaluation(document: str, fraction: float) -> bool:
 def fingerprint(data: DataSpec) -> dict[str, Any]:
     """Identify the data without reading it: files by their names and sizes."""
     content = data.model_dump(mode="json")
+    # Fields that older versions did not have.
+    for name in ("format",) if isinstance(data, HubData) else ("format", "column", "max_documents"):
+        if content.get(name, data) is None:
+            del content[name]
+    if isinstance(data, HubData):
+        content["column"] = data.column or "text"
     if isinstance(data, TextData):
         root = Path(data.path)
         del content["path"]  # The run's folder may move with its data.
@@ -72,15 +86,39 @@ def text_files(root: Path) -> list[Path]:
     return found
 
 
-def _from_path(data: TextData) -> Iterator[str]:
+def _from_path(data: TextData) -> Iterator[Record]:
     for path in text_files(Path(data.path)):
+        suffix = READERS.get(data.format or "", path.suffix.lower())
+        if suffix == ".parquet" or path.suffix.lower() == ".parquet":
+            _refuse_another_reader(path, suffix)
+        if suffix in ROW_SUFFIXES or data.format == "chat":
+            yield from _of_rows(rows_of_file(path), str(path), data)
+            continue
         try:
-            with io.TextIOWrapper(files.open_regular(path), encoding="utf-8") as file:
-                is_json = path.suffix.lower() == ".jsonl"
-                pieces = _json_lines(file, path) if is_json else _pieces(file, data.separator)
-                yield from (piece.strip() for piece in pieces if piece.strip())
+            with io.TextIOWrapper(files.open_regular(path), encoding="utf-8-sig") as file:
+                pieces = _pieces(file, data.separator)
+                yield from (Text(piece.strip()) for piece in pieces if piece.strip())
         except UnicodeDecodeError as error:
             raise InputError(f"not UTF-8 text ({error.reason})", "save it as UTF-8", file=str(path)) from None
+
+
+def _refuse_another_reader(path: Path, suffix: str) -> None:
+    if path.suffix.lower() != suffix:
+        problem = f"{path.name} is not read as {suffix.lstrip('.')}"
+        raise InputError(problem, "leave data.format out, or name other files", field="data.format")
+
+
+def _of_rows(rows: Iterator[Placed], file: str, data: TextData | HubData) -> Iterator[Record]:
+    """Yield the records of rows, which all have the columns of the first."""
+    layout: Layout | None = None
+    for place, row in rows:
+        if layout is None:
+            layout = layout_of(row, place, file, chat=data.format == "chat", column=data.column)
+        record = layout.record(row, place, file)
+        if isinstance(record, Text) and len(record.text) > MAX_DOCUMENT_CHARS:
+            yield from (Text(piece, place) for piece in _at_most(record.text))
+        elif record is not None:
+            yield record
 
 
 def _pieces(file: TextIO, separator: str | None) -> Iterator[str]:
@@ -111,44 +149,3 @@ def _pieces(file: TextIO, separator: str | None) -> Iterator[str]:
 def _at_most(text: str) -> Iterator[str]:
     for start in range(0, len(text), MAX_DOCUMENT_CHARS):
         yield text[start : start + MAX_DOCUMENT_CHARS]
-
-
-def _json_lines(file: TextIO, path: Path) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_CHARS + 1), ""), 1):
-        if len(line) > MAX_LINE_CHARS:
-            problem = f"line {number} is over {MAX_LINE_CHARS:,} characters"
-            raise InputError(problem, "write one document a line", file=str(path))
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):  # ValueError: also over 4,300 digits.
-            text = None
-        if not isinstance(text, str):
-            raise InputError(f"line {number} has no text", 'write {"text": "..."} a line', file=str(path))
-        if not text.isascii() and LONE_SURROGATE.search(text):
-            problem = f"line {number} is not Unicode text (a lone surrogate)"
-            raise InputError(problem, "write the character itself", file=str(path))
-        yield text
-
-
-def _from_hub(data: HubData) -> Iterator[str]:
-    datasets: Any = optional("datasets", "datasets", field="data", value=f"hub:{data.name}")
-    try:
-        rows = datasets.load_dataset(data.name, data.config, split=data.split, streaming=True)
-        for number, row in enumerate(rows):
-            if number == data.max_documents:
-                return
-            text = row.get(data.column)
-            if not isinstance(text, str):
-                problem, remedy = "no text column of this name", f"use one of {', '.join(row)}"
-                raise InputError(problem, remedy, field="data.column", value=data.column)
-            if text.strip():
-                yield text.strip()
-    except InputError:
-        raise
-    except Exception as error:  # Its own errors, and those of requests, httpx and fsspec.
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        remedy = f"check its name and the network, or use text files or {SYNTHETIC}"
-        problem, value = f"dataset cannot be read: {reason}", f"hub:{data.name}"
-        raise InputError(problem, remedy, field="data", value=value) from error

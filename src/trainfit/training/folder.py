@@ -1,7 +1,8 @@
 """The run's folder: its layout, its lock, and the compatibility of a resumed run with what was saved.
 
 It holds ``run.json`` (recipe, options, environment), ``data/`` (corpus.py), ``checkpoints/`` (checkpoint.py),
-``log.jsonl`` and ``tensorboard/``. Free of torch, as interrupted commands need it.
+``log.jsonl`` and ``tensorboard/``; with ``keep_best`` ``best.json`` names the best checkpoint. Free of torch,
+as interrupted commands need it.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
@@ -19,12 +22,17 @@ from trainfit.spec.stop import NOTHING_SAVED
 from trainfit.training import durable
 from trainfit.training.options import MAY_CHANGE, TrainOptions
 
-RUN, LOCK, DATA, CHECKPOINTS = "run.json", ".lock", "data", "checkpoints"
-RECIPE_MAY_CHANGE = ("hardware.gpu", "hardware.price_per_hour", "model.name")
-"""Recipe fields without influence on the loss."""
+RUN, LOCK, DATA, CHECKPOINTS, BEST = "run.json", ".lock", "data", "checkpoints", "best.json"
+RECIPE_MAY_CHANGE = (
+    "hardware.gpu", "hardware.price_per_hour", "model.name", "data.train", "data.eval", "data.eval_share",
+    "data.format", "data.column", "data.tokenizer", "data.chat_template", "data.separator", "data.split",
+    "data.eval_split", "data.subset", "data.max_documents",
+)  # fmt: skip
+"""Recipe fields without influence on the loss; those of the data are compared as options and by content."""
 RANKS_MAY_CHANGE = ("hardware.count", "hardware.nodes", "batch.micro", "batch.accumulate")
 """Recipe fields, with those of ``parallel``, that share out the same sequences of a step to other ranks."""
-CHECKED_ELSEWHERE = ("data.path", "tokenizer")  # Paths may change; corpus.py compares the content
+CHECKED_ELSEWHERE = ("data.path", "eval_data.path", "tokenizer", "chat_template")
+"""Paths may change; corpus.py compares the content."""
 
 
 Saved = tuple[Path | None, dict[str, Any]]
@@ -34,6 +42,30 @@ Saved = tuple[Path | None, dict[str, Any]]
 def existing(folder: Path) -> list[Path]:
     """Return the finished checkpoints of ``folder``, oldest first."""
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+
+
+def name_of(step: int | None) -> str:
+    """Return the name of a step's checkpoint; empty for None."""
+    return "" if step is None else f"step-{step:08d}"
+
+
+def write_best(out: Path, best: dict[str, Any] | None) -> None:
+    """Write which checkpoint had the lowest loss in an evaluation: ``{"step", "loss", "checkpoint"}``."""
+    if best is not None and (out / CHECKPOINTS / name_of(best["step"])).is_dir():
+        named = {"checkpoint": f"{CHECKPOINTS}/{name_of(best['step'])}"}
+        durable.replace(out / BEST, durable.as_json({"step": best["step"], "loss": best["loss"]} | named))
+
+
+def best_checkpoint(out: Path) -> Path | None:
+    """Return the checkpoint with the lowest loss in an evaluation; None: none was kept as the best."""
+    if not (out / BEST).is_file():
+        return None
+    found = durable.read_json(out / BEST)
+    named = found.get("checkpoint") if isinstance(found, dict) else None
+    path = out / str(named)
+    if not isinstance(named, str) or path.parent != out / CHECKPOINTS or path not in existing(path.parent):
+        raise InputError("names no checkpoint", "remove the file, or restore it", file=str(out / BEST))
+    return path
 
 
 def how_to_resume(out: Path) -> str:
@@ -106,15 +138,37 @@ def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None
     """Refuse a resumed run whose losses could differ from those of an uninterrupted run."""
     # With the defaults of fields that are newer than the run.
     saved = saved | {"recipe": parse(Recipe, saved["recipe"], file=RUN).content()}
+    saved |= {"options": _with_defaults(saved["options"])}
     recipe = RECIPE_MAY_CHANGE + (RANKS_MAY_CHANGE if _other_ranks(saved, requested) else ())
     for part, may_change in (("recipe", recipe), ("options", (*MAY_CHANGE, *CHECKED_ELSEWHERE))):
-        before, now = _flat(saved[part]), _flat(requested[part])
+        before, now = (
+            {name: value for name, value in _flat(run[part]).items() if value is not None}
+            for run in (saved, requested)
+        )
         for field in sorted(set(before) | set(now)):
             may = field in may_change or (field.startswith("parallel.") and field != "parallel.tensor")
             if not may and before.get(field) != now.get(field):
                 problem = f"the run was started with {before.get(field)!r}"
                 remedy = "resume with the same, or start a new run in another folder"
                 raise InputError(problem, remedy, field=field, value=now.get(field, "(missing)"))
+
+
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's options with the defaults of fields that are newer than the run."""
+    if options.get("schedule") == "cosine" and "min_lr_share" not in options:
+        # Its last rate was a tenth, in the last step itself.
+        options = options | {"schedule": "cosine of an older version"}
+    defaults = {
+        name: field.default for name, field in TrainOptions.model_fields.items() if not field.is_required()
+    }
+    plain = {name: value for name, value in defaults.items() if not isinstance(value, BaseModel)}
+    data = options.get("data")
+    if isinstance(data, dict):  # Fields of a source that are not set are None.
+        unset = {"column": "text"} if data.get("kind") == "hub" else {}  # An older version's default.
+        options = options | {
+            "data": {key: one for key, one in data.items() if one not in (None, unset.get(key))}
+        }
+    return plain | options
 
 
 def _other_ranks(saved: dict[str, Any], requested: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from trainfit.techniques import registry
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import Corpora, open_corpora, opened
+from trainfit.training.data.plan import RunData
 from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks, joined
@@ -86,7 +87,10 @@ def _session(
     device = ranks.device
     newest, before = ranks.on_first(lambda: folder.open_run(recipe, options)) or (None, None)
     step = _assemble(recipe, ranks, reads_weights=newest is None)
-    corpora = _corpora(options, ranks, vocabulary(step.model), recipe.batch.seq)
+    corpora = _corpora(recipe, options, ranks, vocabulary(step.model))
+    plan = RunData.of(recipe, corpora)
+    if options.epochs is not None:
+        options = options.over(plan.steps_of(options.epochs))
     progress = checkpoint.load(newest, step, ranks) if newest else Progress(0, None)
     if progress.step > options.steps:
         problem, remedy = f"the run already has {progress.step} steps", "use at least as many"
@@ -108,13 +112,16 @@ def _session(
         steps=options.steps,
         first_step=progress.step,
         tokens_per_step=recipe.batch.tokens * recipe.mesh.data_ranks,
-        train_tokens=len(corpora.train.tokens),
-        eval_tokens=len(corpora.eval.tokens),
-        tokenizer_tokens=corpora.index.tokenizer_tokens,
+        train_tokens=plan.tokens,
+        eval_tokens=plan.eval_tokens,
+        tokenizer_tokens=plan.tokenizer_tokens,
+        data=plan,
+        predicted=flops and flops.predicted,
         resumed_from=newest and str(newest),
         notes=(
             *([step.weights.note()] if step.weights else ()),
             *_changes(before, environment),
+            *_other_schedule(before, options),
             *corpora.index.notes,
             *_loss_notes(recipe),
         ),
@@ -140,12 +147,22 @@ def _refuse_unsavable(recipe: Recipe) -> None:
         raise InputError(problem, remedy, field="optimizer.name", value=name)
 
 
-def _corpora(options: TrainOptions, ranks: Ranks, vocabulary: int, seq: int) -> Corpora:
+def _corpora(recipe: Recipe, options: TrainOptions, ranks: Ranks, vocabulary: int) -> Corpora:
     """Return the run's data, which rank 0 makes or verifies."""
-    data = options.folder / folder.DATA
+    place, seq, data = options.folder / folder.DATA, recipe.batch.seq, recipe.data
     made: list[Corpora] = []
-    ranks.on_first(lambda: made.append(open_corpora(data, options, vocabulary=vocabulary, seq=seq)))
-    return made[0] if made else opened(data, seq)
+    ranks.on_first(
+        lambda: made.append(open_corpora(place, options, vocabulary=vocabulary, seq=seq, data=data))
+    )
+    return made[0] if made else opened(place, seq, data.pack)
+
+
+def _other_schedule(before: dict[str, Any] | None, options: TrainOptions) -> tuple[str, ...]:
+    """Return a note where a resumed run has other steps, on which its learning rate depends."""
+    had = options.steps if before is None else before["options"].get("steps")
+    if had == options.steps or not options.depends_on_steps:
+        return ()
+    return (f"the schedule {options.schedule} was over {had} steps and is over {options.steps}",)
 
 
 def _loss_notes(recipe: Recipe) -> tuple[str, ...]:

@@ -7,6 +7,18 @@ from pydantic import Field
 
 from trainfit.spec.errors import EXIT_BAD_INPUT
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
+from trainfit.training.data.plan import RunData
+
+
+class PredictedRun(Value):
+    """What was predicted of a run's step before it began, on the recipe's GPU."""
+
+    gpu: str
+    num_gpus: Count = 1
+    step_s: Seconds | None = None  # None: the GPU's speed is not known
+    price_per_gpu_hour: float | None = None
+    step_bytes: Bytes | None = None  # Peak of the step; with eval_bytes, that of the evaluation
+    eval_bytes: Bytes | None = None
 
 
 class StepFlops(Value):
@@ -15,6 +27,7 @@ class StepFlops(Value):
     model_flops: Flops
     hardware_flops: Flops
     peak_flops_per_s: float | None = None
+    predicted: PredictedRun | None = None
 
 
 class RunStart(Value):
@@ -32,6 +45,8 @@ class RunStart(Value):
     train_tokens: Count
     eval_tokens: Count
     tokenizer_tokens: Count
+    data: RunData | None = None  # None: of a record of an older version
+    predicted: PredictedRun | None = None
     resumed_from: str | None = None
     notes: tuple[str, ...] = ()  # Remarks for the user, such as versions that changed since the checkpoint
 

@@ -2,16 +2,20 @@
 
 import errno
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from trainfit.spec.data import Data, Format
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import Count, FromPercent, PositiveInt, Value
+from trainfit.spec.schedule import DECAYING, ScheduleField, contradiction, warmup_of
+from trainfit.spec.value import Count, FromPercent, PositiveInt, Value, disagreement
 
 SYNTHETIC: Literal["stories"] = "stories"
 MAX_SYNTHETIC = 2**24
-TEXT_SUFFIXES = (".txt", ".md", ".text", ".jsonl")
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+"""Of files with a row for each document or conversation."""
+TEXT_SUFFIXES = (".txt", ".md", ".text", *ROW_SUFFIXES)
 
 
 class SyntheticData(Value):
@@ -23,26 +27,31 @@ class SyntheticData(Value):
 
 
 class TextData(Value):
-    """A text file, a ``.jsonl`` file with a ``text`` field per line, or a folder of such files.
+    """A file of text, of JSON rows or of Parquet, or a folder of such files.
 
-    ``separator`` ends a document. None: ``<|endoftext|>`` if the file has it; otherwise the file is cut at
-    blank lines into documents of a few thousand characters.
+    ``separator`` ends a document of a text file. None: ``<|endoftext|>`` if the file has it; otherwise the
+    file is cut at blank lines into documents of a few thousand characters. ``format`` and ``column``: as a
+    recipe's.
     """
 
     kind: Literal["text"] = "text"
     path: str
     separator: str | None = None
+    format: Format | None = None
+    column: str | None = None
+    max_documents: PositiveInt | None = None
 
 
 class HubData(Value):
-    """A Hugging Face dataset, streamed by the ``datasets`` library (extra ``datasets``)."""
+    """A Hugging Face dataset, read by the ``datasets`` library (extra ``datasets``)."""
 
     kind: Literal["hub"] = "hub"
     name: str
     config: str | None = None
     split: str = "train"
-    column: str = "text"
+    column: str | None = None
     max_documents: PositiveInt | None = None
+    format: Format | None = None
 
 
 DataSpec = Annotated[SyntheticData | TextData | HubData, Field(discriminator="kind")]
@@ -53,21 +62,39 @@ class TrainOptions(Value):
 
     out: str  # Folder of the run, made if missing
     steps: PositiveInt = 100  # Optimizer steps of the whole run, counted from its first start
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the data that replace ``steps``, which then are found when the data is read."""
     resume: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataSpec = SyntheticData()
+    eval_data: DataSpec | None = None
+    """Held-out data of its own; None: a share of ``data``."""
     eval_fraction: Annotated[float, Field(ge=0, le=0.5), FromPercent] = 0.05
     """Share of documents held out, chosen by a hash of their text; 0: no evaluation."""
     tokenizer: str | None = None
-    """Path of a ``tokenizer.json``. None: a byte-level BPE is trained on the training documents."""
+    """A ``tokenizer.json``, a folder or a name on the Hub. None: a byte-level BPE is trained on the training
+    documents."""
+    chat_template: str | None = None
+    """A Jinja file, or ``chatml``; None: the tokenizer's own."""
     eval_every: PositiveInt | None = None  # Steps between evaluations; None: only at the end
     eval_sequences: PositiveInt = 64  # Sequences per evaluation at most
+    eval_batch: PositiveInt | None = None  # Sequences of a forward of an evaluation; None: batch.micro
     save_every: PositiveInt | None = None
     """Steps between checkpoints; None: at the end, and when a signal stops the run."""
     save_last: bool = True  # Save after the last step
     keep: PositiveInt = 2  # Number of newest checkpoints kept
-    schedule: Literal["constant", "cosine"] = "constant"
+    keep_best: bool = False
+    """Save after each evaluation that is the best so far, and keep that checkpoint beside the newest."""
+    patience: PositiveInt | None = None
+    """End the run after so many evaluations in a row that were no better than the best."""
+    schedule: ScheduleField = "constant"
     warmup_steps: Count = 0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1), FromPercent] = 0.0  # Share of the steps, rounded up
+    min_lr_share: Annotated[float, Field(ge=0, le=1), FromPercent] | None = None
+    """Share of the rate at the end of a decay; None: the schedule's own (spec/schedule.py)."""
+    decay_steps: PositiveInt | None = None
+    """Of ``warmup_stable_decay``; None: a tenth of the steps."""
+    lr_power: Annotated[float, Field(gt=0)] = 1.0  # Of ``polynomial``
     deterministic: bool = True
     """On CUDA, use kernels that repeat bit by bit, as a bit-identical resume requires."""
     tensorboard: bool = True
@@ -75,21 +102,64 @@ class TrainOptions(Value):
     """On several ranks: the run ends, and names the rank that is behind, after so long without progress."""
 
     @model_validator(mode="after")
-    def _warmup_ends(self) -> "TrainOptions":
-        if self.schedule == "cosine" and self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} leaves no step of {self.steps} to the cosine")
+    def _schedule_fits(self) -> "TrainOptions":
+        # With epochs the number of steps is known once the data is read.
+        found = contradiction(self, self.steps if self.epochs is None else MANY_STEPS)
+        if found is not None:
+            raise disagreement(found[1], found[2], field=found[0])
+        if self.patience is not None and self.eval_every is None:
+            problem = "a run without evaluations on its way cannot end early"
+            raise disagreement(problem, "set eval_every", field="patience")
+        if (self.keep_best or self.patience) and not self.evaluates:
+            problem, remedy = (
+                "nothing is held out that could be best",
+                "raise eval_fraction, or give eval_data",
+            )
+            raise disagreement(problem, remedy, field="keep_best" if self.keep_best else "patience")
         return self
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether some data is held out."""
+        return self.eval_fraction > 0 or self.eval_data is not None
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of ``data`` that is held out."""
+        return 0.0 if self.eval_data is not None else self.eval_fraction
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return warmup_of(self.steps, self.warmup_steps, self.warmup_ratio)
+
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether the learning rate of a step depends on the number of steps."""
+        return self.schedule in DECAYING or self.warmup_ratio > 0
+
+    def over(self, steps: int) -> "TrainOptions":
+        """Return the options of a run of so many steps.
+
+        Raises:
+            InputError: the schedule does not fit them.
+        """
+        if (found := contradiction(self, steps)) is not None:
+            raise InputError(found[1], found[2], field=found[0], value=getattr(self, found[0]))
+        return self.model_copy(update={"steps": steps})
 
     @property
     def folder(self) -> Path:
         return Path(self.out)
 
 
+MANY_STEPS = 2**24
 MAY_CHANGE = (
-    "out", "steps", "resume", "device", "eval_every", "eval_sequences", "save_every", "save_last", "keep",
-    "tensorboard", "hang_timeout_s",
+    "out", "steps", "epochs", "resume", "device", "eval_every", "eval_sequences", "eval_batch", "save_every",
+    "save_last", "keep", "keep_best", "patience", "tensorboard", "hang_timeout_s",
 )  # fmt: skip
-"""Fields without influence on the losses: a resumed run may change them."""
+"""Fields that a resumed run may change: none has influence on the losses, but for ``steps`` under a schedule
+that decays, of which the run prints a note."""
 
 
 def is_there(path: Path) -> bool:
@@ -102,10 +172,10 @@ def is_there(path: Path) -> bool:
         return False
 
 
-def data_from(text: str) -> SyntheticData | TextData | HubData:
+def data_from(text: str, field: str = "data") -> SyntheticData | TextData | HubData:
     """Parse ``--data``: ``SYNTHETIC``, alone or with a count of documents, ``hub:NAME`` or a path."""
     kind, colon, rest = text.partition(":")
-    if "\0" in text:
+    if "\0" in text or not text.strip():
         problem, remedy = "not a path", "name a text file or a folder"
     elif is_there(Path(text)) and not text.startswith("hub:"):
         return TextData(path=text)
@@ -124,4 +194,34 @@ def data_from(text: str) -> SyntheticData | TextData | HubData:
         problem, remedy = "no dataset named", "write such as hub:roneneldan/TinyStories"
     else:
         problem, remedy = "no such file or folder", f"name a text file, a folder, '{SYNTHETIC}' or 'hub:NAME'"
-    raise InputError(problem, remedy, field="data", value=text)
+    raise InputError(problem, remedy, field=field, value=text)
+
+
+def sources(data: Data, train: str | None = None) -> dict[str, Any]:
+    """Return ``data`` and ``eval_data`` of the options, for a recipe's data section.
+
+    Args:
+        train: ``--data``, in place of the section's ``train``.
+    """
+    field = "data" if train is not None else "data.train"
+    found = _with(data_from(train or data.train or SYNTHETIC, field), data, data.split)
+    held_out = None
+    if data.eval is not None:
+        held_out = _with(data_from(data.eval, "data.eval"), data, data.split)
+    elif data.eval_split is not None:
+        if not isinstance(found, HubData):
+            problem, remedy = "only a dataset of the Hub has splits", "name held-out data by data.eval"
+            raise InputError(problem, remedy, field="data.eval_split", value=data.eval_split)
+        held_out = found.model_copy(update={"split": data.eval_split})
+    return {"data": found.model_dump(), "eval_data": held_out and held_out.model_dump()}
+
+
+def _with(source: SyntheticData | TextData | HubData, data: Data, split: str) -> Any:
+    """Return a source with the fields of a recipe's data section that concern it."""
+    format = None if data.format == "auto" else data.format
+    common = {"format": format, "column": data.column, "max_documents": data.max_documents}
+    if isinstance(source, HubData):
+        return source.model_copy(update={**common, "config": data.subset, "split": split})
+    if isinstance(source, TextData):
+        return source.model_copy(update={**common, "separator": data.separator})
+    return source

@@ -2,14 +2,15 @@
 
 A resumed run therefore needs no state for either. Each epoch is a permutation of all sequences, computed
 index by index in constant memory: a Feistel network over the index's bits, repeated until the result is in
-range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
+range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2). The learning rate's
+schedules: spec/schedule.py.
 """
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainfit.spec.schedule import rate_share
 from trainfit.training.corpus import Corpus
 from trainfit.training.options import TrainOptions
 
@@ -18,30 +19,39 @@ if TYPE_CHECKING:
 
 ROUNDS = 6
 UINT = np.uint64
-FLOOR = 0.1
-"""Final share of the recipe's rate under the cosine schedule (Hoffmann et al., "Training Compute-Optimal
-Large Language Models", 2022, appendix A: decay by 10x over the run)."""
 
 
 def learning_rate(base: float, step: int, options: TrainOptions) -> float:
-    """Return the rate of ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
-    if step < options.warmup_steps:
-        return base * (step + 1) / options.warmup_steps
-    if options.schedule == "constant":
-        return base
-    done = (step - options.warmup_steps) / max(1, options.steps - 1 - options.warmup_steps)
-    return base * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    """Return the rate of ``step`` (from 0)."""
+    return base * rate_share(
+        options.schedule,
+        step,
+        steps=options.steps,
+        warmup=options.warmup,
+        floor=options.min_lr_share,
+        decay=options.decay_steps,
+        power=options.lr_power,
+    )
 
 
 def step_sequences(
     corpus: Corpus, seed: int, per_step: int, step: int, share: tuple[int, int] = (0, 1)
-) -> "torch.Tensor":
-    """Return the sequences of ``step`` (from 0), int64 [per_step / n, s]; ``share``: part i of n."""
+) -> "dict[str, torch.Tensor]":
+    """Return the sequences of ``step`` (from 0), [per_step / n, s], as ``measurement.feed.Source`` describes.
+
+    Args:
+        share: part i of n, that of one rank.
+    """
     import torch
 
     part, parts = share
-    numbers = sequence_numbers(seed, step, per_step, len(corpus)).reshape(parts, -1)[part]
-    return torch.from_numpy(corpus.sequences(numbers))
+    every = sequence_numbers(seed, step, per_step, len(corpus))
+    numbers = every.reshape(parts, -1)[part]
+    found = {name: torch.from_numpy(array) for name, array in corpus.batch(numbers).items()}
+    if not corpus.is_plain:
+        labels = corpus.num_labels(numbers) / corpus.num_labels(every).mean()
+        found["weight"] = torch.from_numpy(labels)
+    return found
 
 
 def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndarray:

@@ -11,8 +11,9 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainfit.spec.terminal import Terminal
-from trainfit.spec.units import format_bytes, format_count
-from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
+from trainfit.spec.units import format_bytes, format_count, format_seconds
+from trainfit.training.data.plan import RunData
+from trainfit.training.observer import EvalMetrics, PredictedRun, RunStart, StepMetrics, TrainSummary
 
 LINE_EVERY_S = 10.0  # Shortest interval between lines of step metrics without a terminal
 
@@ -35,6 +36,9 @@ class ProgressBar:
             f"{format_count(run.eval_tokens)} evaluation tokens, {run.tokenizer_tokens:,} in the tokenizer; "
             f"{run.tokens_per_step:,} a step"
         )
+        if run.data is not None:
+            for line in plan_lines(run.data, run.predicted, run.steps):
+                self._print(line)
         if run.resumed_from:
             self._print(f"resumed after step {run.first_step} from {run.resumed_from}")
         for note in run.notes:
@@ -84,6 +88,47 @@ class ProgressBar:
             show(*arguments, **options)
         except OSError:
             self._visible = False
+
+
+def plan_lines(data: RunData, predicted: PredictedRun | None, steps: int) -> list[str]:
+    """Return what the data comes to, and what was predicted of a pass over it, a line each."""
+    per_step = f"{data.sequences_per_step:,} a step" if data.sequences_per_step > 1 else "one a step"
+    documents = f"{data.documents:,} documents, {format_count(data.tokens)} tokens"
+    lines = [f"data: {documents} in {data.sequences:,} sequences of {data.seq:,}, {per_step}"]
+    is_plain = data.labels == data.sequences * (data.seq - 1)
+    more = [] if is_plain else [f"{data.labels / data.epoch_tokens:.1%} of the tokens are learned"]
+    more += [f"padding {data.padding:.1%}"] if data.padding else []
+    more += [f"{data.cut_tokens / data.tokens:.1%} cut off"] if data.cut_tokens >= data.seq else []
+    if data.eval_documents:
+        more.append(
+            f"held out: {data.eval_documents:,} documents, {format_count(data.eval_tokens)} tokens in "
+            f"{data.eval_sequences:,} sequences"
+        )
+    lines += ["      " + "; ".join(more)] if more else []
+    epoch = f"{data.epoch_steps:,.4g} steps" if data.epoch_steps < 1e4 else f"{data.epoch_steps:,.0f} steps"
+    lines.append(f"epoch: {epoch}{_takes(predicted, data.epoch_steps)}")
+    run = f"run: {steps:,} steps, {steps / data.epoch_steps:.3g} epochs" if data.epoch_steps else ""
+    takes = _takes(predicted, steps) if predicted is not None and predicted.step_s else ""
+    lines += [run + takes] if run else []
+    if predicted is not None and predicted.eval_bytes and predicted.step_bytes:
+        peaks = f"{format_bytes(predicted.eval_bytes)}, the step at {format_bytes(predicted.step_bytes)}"
+        lines.append(f"evaluation peaks at {peaks} (allocated, predicted)")
+    return lines
+
+
+def _takes(predicted: PredictedRun | None, steps: float) -> str:
+    """Return the predicted time and cost of so many steps."""
+    if predicted is None:
+        return ""
+    where = f"{predicted.num_gpus} x {predicted.gpu}" if predicted.num_gpus > 1 else predicted.gpu
+    if predicted.step_s is None:
+        return f"; no speed is predicted for {where}"
+    run_s = steps * predicted.step_s
+    text = f"; {format_seconds(run_s)} predicted on {where}"
+    if predicted.price_per_gpu_hour:
+        dollars = run_s / 3600 * predicted.num_gpus * predicted.price_per_gpu_hour
+        text += f", ${dollars:,.2f}" if dollars >= 0.01 else f", ${dollars:.2g}"
+    return text
 
 
 def step_line(metrics: StepMetrics, device: str) -> str:

@@ -38,11 +38,20 @@ class RandomPlain(Value):
     numpy: tuple[str, Annotated[list[int], Field(min_length=624, max_length=624)], int, int, float]
 
 
+class Best(Value):
+    """The best evaluation so far, and how many were no better since."""
+
+    step: Annotated[int, Field(ge=0, le=MAX_STEPS)]
+    loss: float
+    evaluations_since: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
+
+
 class SavedState(Value):
     """Content of ``state.json``."""
 
     step: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     loss: float | None
+    best: Best | None = None
     shared: dict[str, str]
     optimizer: OptimizerPlain
     scaler: dict[str, float | int] | None

@@ -22,8 +22,8 @@ from trainfit.spec.bench import SLOWDOWNS
 from trainfit.spec.errors import InputError
 from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.step import Batch, Step
-from trainfit.training import checkpoint, state
-from trainfit.training.checkpoint import Progress
+from trainfit.training import checkpoint, folder, state
+from trainfit.training.checkpoint import Best, Progress
 from trainfit.training.corpus import Corpora
 from trainfit.training.folder import CHECKPOINTS
 from trainfit.training.gauges import Load, PeakMemory
@@ -65,6 +65,7 @@ class Session:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
         self._load = Load(self.step.device)
         self._highest: int | None = None  # Peak memory so far, of the rank with the highest
+        self._ended_early = ""  # Why, where evaluations no longer improve
 
     def train(self, stop: StopSignal) -> TrainSummary:
         """Train until the last step, a signal, a loss that is not finite, or a lack of memory.
@@ -79,6 +80,7 @@ class Session:
         agreed = AgreedStop(stop) if self.ranks.several else stop
         try:
             self._steps(agreed)
+            message = self._ended_early
         except Stopped as stopped:
             status, message = "stopped", self._stop_message(stopped.name)
         except DivergedError as error:
@@ -102,6 +104,7 @@ class Session:
 
     def _steps(self, stop: StopSignal | AgreedStop) -> None:
         numbers = range(self.progress.step, self.options.steps)
+        self._check_patience()
         if isinstance(stop, AgreedStop):
             self._agree(stop)
         else:
@@ -111,13 +114,14 @@ class Session:
         source = partial(step_sequences, self.corpora.train, seed, per_step, share=share)
         with Feed(self.step.recipe, source, self.step.device, numbers) as feed:
             batches = next(feed, None)
-            while batches is not None and stop.name is None:
+            while batches is not None and stop.name is None and not self._ended_early:
                 batches = self._one_step(batches, feed, stop)
                 self._evaluate_and_save(stop)
         if not self.evaluations:
             self._evaluate(stop)  # A resumed run with no steps left still reports its perplexity.
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == self.progress.step
-        complete = self.progress.step == self.options.steps and (evaluated or not self.options.eval_fraction)
+        at_end = self.progress.step == self.options.steps or bool(self._ended_early)
+        complete = at_end and (evaluated or not self.options.evaluates)
         if stop.name is not None and not complete:
             raise Stopped(stop.name)
 
@@ -151,10 +155,12 @@ class Session:
         """Evaluate and save after a step, if due."""
         done, options = self.progress.step, self.options
         last = done == options.steps
+        is_best = False
         if last or (options.eval_every and done % options.eval_every == 0):
-            self._evaluate(stop)
+            is_best = self._evaluate(stop) and options.keep_best
+            last = last or bool(self._ended_early)
         at_end = (last and options.save_last) or stop.name is not None
-        if at_end or (options.save_every and done % options.save_every == 0):
+        if at_end or is_best or (options.save_every and done % options.save_every == 0):
             self._save()
 
     def _one_step(
@@ -189,7 +195,7 @@ class Session:
             raise DivergedError(f"loss is {loss} at step {done + 1}: {remedy}")
         stop.raises = False  # From here on there is a step to save.
         self.losses.append(loss)
-        self.progress = Progress(done + 1, loss)
+        self.progress = Progress(done + 1, loss, self.progress.best)
         self._report("on_step", self._metrics(loss, rate, step_s, reasons))
         return following
 
@@ -224,17 +230,41 @@ class Session:
             rates |= {"mfu": self.flops.model_flops / possible, "hfu": self.flops.hardware_flops / possible}
         return rates
 
-    def _evaluate(self, stop: StopSignal | AgreedStop) -> None:
-        """Evaluate and report the result, unless a signal ends the evaluation."""
+    def _evaluate(self, stop: StopSignal | AgreedStop) -> bool:
+        """Evaluate and report the result, unless a signal ends the evaluation; return whether it is best."""
         if not len(self.corpora.eval) or stop.name is not None:
-            return
+            return False
         found = self._evaluation(stop)
         if found is None:
             if stop.name is not None:
-                return
+                return False
             raise self._not_finite("evaluation loss")
         self.evaluations.append(found)
         self._report("on_eval", found)
+        return self._note_best(found)
+
+    def _note_best(self, found: EvalMetrics) -> bool:
+        """Compare an evaluation with the best; after too many that are no better the run ends."""
+        best = self.progress.best
+        if best is not None and best.step == found.step:  # A resumed run evaluates its last step again.
+            return False
+        if best is None or found.loss < best.loss:
+            best = Best(step=found.step, loss=found.loss)
+        else:
+            best = best.model_copy(update={"evaluations_since": best.evaluations_since + 1})
+        self.progress = Progress(self.progress.step, self.progress.loss, best)
+        self._check_patience()
+        return best.step == found.step
+
+    def _check_patience(self) -> None:
+        """Let the run end where too many evaluations were no better than the best."""
+        best, patience = self.progress.best, self.options.patience
+        if not patience or best is None or self.progress.step >= self.options.steps:
+            return
+        if best.evaluations_since >= patience:
+            count = f"{best.evaluations_since} evaluations were no better"
+            than = f"than the loss {best.loss:.4f} of step {best.step}"
+            self._ended_early = f"ended early after step {self.progress.step}: {count} {than}"
 
     def _evaluation(self, stop: StopSignal | AgreedStop) -> EvalMetrics | None:
         """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
@@ -247,7 +277,8 @@ class Session:
             None if a signal ended it or the loss is not finite.
         """
         step, corpus = self.step, self.corpora.eval
-        count, micro = min(self.options.eval_sequences, len(corpus)), step.recipe.batch.micro
+        count = min(self.options.eval_sequences, len(corpus))
+        micro = self.options.eval_batch or step.recipe.batch.micro
         start_s = time.perf_counter()
         step.model.eval()
         total = weight = 0.0
@@ -259,13 +290,18 @@ class Session:
                     if stop.name is not None:
                         return None
                     begin = first + micro * step.data_rank
-                    share = max(0, min(micro, count - begin))
+                    counts = begin < count
                     # A rank without a share repeats the last sequence, which does not count.
-                    begin, end = (begin, min(begin + micro, count)) if begin < count else (count - 1, count)
-                    ids_bs = torch.from_numpy(corpus.sequences(np.arange(begin, end))).to(step.device)
-                    # All sequences have equally many tokens, so each weighs the same.
-                    total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * share
-                    weight += share
+                    begin, end = (begin, min(begin + micro, count)) if counts else (count - 1, count)
+                    numbers = np.arange(begin, end)
+                    batch = {
+                        name: torch.from_numpy(array).to(step.device)
+                        for name, array in corpus.batch(numbers).items()
+                    }
+                    batch.setdefault("labels", batch["input_ids"])
+                    labels = int(corpus.num_labels(numbers).sum()) if counts else 0
+                    total += step.cross_entropy(batch).item() * labels
+                    weight += labels
         finally:
             step.model.train()
         totals, weights = zip(*self.ranks.numbers(total, weight), strict=True)
@@ -281,10 +317,14 @@ class Session:
         broken = next(filter(None, self.ranks.gather(state.first_not_finite(self.step))), None)
         if broken is not None:
             raise self._not_finite(broken)
-        folder, keep = self.options.folder / CHECKPOINTS, self.options.keep
+        where, options = self.options.folder / CHECKPOINTS, self.options
+        best = self.progress.best
         self.checkpoint = checkpoint.save(
-            folder, self.step, self.progress, self.described, keep=keep, ranks=self.ranks
-        )
+            where, self.step, self.progress, self.described, keep=options.keep, ranks=self.ranks,
+            best=best.step if best is not None and options.keep_best else None,
+        )  # fmt: skip
+        if options.keep_best:
+            self.ranks.on_first(lambda: folder.write_best(options.folder, best and best.model_dump()))
         self._report("on_checkpoint", self.progress.step, self.checkpoint)
 
     def _not_finite(self, name: str) -> DivergedError:

@@ -1,4 +1,6 @@
-"""The tokenizer of a run: a byte-level BPE trained on the run's documents, or a given ``tokenizer.json``.
+"""The tokenizer of a run: a byte-level BPE trained on the run's documents, or a given one.
+
+A given one is a ``tokenizer.json``, a folder or a name on the Hub; code of a repository is never run.
 
 A byte-level tokenizer encodes every text without loss; ``RoundTrip`` counts what a given file loses.
 """
@@ -7,16 +9,19 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.training.data.chat import ChatTemplate, template_text
 from trainfit.training.documents import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -28,6 +33,8 @@ SAMPLE_CHARS = 50_000_000
 """Characters that a tokenizer is trained on at most: merges of common words do not change after that."""
 LIBRARY_ERRORS = (Exception, ValueError, TypeError, OverflowError, UnicodeDecodeError)
 """Classes, without subclasses, of the tokenizers library's errors."""
+TOKENIZER = "tokenizer.json"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
 """Names of the token that ends a document, in the order in which they are tried."""
 
@@ -60,9 +67,104 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def tokenizer_digest(path: Path) -> str:
-    """Return the SHA-256 of a ``tokenizer.json``."""
-    return hashlib.sha256(_read(path)).hexdigest()
+@dataclass(frozen=True)
+class RunTokenizer:
+    """A tokenizer, what was switched off in it, and its chat template if it has one."""
+
+    tokenizer: "Tokenizer"
+    switched_off: list[str]
+    digest: str  # Of what decides the tokens
+    end: int | None = None  # Written after each document; None: of END_NAMES
+    template: ChatTemplate | None = None
+    pretrained: Any = None  # transformers' object, of a folder or a name
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, and transformers' other files of a folder or a name."""
+        if self.pretrained is not None:
+            self.pretrained.save_pretrained(str(folder))
+        self.tokenizer.save(str(folder / TOKENIZER))
+
+    def end_token(self) -> int:
+        """Return the id of the token written after each document."""
+        return end_token(self.tokenizer) if self.end is None else self.end
+
+
+def open_tokenizer(given: str, chat_template: str | None) -> RunTokenizer:
+    """Load a tokenizer from a ``tokenizer.json``, a folder, or the Hub's cache or the Hub.
+
+    Args:
+        chat_template: ``data.chat_template``.
+
+    Raises:
+        InputError: no such tokenizer, one that only code of its own can load, or a bad template.
+    """
+    text = template_text(chat_template)
+    path = Path(given)
+    if "\0" not in given and path.is_dir():
+        return _pretrained(given, text, is_folder=True)
+    if not given.endswith(".json") and HUB_NAME.fullmatch(given) and not path.exists():
+        return _pretrained(given, text, is_folder=False)
+    content = hashlib.sha256(_read(path))
+    tokenizer, switched_off = load_tokenizer(path)
+    if text is not None:
+        content.update(text.encode("utf-8", "surrogatepass"))
+    template = None if text is None else ChatTemplate(text, {}, _specials(tokenizer))
+    return RunTokenizer(tokenizer, switched_off, content.hexdigest(), template=template)
+
+
+def _pretrained(name: str, text: str | None, *, is_folder: bool) -> RunTokenizer:
+    """Load a tokenizer by transformers, of a folder or from the Hub, whose cache is asked first."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    def load(**where: Any) -> Any:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
+
+    remedy = "name a folder with a tokenizer.json, or a tokenizer of the Hub that needs no code of its own"
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        try:
+            found = load(local_files_only=True)
+        except Exception:
+            if is_folder:
+                raise
+            found = load()
+    except Exception as error:  # Its own, those of huggingface_hub, httpx, tokenizers and json.
+        reason = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200]
+        raise InputError(f"no tokenizer ({reason})", remedy, field="tokenizer", value=name) from None
+    finally:
+        logging.set_verbosity(before)
+    tokenizer = getattr(found, "backend_tokenizer", None)
+    if tokenizer is None:
+        problem = "a tokenizer in Python alone, which gives no places of its tokens"
+        raise InputError(problem, "name one with a tokenizer.json", field="tokenizer", value=name)
+    switched_off = _switch_off(tokenizer)
+    encode(tokenizer, ["A text, 1 and ü.", ""], name)
+    if text is None and getattr(found, "chat_template", None):
+        with _as_input_error(name):
+            text = found.get_chat_template()
+    elif text is not None:
+        found.chat_template = text
+    special = {key: value for key, value in found.special_tokens_map.items() if isinstance(value, str)}
+    template = None if text is None else ChatTemplate(text, special, _specials(tokenizer))
+    digest = hashlib.sha256(
+        f"{tokenizer.to_str()}{text}{sorted(special.items())}".encode("utf-8", "surrogatepass")
+    )
+    return RunTokenizer(tokenizer, switched_off, digest.hexdigest(), found.eos_token_id, template, found)
+
+
+@contextlib.contextmanager
+def _as_input_error(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:  # Several named templates, and none is the default.
+        reason = str(error).splitlines()[0][:200]
+        raise InputError(reason, "name one by data.chat_template", field="tokenizer", value=name) from None
+
+
+def _specials(tokenizer: "Tokenizer") -> tuple[str, ...]:
+    return tuple(token.content for token in tokenizer.get_added_tokens_decoder().values())
 
 
 def load_tokenizer(path: Path) -> "tuple[Tokenizer, list[str]]":

@@ -13,6 +13,7 @@ from trainfit.catalog.names import CPU
 from trainfit.measurement.environment import host_bytes, runs_on_cuda
 from trainfit.measurement.machine import PROCESS_BYTES, available_bytes
 from trainfit.measurement.nvml import Nvml
+from trainfit.prediction.evaluation import evaluation_peak
 from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
@@ -61,36 +62,50 @@ def gpu_here(name: str | None = None) -> tuple[Gpu, str]:
     return gpu(name) if name is not None else gpu_of_device(known), known
 
 
-def check_memory(recipe: Recipe, device: str, *, deterministic: bool = False) -> None:
+def check_memory(
+    recipe: Recipe, device: str, *, deterministic: bool = False, evaluates: int | None = None
+) -> None:
     """Refuse a recipe whose predicted peak this machine's memory does not hold.
 
     Args:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
         deterministic: with kernels that repeat bit by bit.
+        evaluates: sequences of a forward of an evaluation, where they may be more than a step's.
 
     Raises:
         InputError: it says what is needed and what is there.
     """
     if runs_on_cuda(device):
-        _check_gpu(recipe, int(device.partition(":")[2] or 0), deterministic)
+        _check_gpu(recipe, int(device.partition(":")[2] or 0), deterministic, evaluates)
     else:
-        _check_host(recipe, deterministic)
+        _check_host(recipe, deterministic, evaluates)
 
 
-def _check_gpu(recipe: Recipe, index: int, deterministic: bool) -> None:
+def _check_gpu(recipe: Recipe, index: int, deterministic: bool, evaluates: int | None) -> None:
     nvml = Nvml(index)
     total_bytes, name = nvml.total_bytes(), nvml.name()
     if total_bytes is None or name is None:
         return  # Without NVML a step that is too large ends with an error of PyTorch's, and no harm.
     with suppress(InputError):  # A GPU that the catalog does not have: as the recipe's.
         recipe = _on(recipe, gpu_of_device(name).name)
+    there = f"{name} has {format_bytes(total_bytes)}"
     needed_bytes = predict(recipe, deterministic=deterministic).peak_device_bytes
     if needed_bytes > total_bytes:
-        raise _refusal(needed_bytes, f"{name} has {format_bytes(total_bytes)}")
+        raise _refusal(needed_bytes, there)
+    if evaluates is not None and evaluates > recipe.batch.micro:
+        needed_bytes = evaluation_peak(recipe, evaluates, deterministic=deterministic).device_bytes
+        if needed_bytes > total_bytes:
+            raise _evaluation_refusal(needed_bytes, there, evaluates)
 
 
-def _check_host(recipe: Recipe, deterministic: bool) -> None:
+def _check_host(recipe: Recipe, deterministic: bool, evaluates: int | None) -> None:
     count = recipe.hardware.count
+    if evaluates is not None and evaluates > recipe.batch.micro:
+        peak_bytes = evaluation_peak(recipe, evaluates, deterministic=deterministic).allocated_bytes
+        needed_bytes = count * (peak_bytes + PROCESS_BYTES)
+        if needed_bytes > (free_bytes := available_bytes()):
+            there = f"this machine has {format_bytes(free_bytes)} free of {format_bytes(host_bytes())}"
+            raise _evaluation_refusal(needed_bytes, there, evaluates)
     free_bytes = available_bytes()
     # The step of the recipe's own GPU is traced anyway, for its FLOPs.
     rough_bytes = count * _peak_bytes(recipe, deterministic)
@@ -111,6 +126,11 @@ def _peak_bytes(recipe: Recipe, deterministic: bool) -> int:
 
 def _on(recipe: Recipe, gpu: str) -> Recipe:
     return recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"gpu": gpu})})
+
+
+def _evaluation_refusal(needed_bytes: int, there: str, sequences: int) -> InputError:
+    problem = f"an evaluation takes {format_bytes(needed_bytes)} as predicted, and {there}"
+    return InputError(problem, f"lower eval_batch; {OTHERWISE}", field="eval_batch", value=sequences)
 
 
 def _refusal(needed_bytes: int, there: str) -> InputError:

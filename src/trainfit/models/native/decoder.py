@@ -31,6 +31,8 @@ class Output(NamedTuple):
 class PositionTensors(NamedTuple):
     """Tensors that all blocks share: RoPE's ``cos`` and ``sin`` [s, 1, r/2], ``bias`` [1, h or 1, s, s].
 
+    With packed documents they are [b, s, 1, r/2] and [b, h or 1, s, s].
+
     With ``slopes`` [h] instead of ``bias``, each block computes its own bias.
     """
 
@@ -175,6 +177,8 @@ class NativeDecoder(nn.Module):
         super().__init__()
         self.config = config
         self.loss = next_token_loss
+        self.packs_documents = False
+        """Whether position ids are [b, s], begin anew with each document, and documents are kept apart."""
         self.num_prefix = 0  # Tokens of the prefixes; positions of the sequence start after them
         e, v = config.hidden_size, config.vocab_size
         self.embed = Embedding(v, e, padding_idx=config.pad_token_id, dtype=dtype, device=device)
@@ -209,7 +213,7 @@ class NativeDecoder(nn.Module):
         Args:
             input_ids, labels: int64 [b, s]; labels of -100 are ignored.
             inputs_embeds: [b, s, e], instead of ``input_ids``.
-            position_ids: int64 [1, s]; None: 0 to s - 1.
+            position_ids: int64 [1, s], or [b, s] with ``packs_documents``; None: 0 to s - 1.
         """
         logits = self.lm_head(self.hidden(input_ids, inputs_embeds, position_ids))
         return Output(None if labels is None else self.loss(logits, labels), logits)
@@ -224,7 +228,7 @@ class NativeDecoder(nn.Module):
         x_bse = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         seq = x_bse.shape[1]
         if self.embed_positions is not None:
-            learned = self._learned_positions(seq, x_bse.device) if position_ids is None else position_ids[0]
+            learned = self._learned_positions(seq, x_bse.device) if position_ids is None else position_ids
             x_bse = x_bse + self.embed_positions(learned)
         shared = self._position_tensors(seq, x_bse, position_ids)
         for block in self.layers:
@@ -278,24 +282,26 @@ class NativeDecoder(nn.Module):
         device = x_bse.device
         amp = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if amp else x_bse.dtype
-        if self.slopes is not None and self.config.alibi_bias == "per_layer":
+        apart = position_ids if self.packs_documents else None
+        if self.slopes is not None and self.config.alibi_bias == "per_layer" and apart is None:
             return PositionTensors(slopes=self.slopes)
         first = self.num_prefix
-        bias = (
-            positions.prefix_bias(seq, first, dtype, device)
-            if first
-            else positions.additive_bias(self.config, seq, self.slopes, dtype, device)
-        )
+        if apart is not None:
+            bias = positions.documents_bias(self.config, apart, self.slopes, dtype)
+        elif first:
+            bias = positions.prefix_bias(seq, first, dtype, device)
+        else:
+            bias = positions.additive_bias(self.config, seq, self.slopes, dtype, device)
         if self.frequencies is None:
             return PositionTensors(bias=bias)
         if position_ids is None:
             steps = torch.arange(first, first + seq, dtype=torch.float32, device=device)
         else:
-            steps = position_ids[0].float()
-        angles = steps[:, None] * self.frequencies.float()
+            steps = (position_ids if self.packs_documents else position_ids[0]).float()
+        angles = steps[..., None] * self.frequencies.float()
         factor = positions.attention_factor(self.config.rope)
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-        return PositionTensors(cos[:, None], sin[:, None], bias)
+        return PositionTensors(cos.unsqueeze(-2), sin.unsqueeze(-2), bias)
 
 
 def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:

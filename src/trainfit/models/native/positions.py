@@ -103,6 +103,30 @@ def additive_bias(
     return bias.masked_fill(masked, float("-inf")).to(dtype)[None]
 
 
+def documents_bias(
+    config: NativeConfig, position_ids_bs: Tensor, slopes_h: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the bias of scores within documents, [b, h or 1, s, s].
+
+    Args:
+        position_ids_bs: positions that begin anew with each document.
+    """
+    b, seq = position_ids_bs.shape
+    device = position_ids_bs.device
+    first = position_ids_bs[:, :1] - 1
+    document = (torch.diff(position_ids_bs, prepend=first, dim=-1) != 1).cumsum(-1)
+    positions = torch.arange(seq, device=device)
+    distance = positions[:, None] - positions[None, :]
+    window = min(config.sliding_window or seq, seq)
+    masked = (distance < 0) | (distance >= window) | (document[:, :, None] != document[:, None, :])
+    bias = (
+        -slopes_h.float()[:, None, None] * distance
+        if slopes_h is not None
+        else torch.zeros(1, 1, 1, device=device)
+    )
+    return bias.to(dtype).expand(b, -1, seq, seq).masked_fill(masked[:, None], float("-inf"))
+
+
 def prefix_bias(seq: int, num_prefix: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the bias of causal attention after a prefix, [1, 1, s, num_prefix + s]."""
     bias = torch.full((seq, num_prefix + seq), float("-inf"), dtype=dtype, device=device)

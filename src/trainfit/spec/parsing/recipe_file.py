@@ -273,9 +273,25 @@ def _layer(path: Path) -> tuple[dict[str, Any], str | None]:
     if base is not None and (not isinstance(base, str) or not base.strip() or "\0" in base):
         raise InputError("not a path", "name one recipe file", field="extends", value=base, file=file)
     try:
-        return with_model_config(written_out(data), path.parent), base
+        return with_data_paths(with_model_config(written_out(data), path.parent), path.parent), base
     except InputError as error:
         raise error.in_file(file) from None
+
+
+DATA_PATHS = ("train", "eval", "tokenizer", "chat_template")
+
+
+def with_data_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return ``data`` with paths in its data section that exist relative to ``folder`` joined to it."""
+    section = data.get("data")
+    if not isinstance(section, dict):
+        return data
+    joined: dict[str, Any] = {}
+    for name in DATA_PATHS:
+        text = section.get(name)
+        if isinstance(text, str) and text and "\0" not in text and os.path.exists(folder / text):
+            joined[name] = str(folder / text)
+    return {**data, "data": {**section, **joined}}
 
 
 def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:

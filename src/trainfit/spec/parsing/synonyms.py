@@ -24,6 +24,7 @@ MAIN_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
     "optimizer": ("name", (str,)),
     "adapter": ("kind", (str,)),
     "hardware": ("gpu", (str,)),
+    "data": ("train", (str,)),
 }
 """Field that holds a mapping -> the key that a bare value of these types stands for."""
 NULLABLE = ("adapter", "quantize")

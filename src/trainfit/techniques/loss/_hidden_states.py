@@ -38,13 +38,14 @@ def loss_of(draft: Draft, parts: LanguageHead, function: Callable[..., Tensor]) 
 
     from trainfit.kernels.cross_entropy.chunked import Head
     from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
+    from trainfit.models.packed import model_inputs
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         ids_bs, shards = batch["input_ids"], draft.sequences
         targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         expected = _expected_gradient(draft)
         if shards is None:
-            return mean(parts.hidden(ids_bs), targets_bs, expected)
+            return mean(parts.hidden(**model_inputs(batch)), targets_bs, expected)
         hidden_bse = parts.hidden(shards.own(ids_bs), position_ids=shards.positions(ids_bs))
         return shards.mean_loss(partial(mean, hidden_bse), targets_bs, expected)
 

@@ -43,17 +43,18 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
     from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
     from trainfit.models.language_head import refuse_router_loss
+    from trainfit.models.packed import model_inputs
 
     refuse_router_loss(draft.model, "loss_terms", recipe.loss_terms.model_dump())
     terms = Terms(recipe.loss_terms.label_smoothing, recipe.loss_terms.z_loss)
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits: Any = model(input_ids=batch["input_ids"]).logits
+        logits: Any = model(**model_inputs(batch)).logits
         targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         return cross_entropy_with_terms(logits.flatten(0, 1), targets_bs.flatten(), terms)
 
     def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        return model(**model_inputs(batch), labels=batch["labels"]).loss
 
     draft.loss, draft.cross_entropy = loss, cross_entropy
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, OptimizerFacts, Technique, refusal
-from trainfit.techniques.draft import Draft
+from trainfit.techniques.draft import Draft, in_groups
 from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, STATE, adamw, describe_optimizer, in_words
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
@@ -39,8 +39,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     numbers = seeds(recipe)
     for_matrices, for_others = _muon(recipe, numbers), adamw(recipe, numbers)
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return (for_matrices if id(parameters[0]) in hidden else for_others)(parameters)
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        return (for_matrices if id(in_groups(parameters)[0]) in hidden else for_others)(parameters)
 
     def kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         return [[p for p in parameters if (id(p) in hidden) is matrix] for matrix in (True, False)]

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, OptimizerFacts, Technique
-from trainfit.techniques.draft import Draft
+from trainfit.techniques.draft import Draft, in_groups
 from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer, in_words
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -38,8 +37,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return
     on_cpu, foreach = draft.runs_on_cpu(recipe), options.implementation == "foreach"
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        is_16_bit = any(parameter.dtype.itemsize == 2 for parameter in parameters)
+    def make(parameters: list[Any]) -> torch.optim.Optimizer:
+        is_16_bit = any(parameter.dtype.itemsize == 2 for parameter in in_groups(parameters))
         fused = options.implementation == "fused" and not (on_cpu and is_16_bit)
         optimizer = torch.optim.SGD(parameters, foreach=foreach, fused=fused, **common)
         if fused and options.momentum:

@@ -103,7 +103,9 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
 
     def inner(groups: list[dict[str, Any]]) -> Any:
         owned = [parameter for one in groups for parameter in one["params"]]
-        return make(owned) if owned else SGD(groups)  # A rank without shards updates nothing.
+        if not owned:
+            return SGD(groups)  # A rank without shards updates nothing.
+        return make(owned if len(groups) == 1 else groups)
 
     choose = draft.cluster.optimizer_rank
     draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group, choose)  # pyright: ignore
