@@ -93,16 +93,16 @@ class ProgressBar:
 def plan_lines(data: RunData, predicted: PredictedRun | None, steps: int) -> list[str]:
     """Return what the data comes to, and what was predicted of a pass over it, a line each."""
     per_step = f"{data.sequences_per_step:,} a step" if data.sequences_per_step > 1 else "one a step"
-    documents = f"{data.documents:,} documents, {format_count(data.tokens)} tokens"
-    lines = [f"data: {documents} in {data.sequences:,} sequences of {data.seq:,}, {per_step}"]
+    documents = f"{_counted(data.documents, 'document')}, {format_count(data.tokens)} tokens"
+    lines = [f"data: {documents} in {_counted(data.sequences, 'sequence')} of {data.seq:,}, {per_step}"]
     is_plain = data.labels == data.sequences * (data.seq - 1)
     more = [] if is_plain else [f"{data.labels / data.epoch_tokens:.1%} of the tokens are learned"]
     more += [f"padding {data.padding:.1%}"] if data.padding else []
-    more += [f"{data.cut_tokens / data.tokens:.1%} cut off"] if data.cut_tokens >= data.seq else []
+    more += [f"{data.cut_tokens / data.tokens:.1%} are in no sequence"] if data.cut_tokens >= data.seq else []
     if data.eval_documents:
         more.append(
-            f"held out: {data.eval_documents:,} documents, {format_count(data.eval_tokens)} tokens in "
-            f"{data.eval_sequences:,} sequences"
+            f"held out: {_counted(data.eval_documents, 'document')}, {format_count(data.eval_tokens)} tokens "
+            f"in {_counted(data.eval_sequences, 'sequence')}"
         )
     lines += ["      " + "; ".join(more)] if more else []
     epoch = f"{data.epoch_steps:,.4g} steps" if data.epoch_steps < 1e4 else f"{data.epoch_steps:,.0f} steps"
@@ -114,6 +114,10 @@ def plan_lines(data: RunData, predicted: PredictedRun | None, steps: int) -> lis
         peaks = f"{format_bytes(predicted.eval_bytes)}, the step at {format_bytes(predicted.step_bytes)}"
         lines.append(f"evaluation peaks at {peaks} (allocated, predicted)")
     return lines
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
 
 
 def _takes(predicted: PredictedRun | None, steps: float) -> str:

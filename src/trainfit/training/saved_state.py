@@ -39,11 +39,13 @@ class RandomPlain(Value):
 
 
 class Best(Value):
-    """The best evaluation so far, and how many were no better since."""
+    """The best evaluation so far: after which step, its loss, and how many were no better since."""
 
     step: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     loss: float
     evaluations_since: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
+    last: Annotated[int, Field(ge=0, le=MAX_STEPS)]
+    """The step after which was evaluated last."""
 
 
 class SavedState(Value):

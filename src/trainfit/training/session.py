@@ -104,11 +104,11 @@ class Session:
 
     def _steps(self, stop: StopSignal | AgreedStop) -> None:
         numbers = range(self.progress.step, self.options.steps)
-        self._check_patience()
         if isinstance(stop, AgreedStop):
             self._agree(stop)
         else:
             stop.raises = len(numbers) > 0
+        self._catch_up(stop)
         seed, per_step = self.step.recipe.seed, self._sequences_per_step
         share = (self.step.data_rank, self._data_ranks)
         source = partial(step_sequences, self.corpora.train, seed, per_step, share=share)
@@ -246,15 +246,29 @@ class Session:
     def _note_best(self, found: EvalMetrics) -> bool:
         """Compare an evaluation with the best; after too many that are no better the run ends."""
         best = self.progress.best
-        if best is not None and best.step == found.step:  # A resumed run evaluates its last step again.
+        if best is not None and best.last == found.step:  # A resumed run evaluates its last step again.
             return False
         if best is None or found.loss < best.loss:
-            best = Best(step=found.step, loss=found.loss)
+            best = Best(step=found.step, loss=found.loss, last=found.step)
         else:
-            best = best.model_copy(update={"evaluations_since": best.evaluations_since + 1})
+            since = best.evaluations_since + 1
+            best = best.model_copy(update={"evaluations_since": since, "last": found.step})
         self.progress = Progress(self.progress.step, self.progress.loss, best)
         self._check_patience()
         return best.step == found.step
+
+    def _catch_up(self, stop: StopSignal | AgreedStop) -> None:
+        """Evaluate after the step that a resumed run was stopped in, where the unbroken one does."""
+        done, every, best = self.progress.step, self.options.eval_every, self.progress.best
+        is_due = every is not None and done > 0 and done % every == 0 and done < self.options.steps
+        if is_due and (best is None or best.last < done) and self._evaluate(stop):
+            self._write_best()
+        self._check_patience()
+
+    def _write_best(self) -> None:
+        best, out = self.progress.best, self.options.folder
+        if self.options.keep_best:
+            self.ranks.on_first(lambda: folder.write_best(out, best and best.model_dump()))
 
     def _check_patience(self) -> None:
         """Let the run end where too many evaluations were no better than the best."""
@@ -323,8 +337,7 @@ class Session:
             where, self.step, self.progress, self.described, keep=options.keep, ranks=self.ranks,
             best=best.step if best is not None and options.keep_best else None,
         )  # fmt: skip
-        if options.keep_best:
-            self.ranks.on_first(lambda: folder.write_best(options.folder, best and best.model_dump()))
+        self._write_best()
         self._report("on_checkpoint", self.progress.step, self.checkpoint)
 
     def _not_finite(self, name: str) -> DivergedError:
