@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from trainfit.spec.printable import PROGRESS_THREAD
 
 OF_AUTOGRAD = "pt_autograd"
-"""What the names of autograd's threads begin with (torch/csrc/autograd/engine.cpp)."""
+"""Prefix of the names of autograd's threads (torch/csrc/autograd/engine.cpp)."""
 DAEMONS = ("tqdm_monitor", PROGRESS_THREAD)
-"""Threads that sleep, and wake now and then."""
+"""Names of threads that do not prevent a fork, because they sleep nearly all the time."""
 _allowed = False
 
 
@@ -59,7 +59,7 @@ def autograd_has_threads() -> bool:
 
 
 def begin(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Start a function in a fork; what is returned waits for its result, or raises its exception."""
+    """Start a function in a fork; return a function that waits for its result, or raises its exception."""
     results, answer = os.pipe()
     pid = os.fork()
     if pid == 0:

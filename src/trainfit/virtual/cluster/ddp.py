@@ -2,7 +2,7 @@
 
 The second forward rebuilds the buckets. NCCL's process group may keep those of the first backward until a
 later collective, which depends on the watchdog's thread. So the second step has one of two peaks: the ledger
-frees them with the rebuilding, and names in ``held`` when NCCL lets them go at the latest.
+frees the buckets when they are rebuilt, and ``held`` names the latest point at which NCCL releases them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FirstBuckets:
         self._reduced: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         """DDP module -> storages of its buckets of the last backward."""
         self._released: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        """DDP module -> those of them that its reducer released since."""
+        """DDP module -> the buckets that its reducer has released since."""
         self._first_collective = 0
         """Index of the present backward's first reduction."""
 

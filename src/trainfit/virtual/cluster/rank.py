@@ -29,7 +29,7 @@ from trainfit.virtual.trace.observer import Observer, StreamPools
 from trainfit.virtual.trace.tracer import Tracer
 
 PROPAGATE = "_propagate_tensor_meta_non_cached"
-"""Runs an operation on whole tensors for the shape of its result."""
+"""DTensor's function that runs an operation on whole tensors to find the shape of its result."""
 RESIZED = "resized"
 """Name of the allocation that replaces a storage which is resized in place."""
 
@@ -61,7 +61,7 @@ class Collectives(Observer):
     """Records collectives with their bytes and group.
 
     Args:
-        pools: number the streams: a collective on the first one may hold up the computation.
+        pools: number the streams; the computation may wait for a collective on the first one.
     """
 
     def __init__(self, pools: StreamPools):
@@ -78,8 +78,8 @@ class Collectives(Observer):
         ranks = dist.get_process_group_ranks(group)
         num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         if is_functional and kind.gathers:
-            num_bytes *= len(ranks)  # The result is no argument.
-        is_asynchronous = not any(arg is False for arg in args)  # True is the default, which is left out.
+            num_bytes *= len(ranks)  # Only the input is an argument.
+        is_asynchronous = not any(arg is False for arg in args)  # A default True is left out.
         live = self.tracer.live
         live.ledger.collectives.append(
             Collective(
@@ -98,7 +98,7 @@ class Collectives(Observer):
 def rank_observers(current_stream: Callable[[], Any] = torch.cpu.current_stream) -> tuple[Observer, ...]:
     """Return the observers that record a rank's collectives, and the streams of its allocations.
 
-    What is allocated on other streams than the first is communication's.
+    Allocations on streams other than the first belong to the category communication.
     """
     pools = StreamPools(current_stream, "communication")
     return pools, Collectives(pools)
@@ -108,9 +108,9 @@ def rank_observers(current_stream: Callable[[], Any] = torch.cpu.current_stream)
 def one_rank(tracer: Tracer) -> Iterator[None]:
     """Let distributed code run on a tracer that has ``rank_observers``.
 
-    - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
-      anew, as communication's.
-    - What DTensor runs only for the shape of a result is not recorded.
+    - A storage that is resized in place is recorded as a free and an allocation of the category
+    communication: so FSDP2 frees and takes back unsharded parameters.
+    - Operations that DTensor runs only to find the shape of a result are not recorded.
     - FSDP2's collectives are recorded with their number of parameters.
     - DTensor's cached sharding rules are dropped before and after: each holds the first mesh that it was used
       with, which stands for a real mesh of the same size in this process, but is always of rank 0.
@@ -163,7 +163,7 @@ def _group(args: Any) -> dist.ProcessGroup | None:
 
 
 def _named(args: Any) -> dist.ProcessGroup | None:
-    """Return the process group that a functional collective takes, itself or by its name."""
+    """Return the process group among a functional collective's arguments, given as a group or by name."""
     group = next((arg for arg in reversed(args) if isinstance(arg, str | dist.ProcessGroup)), None)
     if not isinstance(group, str):
         return group
@@ -177,7 +177,7 @@ def _tensors(arg: Any) -> list[torch.Tensor]:
 
 
 def _clear_sharding_caches() -> None:
-    """Do as ``torch.distributed.tensor.debug``, which imports the compiler, in 0.35 s."""
+    """Clear DTensor's caches as ``torch.distributed.tensor.debug``, which imports the compiler (0.35 s)."""
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

@@ -1,4 +1,4 @@
-"""FSDP2 cuts a parameter into as many chunks as there are ranks and keeps one: cut that one alone."""
+"""Make only this rank's chunk of a parameter, of which FSDP2 cuts one chunk per rank and keeps one."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ class Point(NamedTuple):
     """A point of a stream."""
 
     op: int
-    """Index of the last operation of the computation that is done by then."""
+    """Index of the last operation of the computation that has finished at this point."""
     collective: int
-    """Index of the last collective that is done by then; -1: none."""
+    """Index of the last collective that has finished at this point; -1: none."""
 
 
 class Order(Observer):
-    """What each stream has waited for. The first stream computes.
+    """Tracks the point that each stream has waited for. The first stream computes.
 
     Given to the tracer after the observer that records collectives.
     """
@@ -35,7 +35,7 @@ class Order(Observer):
         self._computes = torch.cpu.current_stream()
         self._points: dict[Any, Point] = {}
         self._host_waited_for = -1
-        """Index of the last operation that the host waited for before it went on issuing."""
+        """Index of the last operation that the host has waited for."""
         self._num_issued = 0
 
     def attach(self, tracer: Tracer) -> None:
@@ -48,7 +48,7 @@ class Order(Observer):
         self._num_issued = len(self._ledger.collectives)
 
     def host_waits(self) -> None:
-        """Let the host wait for the computation, as to read a value: nothing that it issues begins before."""
+        """Record that the host waits, to read a value for example: later operations begin after it."""
         self.tracer.count_read()
         self._host_waited_for = len(self._ledger.ops) - 1
 

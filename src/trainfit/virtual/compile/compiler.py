@@ -36,7 +36,7 @@ class VirtualCompiler:
         self._tuning = Tuning(gpu.l2_cache_bytes) if gpu else None
         self._used = False
         self._copies: set[tuple[int, ...]] = set()
-        """Padded sizes of operands that another run may not pad."""
+        """Padded sizes of operands whose padding is a close decision: another run may not pad them."""
         self.num_graphs = 0
         """Captured graphs."""
         self.layers: Layers | None = None
@@ -54,7 +54,7 @@ class VirtualCompiler:
         module._compiled_call_impl = partial(self._run, module, compiled)
 
     def _begin(self) -> None:
-        """Forget what was compiled before, when the first module is compiled."""
+        """Reset Dynamo before the first module is compiled."""
         if not self._used:
             torch_internals.require("compiler")
             torch._dynamo.reset()
@@ -71,8 +71,8 @@ class VirtualCompiler:
         """Check that the programs of a shortened model are those of its layers.
 
         Raises:
-            RepeatError: Dynamo captured each layer separately, so that its limit of graphs matters, or the
-                graph of a model that is compiled whole does not hold all layers.
+            RepeatError: Dynamo captured each layer separately, so that its limit of graphs applies, or the
+                model was compiled whole and its graph does not hold all layers.
         """
         repeating = sum(any(kernel.position for kernel in program.kernels) for program in self._programs)
         if self.layers is not None and (self.num_graphs, repeating) != (1, 2):

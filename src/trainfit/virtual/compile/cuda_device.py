@@ -90,7 +90,7 @@ def _device_guard() -> Iterator[None]:
 
     A CUDA build without a GPU registers such a guard itself (``c10::impl::ensureCUDADeviceGuardSet``).
     """
-    if torch._C._has_cuda:  # What ``torch.backends.cuda.is_built`` says to user code is of the virtual GPU.
+    if torch._C._has_cuda:  # ``torch.backends.cuda.is_built`` answers for the virtual GPU.
         yield
         return
     folder = Path(torch.__file__).parent / "lib"

@@ -136,7 +136,7 @@ def _stopping_at_the_source(
             return run(graph, *inputs)
 
         written = _lowered_ahead(graph, lambda: run(graph, *inputs), write)
-        graph.graph_outputs = []  # No strides for the backward: those of the traced tensors.
+        graph.graph_outputs = []  # Without strides the backward takes those of the traced tensors.
         return None
 
     def source_only(graph: Any) -> Any:

@@ -27,8 +27,8 @@ def should_pad(
     """Replace ``pad_mm._should_pad``, which is called for unaligned products only.
 
     Args:
-        copies: receives the padded sizes of operands that another run may not pad, so that their other users'
-            buffer is the only one.
+        copies: receives the padded sizes of operands with other users whose padding is a close decision: a
+            run that does not pad them does without the copy.
     """
     from torch._inductor.fx_passes.pad_mm import should_exclude_padding_time
 
@@ -43,14 +43,14 @@ def should_pad(
 
 
 def _has_other_users(operand: fx.Node) -> bool:
-    """Return whether other operations than a product read what the operand is a view of."""
+    """Return whether operations other than a product read the operand or a tensor that it is a view of."""
     while len(operand.users) == 1 and operand.target in VIEWS:
         (operand,) = operand.all_input_nodes
     return len(operand.users) > 1
 
 
 def is_padding_faster(mat1: torch.Tensor, mat2: torch.Tensor, *, free1: bool, free2: bool) -> bool:
-    """Return whether padding ``mat1 @ mat2`` is faster, as ``gain`` has it."""
+    """Return whether padding ``mat1 @ mat2`` is faster by ``MARGIN``."""
     return gain(mat1, mat2, free1=free1, free2=free2) > MARGIN
 
 

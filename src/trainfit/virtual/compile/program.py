@@ -35,9 +35,9 @@ class Program:
     ):
         self._source = source
         self._copies = copies
-        """Sizes of buffers that another run may do without."""
+        """Sizes of buffers that another run may not allocate."""
         self.kernels: tuple[Kernel, ...] = ()
-        """Known when it first runs."""
+        """Set when the program first runs."""
         self._tracer, self._scopes, self._tuning = tracer, scopes, tuning
         self._kernel = Kernel(0, (), False)
         self._base = NO_SCOPE

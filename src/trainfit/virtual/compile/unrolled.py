@@ -78,7 +78,7 @@ def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterat
         return folded
 
     def estimated(nodes: list[Any], *args: Any) -> tuple[int, list[int]]:
-        # Inductor's code generation asks again, to decide which buffers to reuse.
+        # Inductor's code generation calls it again, to decide which buffers to reuse.
         return whole[-1] if whole else estimate(nodes, *args)
 
     with (
@@ -233,7 +233,7 @@ class _Unrolled:
         return starts, length
 
     def _relative(self, node: _Node, copy: int) -> tuple[Any, int]:
-        """Return what is equal for equal nodes of each copy."""
+        """Return a node's position and copy relative to ``copy``: equal for equal nodes of each copy."""
         if node.copy == OUTSIDE:
             return node, 0
         return self._position[node.origin][1], node.copy - copy
@@ -246,7 +246,7 @@ class _Unrolled:
         return self._position[node][0] if node in self._position else None
 
     def _copies(self, home: int | None) -> Iterable[int]:
-        """Return the copies of what belongs to a slice."""
+        """Return the numbers of a slice's copies."""
         if home is None:
             return (OUTSIDE,)
         return range(1, self._times + 1) if home == 1 else (0 if home == 0 else self._times + 1,)
@@ -270,7 +270,7 @@ class _Unrolled:
         if home is None:
             return self._at(position, next(iter(self._copies(number))))
         if home - number not in (0, 1):
-            raise RepeatError("a layer reads what another than the one before it has made")
+            raise RepeatError("a layer reads a result of a layer other than the one before it")
         return self._at(position, copy + number - home)
 
     def _home(self, users: Iterable[Any]) -> int | None:
@@ -298,14 +298,14 @@ class _Unrolled:
         for user in users:
             if user not in self._position:
                 if home in (0, 1):
-                    raise RepeatError("what a layer makes is used outside the layers")
+                    raise RepeatError("a layer's result is used outside the layers")
                 yield self._stand_ins[user, OUTSIDE]
                 continue
             number, position = self._position[user]
             if home is None:
                 by_position.setdefault(position, set()).add(number)
             elif number - home not in (0, 1):
-                raise RepeatError("a layer reads what another than the one before it has made")
+                raise RepeatError("a layer reads a result of a layer other than the one before it")
             else:
                 yield self._at(position, copy + number - home)
         for position, numbers in by_position.items():

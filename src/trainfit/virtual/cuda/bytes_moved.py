@@ -26,8 +26,8 @@ from trainfit.virtual.trace.tensors import tensors_of
 
 WHOLE = frozenset({"max", "min"})  # Their overload default reads a contiguous copy (ReduceAllOps.cpp)
 GRADIENTS = 1
-"""Position of a fused optimizer's gradients, which are written only with a loss scale, unlike in its
-schema."""
+"""Position of a fused optimizer's gradients, which are written only with a loss scale, although its schema
+always marks them as written."""
 
 KINDS = {
     "write": FACTORIES, "like": LIKE, "gather": GATHERS, "host copy": HOST_COPIES, "copy": {"copy"},
@@ -88,7 +88,7 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _indexed(args: tuple[Any, ...], out: Any) -> int:
-    """Count indices, selected elements and output of a gather or scatter; the rest only of a new tensor."""
+    """Count indices, selected elements and output; of a scatter into a new tensor all elements."""
     tensors = tensors_of(args)
     target, others = tensors[0], tensors[1:]
     if isinstance(out, Tensor) and out is target:

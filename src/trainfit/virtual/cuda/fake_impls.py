@@ -24,7 +24,7 @@ from trainfit.virtual.trace.host_tensors import known_highest, on_host, seen_val
 aten = torch.ops.aten
 CPU, META, STRIDED = torch.device("cpu"), torch.device("meta"), torch.strided
 FILLS = frozenset({aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default})
-"""No effect on fake tensors; FakeTensorMode takes a millisecond for each random one."""
+"""Operations without effect on fake tensors; FakeTensorMode takes a millisecond for each random one."""
 PLAIN = frozenset({
     aten.mm.default, aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default,
     aten.pow.Tensor_Scalar, aten.sum.dim_IntList, aten.detach.default, aten.t.default,
@@ -34,7 +34,7 @@ PLAIN = frozenset({
 FACTORIES = frozenset({
     aten.empty.memory_format, aten.empty_strided.default, aten.ones.default, aten.zeros.default,
 })  # fmt: skip
-"""With PLAIN the most frequent operations, whose meta kernels are called without FakeTensorMode."""
+"""With PLAIN: the most frequent operations, whose meta kernels are called without FakeTensorMode."""
 POINTWISE = frozenset({
     aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar,
     aten.neg.default, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sqrt.default, aten.reciprocal.default,
@@ -49,7 +49,7 @@ COPIES = frozenset({
     aten.ones_like.default,
 })  # fmt: skip
 KNOWN = POINTWISE | IN_PLACE | COPIES
-"""Operations whose result is known without a kernel, where layouts and dtypes are the usual ones."""
+"""Operations whose result is known without a kernel for plain layouts and dtypes."""
 SHORT = KNOWN | PLAIN | FACTORIES
 PROFILING = frozenset({
     torch.ops.profiler._record_function_enter_new.default,
@@ -60,7 +60,7 @@ STATES = "_trainfit_states"
 """Attribute of a FakeTensorMode: device -> the attributes of its tensors."""
 LARGEST_FALLBACK_BYTES = 64 << 20  # Inputs of an operation that may run for real
 MAKE_SUBCLASS = Tensor._make_subclass
-"""The function itself: in user code it is replaced (user/gpu.py)."""
+"""PyTorch's own function, which is replaced in user code (user/gpu.py)."""
 COALESCED = "c10d::allreduce_coalesced_"
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
@@ -173,7 +173,7 @@ Layout = tuple[Sequence[int], Sequence[int]]
 
 
 def _is_first_changed(args: Any, tensors: list[Any]) -> bool:
-    """Return whether an operation in place surely has arguments that it takes."""
+    """Return whether the arguments of an operation in place are certainly valid for it."""
     first = args[0]
     dtype, shape = first.dtype, first.shape
     if not dtype.is_floating_point or complex in map(type, args):
@@ -249,7 +249,7 @@ def _grouped_mm(args: Any, kwargs: Any) -> Tensor:
 
 
 def _of_channels(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return so many statistics of the channels of ``x`` [b, c, ...], [c] each."""
+    """Return ``count`` statistics of the channels of ``x`` [b, c, ...], [c] each."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return tuple(torch.empty(x.shape[1], dtype=dtype, device=x.device) for _ in range(count))
 
@@ -284,7 +284,7 @@ def _check_rows(table: Tensor, indices: Tensor) -> None:
 
 
 def read(t: Tensor) -> Any:
-    """Return a tensor's value if known or assumed, else zero: no gradient is infinite, no norm is large."""
+    """Return a tensor's value if known or assumed, else zero: gradients are finite, norms small."""
     seen = seen_values(t)
     if seen is not None:
         return on_host(seen.item, (), {})
@@ -292,7 +292,7 @@ def read(t: Tensor) -> Any:
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Return ``torch.equal``; values that are not known equal no others."""
+    """Return ``torch.equal``; unknown values differ from all others."""
     if a is b:
         return True
     one, other = seen_values(a), seen_values(b)

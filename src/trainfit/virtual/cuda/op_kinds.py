@@ -105,9 +105,9 @@ VECTOR_WORK = frozenset(
 """Elementwise work, reductions, norms, losses, pooling, sorting: their FLOPs are not counted."""
 
 CHANNELS_LAST = "channels last"
-"""Layout of a convolution, or of a group norm, whose input is stored so, as tensor cores' kernels read it."""
+"""Layout of a convolution or group norm whose input is stored channels last, as tensor cores read it."""
 POINTWISE = "pointwise"
-"""Layout of a convolution by filters of one point, whose input is stored otherwise."""
+"""Layout of a convolution by filters of one point whose input is not stored channels last."""
 
 HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 """Copies between the GPU and pinned host memory (offload/copies.py)."""

@@ -33,7 +33,7 @@ REDUCTIONS = frozenset(
 def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return batch, m, n, k of a matrix product, or of a convolution as one; empty for other operations.
 
-    A recurrent layer is one for each position, layer and direction.
+    A recurrent layer is one product for each position, layer and direction.
 
     A convolution is a product for each of its groups, of [points of all images, channels x filter elements]
     and a group's filters: ``Conv2d(64, 128, 3)`` on [8, 64, 30, 30] is (1, 8 x 28 x 28, 128, 64 x 9).

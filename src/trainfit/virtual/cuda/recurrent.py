@@ -67,7 +67,7 @@ def _run(
 def forward(x: Tensor, weight: list[Tensor], _: int, weight_buf: Any, hx: Tensor, cx: Any, *rest: Any) -> Any:
     """Return the fake result: output, last states, what is saved for the backward, the weights' buffer.
 
-    cuDNN does not publish how much it saves; it is what the backward needs at least.
+    cuDNN does not publish how much it saves; the minimum that the backward needs is assumed.
     """
     mode, hidden, projected, num_layers, batch_first, _, train, bidirectional = rest[:8]
     length, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]

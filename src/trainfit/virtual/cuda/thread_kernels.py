@@ -25,7 +25,7 @@ def _register(library: "torch.library.Library", name: str, kernel: Kernel, key: 
 
     def chosen(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(keyset, torch._C.DispatchKeySet):
-            # Seen once, in a thread that trained while the kernel was registered: called without the set.
+            # A thread that trained while the kernel was registered called it without the set.
             args, keyset = (keyset, *args), torch._C._dispatch_keys(keyset)
         return (kernel if is_tracing_thread() else original)(keyset, *args, **kwargs)
 

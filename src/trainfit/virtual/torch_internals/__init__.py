@@ -58,7 +58,7 @@ def require(*groups: str) -> None:
 
 @cache
 def _known_changes(group: str) -> list[str]:
-    """Return the changes of a part. What was found good with these versions is not checked again."""
+    """Return the changed names of a part. A part found unchanged with these versions is not checked again."""
     if _kept().get(group) == []:
         return []
     lines = changes(entries(group))
@@ -77,7 +77,7 @@ def changes(checked: Iterable[PrivateName]) -> list[str]:
         import torch
 
         dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)  # As small calls assume; the process waits for this thread.
+        torch.set_default_dtype(torch.float32)  # calls.py assumes it; the process waits for this thread.
         try:
             for one in checked:
                 if what := _change(one):
@@ -98,7 +98,7 @@ def _change(one: PrivateName) -> str:
         return ""
     try:
         return change(one, stored)
-    except Exception as error:  # Such as of a library whose import fails
+    except Exception as error:  # For example, the library's import fails
         return f"cannot be reached: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -161,7 +161,7 @@ def _file() -> Path:
     digest = hashlib.sha256()
     for path in (Path(private_names.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
         digest.update(path.read_bytes())
-    # The same before torch is imported and after it, and another for a build in another environment.
+    # The same before and after torch is imported; differs for a torch in another environment.
     versions = [f"{name} {installed_version(name)}" for name in CHECKED]
     torch = find_spec("torch")
     place = str(torch.origin) if torch is not None else ""

@@ -50,7 +50,7 @@ def resized(resize: Any) -> list[int]:
 
 
 def dense(is_dense: Any) -> list[bool]:
-    """Answer for a transposed, a sliced and an expanded tensor."""
+    """Return whether a transposed, a sliced and an expanded tensor are dense."""
     x = torch.empty(4, 6)
     return [bool(is_dense(t)) for t in (x.t(), x[:, ::2], x[:1].expand(4, 6))]
 

@@ -87,7 +87,7 @@ COMPILER = (
     entry("torch._inductor.fx_passes.pad_mm:has_triton", "padding matrix products as on CUDA", "()"),
     entry(
         "torch._inductor.fx_passes.pad_mm:should_exclude_padding_time",
-        "operands that are padded for nothing", "(match, arg_name)",
+        "operands that are padded without a copy", "(match, arg_name)",
     ),
     entry("torch._inductor.graph:GraphLowering.run", "lowering a graph", "(self, *args)"),
     entry("torch._inductor.graph:GraphLowering.codegen", "the source of a program", "(self)"),

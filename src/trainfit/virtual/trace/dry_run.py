@@ -20,9 +20,9 @@ class DryRun(TorchDispatchMode):
     def __init__(self, inputs: Iterable[Tensor]):
         super().__init__()
         self.changes: list[tuple[int, bool]] = []
-        """Number of a storage and whether it was freed, in order."""
+        """(number of a storage, whether it was freed) for each allocation and free, in order."""
         self.num_bytes: list[int] = []
-        """By number of the storage."""
+        """Size of each storage, by its number."""
         self._live = {t.untyped_storage()._cdata: -1 for t in inputs}
         self._refs: dict[int, Any] = {}
 
@@ -35,7 +35,7 @@ class DryRun(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._refs.clear()  # Later frees of the results are not part of it.
+        self._refs.clear()  # Later frees of the results are not recorded.
 
     def number_of(self, t: Tensor) -> int:
         """Return the number of the tensor's storage, which must be alive; -1 for an input's."""

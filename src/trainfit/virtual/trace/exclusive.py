@@ -80,7 +80,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 _originals: dict[tuple[int, str], Any] = {}
-"""Identity of an owner, and name -> what is replaced there now."""
+"""(identity of an owner, name) -> the original value, while it is replaced."""
 
 
 def stored(owner: Any, name: str) -> Any:

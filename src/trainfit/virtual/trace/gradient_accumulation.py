@@ -52,7 +52,8 @@ def _counts(t: Any) -> tuple[int, int]:
 def sole_reference_counts() -> tuple[int, int]:
     """Return a tensor's and its storage's reference counts, in a dispatch mode, if only the engine has it.
 
-    They are observed, as they depend on PyTorch's version; first called outside a dispatch.
+    The counts are measured, because they depend on PyTorch's version. The first call must be outside a
+    dispatch.
     """
     with _disable_current_modes(), CpuFakeMode(), torch.enable_grad(), _CountsMode() as mode:
         x = torch.empty(2, 2, requires_grad=True)

@@ -40,26 +40,25 @@ DECIDED = {
     aten.bitwise_or.Tensor: True, aten.bitwise_or_.Tensor: True, aten.logical_or.default: True,
     aten.bitwise_and.Tensor: False, aten.bitwise_and_.Tensor: False, aten.logical_and.default: False,
 }  # fmt: skip
-"""Operations -> the value of one whole input that decides the result whatever the other is: all sequences are
-finished at the greatest length (generation's stopping criteria)."""
+"""Operations -> the value that decides the result if one whole input has it. So generation's stopping
+criteria end all sequences at the greatest length."""
 FILLED: dict[Any, Callable[..., Tensor]] = {
     aten.ones_like.default: torch.ones, aten.zeros_like.default: torch.zeros,
     aten.full_like.default: torch.full,
 }  # fmt: skip
-"""Factories of tensors like another -> what makes the value of one element."""
+"""Factories of tensors like another -> the function that makes a tensor of one element."""
 VALUE = "_trainfit_value"
 ASSUMED = "_trainfit_assumed"
-"""Attribute of a tensor whose values are not known: the values that code sees which reads it. Without it they
-are zeros."""
+"""Attribute of a tensor with unknown values: the values that reading it gives. Without it they are zeros."""
 EQUALS = {
     aten.eq.Tensor: False, aten.eq.Scalar: False, aten.ne.Tensor: True, aten.ne.Scalar: True,
     aten.isin.Tensor_Tensor: False, aten.isin.Tensor_Scalar: False, aten.isin.Scalar_Tensor: False,
 }  # fmt: skip
-"""Comparisons -> their assumed result on values that are not known."""
+"""Comparisons -> their assumed result on unknown values."""
 COMPARES = frozenset(
     getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
 )
-"""Comparisons that take values that are not known for zeros."""
+"""Comparisons that take unknown values as zeros."""
 MAX_ASSUMED = 1 << 16
 """Elements of the largest tensor of assumed values."""
 OVERWRITTEN = "_trainfit_overwritten"
@@ -155,7 +154,7 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
     if func in FILLED and out.numel() == 1:
-        # Whatever the value of the tensor is that it is like: a loss's own gradient is 1.
+        # The values of the tensor that it is like do not matter: the gradient of a loss is 1.
         sizes = (out.shape, *args[1:2]) if func is aten.full_like.default else (out.shape,)
         setattr(out, VALUE, on_host(FILLED[func], sizes, {"dtype": out.dtype}))
         return
@@ -175,9 +174,9 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
 
 
 def _assumed(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Tensor) -> Tensor | None:
-    """Return values for code that reads ``out``, consistent with those of its inputs; None: zeros.
+    """Return the values that reading ``out`` gives, consistent with those of its inputs; None: zeros.
 
-    An unknown value equals no other, as a sampled token does not end its sequence.
+    An unknown value differs from all others: a sampled token does not end its sequence.
     """
     follows = func in COMPARES or any(hasattr(t, ASSUMED) for t in tensors)
     if follows and base_name(func) == "index_put" and _selects_nothing(args[1]):
@@ -185,7 +184,7 @@ def _assumed(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Tens
         return None if kept is None else on_host(kept.clone, (), {})
     if follows and all(t.numel() <= MAX_ASSUMED for t in tensors):
         seen_args, seen_kwargs = tree_map_only(Tensor, _seen_or_zeros, (args, kwargs))
-        with contextlib.suppress(RuntimeError):  # What zeros do not allow: a division, a size of their number
+        with contextlib.suppress(RuntimeError):  # Zeros may be invalid, such as in a division or as a size
             return on_host(func, seen_args, seen_kwargs)
     if func not in EQUALS:
         return None
@@ -225,7 +224,7 @@ def _carry_overwritten(func: Any, args: Any, kwargs: Any, tensors: list[Tensor])
 
 
 def forget_values(t: Tensor) -> None:
-    """Take the values of a tensor, and of those that share its memory, for overwritten with unknown ones."""
+    """Mark the values of a tensor, and of tensors that share its memory, as overwritten with unknown ones."""
     for name in (VALUE, ASSUMED):
         known = getattr(t, name, None)
         if known is not None:
@@ -251,7 +250,7 @@ def carried_values(t: Tensor) -> Tensor | None:
 
 
 def seen_values(t: Tensor) -> Tensor | None:
-    """Return the values that code sees which reads a tensor: those it carries, or is assumed to have."""
+    """Return the values that reading a tensor gives: those that it carries or is assumed to have."""
     known = carried_values(t)
     if known is None:
         known = getattr(t, ASSUMED, None)

@@ -55,7 +55,7 @@ class StreamPools(Observer):
 
     Args:
         current_stream: returns the running stream; the one at construction is number 0.
-        category: of the allocations on other streams than the first; None: as any other.
+        category: of allocations on streams other than the first; None: as on the first.
     """
 
     def __init__(self, current_stream: Callable[[], Any], category: str | None = None):

@@ -28,9 +28,9 @@ MOST_FROZEN_BY_PYTHON = 1000
 
 
 def freeze_for_good() -> None:
-    """Never collect what exists now or at the beginning of a trace, in a process that only traces.
+    """Never collect objects that exist now or at the beginning of a trace, in a process that only traces.
 
-    Cycles that imports have left are no reason for a collection first: it takes 0.4 s.
+    Reference cycles left by imports are not collected first, which would take 0.4 s.
     """
     global _freezes_for_good
     _freezes_for_good = True
@@ -47,7 +47,7 @@ def frozen_gc() -> Iterator[None]:
         yield
         return
     if _freezes_for_good:
-        gc.collect()  # What the trace before has left; most of its objects are frozen.
+        gc.collect()  # Garbage of the previous trace; most of its objects are frozen.
     gc.freeze()
     token = _gc_frozen.set(True)
     try:
@@ -93,7 +93,7 @@ def no_function_modes() -> Iterator[None]:
 
 
 def freeze_more() -> None:
-    """Exclude what was made since from garbage collection too, within ``frozen_gc``."""
+    """Exclude objects made since from garbage collection too, within ``frozen_gc``."""
     if _gc_frozen.get():
         gc.freeze()
 
@@ -162,7 +162,7 @@ def restored_switches() -> Iterator[None]:
             )
             for backend_and_op in FP32_PRECISIONS
         ),
-        # Restored before those by backend and operation, which writing it sets.
+        # Restored first: writing it also sets those by backend and operation.
         (_legacy_precision, lambda value: value and torch.set_float32_matmul_precision(value)),
     ]
     with warnings.catch_warnings(), _restored(settings):

@@ -27,7 +27,7 @@ class Scope(NamedTuple):
     """The path with the layer's number replaced by its name within a group: the same in each group."""
     group: int
     owned: bool = False
-    """In the optimizer: operations belong to the parameter that they work on."""
+    """True in the optimizer, where an operation belongs to the parameter that it updates."""
     recomputing: bool = False
     in_autograd: bool = False
     """Runs in autograd's thread, which has its own library handles on CUDA."""
@@ -122,7 +122,7 @@ class ScopeTracker:
     def _call_compiled(
         self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call compiled code; what wraps it, such as a recomputed block's node, is in the module's scope."""
+        """Call compiled code; autograd nodes around it (a recomputed block's) are in the module's scope."""
         scope = self._of_module[id(module)]
         self._after_layer = None if scope.group == NO_LAYER else scope
         self._mark(scope)

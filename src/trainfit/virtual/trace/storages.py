@@ -19,7 +19,7 @@ UNKNOWN = -1
 class LiveStorages(Observer):
     """Tracks storages from allocation to free in the ledger's current segment.
 
-    It observes the ends of forwards: what a recomputation leaves alive are activations.
+    It observes the ends of forwards: tensors that a recomputation leaves alive are activations.
     """
 
     def __init__(self, scopes: ScopeTracker, observers: Sequence[Observer] = ()):
@@ -113,7 +113,7 @@ class LiveStorages(Observer):
         for index, category in self._categories.items():
             storages[index] = storages[index]._replace(category=category)
             if category == "optimizer":
-                # Also a state tensor that no parameter was an input of (a step counter).
+                # Also a state tensor made without a parameter as input (a step counter).
                 storages[index] = storages[index]._replace(group=self._owners[index].group)
         self.ledger.events = [
             e._replace(group=storages[e.storage].group) if storages[e.storage].category == "optimizer" else e

@@ -31,7 +31,7 @@ from trainfit.virtual.trace.tensors import tensors_of
 
 aten = torch.ops.aten
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
-"""``torch.tensor`` ends with them: the input is a real tensor, whichever device the result is on."""
+"""Last operations of ``torch.tensor``: their input is a real tensor, on whichever device the result is."""
 CONVERSIONS = {aten._to_copy.default, aten.clone.default}
 DEVICE = torch.ops.prim.device.default
 """The device query, more than half of all calls."""
@@ -41,8 +41,8 @@ class Tracer(TorchDispatchMode):
     """Records operations while it is entered, inside a FakeTensorMode and a ``ScopeTracker``.
 
     Args:
-        gpu: whose scratch and workspaces are recorded; None for a CPU, whose scratch is not.
-        observers: follow what is recorded; those of ``scopes`` are given to it.
+        gpu: the GPU whose scratch and workspaces are recorded; None for a CPU, whose scratch is not recorded.
+        observers: called for each recorded event; those of ``scopes`` are given to it.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tracer(TorchDispatchMode):
         self._host[storage._cdata] = storage, scope.group
 
     def finish(self) -> Ledger:
-        """Return the ledger, completed by what follows from the whole run."""
+        """Return the ledger, completed with the facts that the whole run decides."""
         ledger = self.live.finish()
         ledger.ops_without_flops = tuple(sorted(self._unknown))
         ledger.pinned = tuple((storage.nbytes(), group) for storage, group in self._host.values())

@@ -67,5 +67,5 @@ class GpuTraits:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Return what a ledger of this GPU rests on."""
+        """Return the assumptions behind a ledger of this GPU."""
         return ROCM if self.gfx else ()

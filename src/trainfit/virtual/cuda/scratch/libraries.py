@@ -34,7 +34,7 @@ def cublas_workspace_bytes(gpu: GpuTraits) -> int:
 
 
 def cublaslt_workspace_bytes(gpu: GpuTraits) -> int:
-    """Return what cuBLASLt adds: 1 MiB up to torch 2.11, then 0 (PyTorch pull request 175879)."""
+    """Return the bytes that cuBLASLt adds: 1 MiB up to torch 2.11, then 0 (PyTorch pull request 175879)."""
     return MIB if gpu.torch_version < (2, 12) else 0
 
 

@@ -50,7 +50,7 @@ def grouped_product(call: Call) -> tuple[int, ...]:
 
 
 def is_grouped_kernel(a: Tensor, b: Tensor, gpu: GpuTraits) -> bool:
-    """Return whether it is one CUTLASS kernel; else cuBLAS runs per group (GroupedBlas.cpp)."""
+    """Return whether a grouped product is one CUTLASS kernel, not cuBLAS per group (GroupedBlas.cpp)."""
     if gpu.gfx:
         return False
     return a.dtype == b.dtype == torch.bfloat16 and gpu.compute_capability in ((9, 0), (10, 0), (10, 3))

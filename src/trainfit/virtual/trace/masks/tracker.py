@@ -59,8 +59,8 @@ class Mark(NamedTuple):
 
     expression: Expression | None = None
     products: tuple[tuple[Any, int], ...] = ()
-    """Products that it follows from elementwise, each with its number of elements; None: a product of another
-    graph."""
+    """Products from which it is computed elementwise, each with its number of elements; None: a product of
+    another graph."""
     share: Fraction | None = None
     """Visible share of its elements."""
 

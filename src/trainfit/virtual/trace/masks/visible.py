@@ -13,8 +13,8 @@ from torch import Tensor
 from trainfit.virtual.trace.masks.expressions import Expression
 
 HIDING = -1e9
-"""A lower added value hides the pair; in fp16, whose minimum is -65,504, half of that does. Biases (ALiBi)
-are larger."""
+"""A pair with a lower additive value is hidden; in fp16 the bound is half the minimum of -65,504. Biases
+(ALiBi) are larger."""
 SMALL_MATRIX = 1 << 16
 """Elements of a matrix up to which every row is counted."""
 CHUNK = 1 << 22
