@@ -91,7 +91,7 @@ def test_a_run_reports_both_and_says_so(tmp_path: Any, loss: str):
     assert summary.losses[0] > 35, "about log(384)^2 = 35.4 more"
     assert summary.evaluations[0].loss == pytest.approx(5.95, abs=0.2), "log(384)"
     assert listener.run.notes == (
-        "the training loss has z_loss 1 in it; evaluation's is the cross-entropy alone",
+        "the training loss includes z_loss 1; the evaluation loss is the cross-entropy alone",
     )
 
 

@@ -72,8 +72,8 @@ def test_the_mask_is_in_the_predicted_step(settings: tuple[str, ...]):
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("attention=triton", "documents are kept apart by a mask"),
-        ("attention=flash", "documents are kept apart by a mask"),
+        ("attention=triton", "documents are separated by a mask"),
+        ("attention=flash", "documents are separated by a mask"),
         ("compile=model", "compiled whole"),
         ("adapter={kind: prompt}", "before the first document"),
     ],

@@ -171,7 +171,7 @@ def test_rates_are_those_of_transformers_by_the_same_name(tmp_path, name, option
         ({"schedule": "wsd", "warmup_steps": 60, "decay_steps": 50}, "over the run's 100"),
         ({"schedule": "linear", "decay_steps": 5}, "no stretch of decay"),
         ({"patience": 2}, "set eval_every"),
-        ({"keep_best": True, "eval_fraction": 0.0}, "nothing is held out"),
+        ({"keep_best": True, "eval_fraction": 0.0}, "no data is held out"),
     ],
 )
 def test_options_that_contradict_each_other(tmp_path, given, says):

@@ -14,9 +14,9 @@ WITHOUT_MASKS = ("flash", "triton")
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse what has no mask of documents."""
+    """Refuse kernels, adapters, ranks and compiled models without a mask of documents."""
     if recipe.attention in WITHOUT_MASKS:
-        problem = "documents are kept apart by a mask, which this kernel does not take"
+        problem = "documents are separated by a mask, which this kernel does not take"
         remedy = "use attention: sdpa, or data.pack: true or false"
         raise refusal(recipe, "attention", problem, remedy)
     if recipe.adapter is not None and recipe.adapter.kind in ("prompt", "prefix", "p-tuning"):
@@ -24,10 +24,10 @@ def check(recipe: Recipe) -> None:
         raise refusal(recipe, "data.pack", problem, "use adapter.kind: lora, or data.pack: false")
     for dimension in ("context", "pipeline"):
         if getattr(recipe.mesh, dimension) > 1:
-            problem = f"the ranks of parallel.{dimension} exchange no mask of documents"
+            problem = f"ranks of parallel.{dimension} do not exchange the mask of documents"
             raise refusal(recipe, "data.pack", problem, f"use parallel.{dimension}: 1, or data.pack: true")
     if recipe.compile == "model":
-        problem = "a model that is compiled whole takes its mask from its own code"
+        problem = "a model that is compiled whole builds its mask itself, without documents"
         raise refusal(recipe, "data.pack", problem, "use compile: block, or data.pack: true or false")
 
 

@@ -53,7 +53,7 @@ def save(
     """Write the checkpoint of ``progress.step`` into ``folder``, then remove all but the newest ``keep``.
 
     Args:
-        best: the step whose checkpoint is kept beside them.
+        best: the step whose checkpoint is kept in addition.
 
     Raises:
         FileExistsError: it exists; checkpoints are never overwritten.
@@ -182,7 +182,7 @@ def _load(path: Path, step: Step, ranks: Ranks) -> Progress:
 
 
 def _load_random(path: Path, plain: SavedState, step: Step, ranks: Ranks) -> None:
-    """Set this rank's generators; another number of ranks starts them anew."""
+    """Set this rank's random generators; with another number of ranks they start anew."""
     generators = _LazyTensors(path, "random", "cpu")
     if 1 + len(plain.more_random) != ranks.world_size:
         return
@@ -204,10 +204,12 @@ def _load_model(saved: shards.Shards, step: Step, shared: Mapping[str, str]) -> 
     for name, tensor in targets.items():
         form = saved.index[f"model/{name}"]
         if name in codes and form.properties.dtype != tensor.dtype:
-            # Sharded codes have another dtype than whole ones, which can be read into by either.
+            # Codes have one dtype sharded and another whole. Whole targets can be filled from both kinds.
             if isinstance(tensor, DTensor):
                 problem = "quantised codes that were saved whole cannot be read into shards"
-                raise InputError(problem, "resume with the strategy of before", field="parallel.strategy")
+                raise InputError(
+                    problem, "resume with the earlier parallel.strategy", field="parallel.strategy"
+                )
             targets[name] = tensor = tensor.view(form.properties.dtype)
         state.check_form(name, tensor, form.size, form.properties.dtype)
     saved.read_into(_prefixed("model", targets))

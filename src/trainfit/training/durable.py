@@ -72,7 +72,7 @@ def finish_folder(
 
 
 def abandon_folder(work: Path, path: Path, error: BaseException) -> None:
-    """Remove an unfinished folder; raise an OSError again that names a file of it, by its final path."""
+    """Remove an unfinished folder; re-raise an OSError about one of its files with the file's final path."""
     shutil.rmtree(work, ignore_errors=True)
     name = str(getattr(error, "filename", None) or work)
     if isinstance(error, OSError) and error.errno is not None and name.startswith(str(work)):
@@ -178,7 +178,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # Not the manifest that was written: refused below.
+        pass  # A changed manifest, which is refused below.
     raise _damaged(path, "its content is not what was saved")
 
 

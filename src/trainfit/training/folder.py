@@ -30,7 +30,7 @@ RECIPE_MAY_CHANGE = (
 )  # fmt: skip
 """Recipe fields without influence on the loss; those of the data are compared as options and by content."""
 RANKS_MAY_CHANGE = ("hardware.count", "hardware.nodes", "batch.micro", "batch.accumulate")
-"""Recipe fields, with those of ``parallel``, that share out the same sequences of a step to other ranks."""
+"""Recipe fields that, with those of ``parallel``, decide how a step's sequences are divided among ranks."""
 CHECKED_ELSEWHERE = ("data.path", "eval_data.path", "tokenizer", "chat_template")
 """Paths may change; corpus.py compares the content."""
 
@@ -50,14 +50,14 @@ def name_of(step: int | None) -> str:
 
 
 def write_best(out: Path, best: dict[str, Any] | None) -> None:
-    """Write which checkpoint had the lowest loss in an evaluation: ``{"step", "loss", "checkpoint"}``."""
+    """Write the step, loss and name of the checkpoint with the lowest evaluation loss."""
     if best is not None and (out / CHECKPOINTS / name_of(best["step"])).is_dir():
         named = {"checkpoint": f"{CHECKPOINTS}/{name_of(best['step'])}"}
         durable.replace(out / BEST, durable.as_json({"step": best["step"], "loss": best["loss"]} | named))
 
 
 def best_checkpoint(out: Path) -> Path | None:
-    """Return the checkpoint with the lowest loss in an evaluation; None: none was kept as the best."""
+    """Return the checkpoint with the lowest evaluation loss; None: none was kept as the best."""
     if not (out / BEST).is_file():
         return None
     found = durable.read_json(out / BEST)
@@ -156,7 +156,7 @@ def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None
 def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Return a run's options with the defaults of fields that are newer than the run."""
     if options.get("schedule") == "cosine" and "min_lr_share" not in options:
-        # Its last rate was a tenth, in the last step itself.
+        # The older cosine reached a tenth of the rate in the last step.
         options = options | {"schedule": "cosine of an older version"}
     defaults = {
         name: field.default for name, field in TrainOptions.model_fields.items() if not field.is_required()
@@ -172,7 +172,7 @@ def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _other_ranks(saved: dict[str, Any], requested: dict[str, Any]) -> bool:
-    """Return whether a resumed run has another number of ranks; refuse other sequences a step with it."""
+    """Return whether a resumed run has another number of ranks; refuse other sequences per step."""
     before, now = (parse(Recipe, run["recipe"], file=RUN) for run in (saved, requested))
     if before.mesh.data_ranks == now.mesh.data_ranks:
         return False

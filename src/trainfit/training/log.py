@@ -78,7 +78,7 @@ class JsonlLog(_FileLog):
 class TensorBoard(_FileLog):
     """Observer that writes event files; a resumed run hides the events of the steps that run again.
 
-    Events are written in this thread: TensorBoard's own writer has a thread that loses events on a full disk.
+    Events are written in the calling thread: TensorBoard's own writer thread loses events on a full disk.
     """
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ def _session(
     recipe: Recipe, options: TrainOptions, ranks: Ranks, flops: StepFlops | None,
     observers: Sequence[Observer],
 ) -> Session:  # fmt: skip
-    """Open the run's folder and data, and build the step as far as it was trained."""
+    """Open the run's folder and data, build the step, and restore the newest checkpoint."""
     device = ranks.device
     newest, before = ranks.on_first(lambda: folder.open_run(recipe, options)) or (None, None)
     step = _assemble(recipe, ranks, reads_weights=newest is None)
@@ -95,7 +95,7 @@ def _session(
     if progress.step > options.steps:
         problem, remedy = f"the run already has {progress.step} steps", "use at least as many"
         raise InputError(problem, remedy, field="steps", value=options.steps)
-    # What the bits of a loss depend on, other than the recipe.
+    # Facts besides the recipe on which the last bits of a loss depend.
     environment = {"torch": torch.__version__, "device": _name(device), "threads": torch.get_num_threads()}
     if ranks.several:
         environment["ranks"] = ranks.world_size
@@ -130,7 +130,7 @@ def _session(
 
 
 def _refuse_unsavable(recipe: Recipe) -> None:
-    """Refuse what checkpoints of several ranks cannot hold.
+    """Refuse recipes whose state checkpoints of several ranks cannot hold.
 
     Tensor parallel reorders the rows of the native decoder's fused projections. Codes of FSDP2's shards are
     plain tensors that differ by rank under one name.
@@ -158,18 +158,19 @@ def _corpora(recipe: Recipe, options: TrainOptions, ranks: Ranks, vocabulary: in
 
 
 def _other_schedule(before: dict[str, Any] | None, options: TrainOptions) -> tuple[str, ...]:
-    """Return a note where a resumed run has other steps, on which its learning rate depends."""
+    """Return a note if a resumed run has another number of steps, on which its learning rate depends."""
     had = options.steps if before is None else before["options"].get("steps")
     if had == options.steps or not options.depends_on_steps:
         return ()
-    return (f"the schedule {options.schedule} was over {had} steps and is over {options.steps}",)
+    return (f"the schedule {options.schedule} spanned {had} steps and now spans {options.steps}",)
 
 
 def _loss_notes(recipe: Recipe) -> tuple[str, ...]:
     terms = " and ".join(
         f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value
     )
-    return (f"the training loss has {terms} in it; evaluation's is the cross-entropy alone",) if terms else ()
+    note = f"the training loss includes {terms}; the evaluation loss is the cross-entropy alone"
+    return (note,) if terms else ()
 
 
 def _device_type(name: str) -> str:
@@ -198,7 +199,7 @@ def _assemble(recipe: Recipe, ranks: Ranks, *, reads_weights: bool) -> Step:
 
 @contextmanager
 def _storage_errors(options: TrainOptions) -> Iterator[None]:
-    """Add the remedy and the newest intact checkpoint to the error of a full or failed disk."""
+    """Add the remedy and the newest intact checkpoint to the message of a full or failed disk."""
     try:
         yield
     except Exception as error:
@@ -229,10 +230,10 @@ def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None
 
 
 def _changes(run: dict[str, Any] | None, environment: dict[str, Any]) -> tuple[str, ...]:
-    """Return a note for each part of the environment that is not that of the resumed run."""
+    """Return a note for each part of the environment that differs from the resumed run's."""
     environment = {"ranks": 1} | environment
     before = {"ranks": 1} | run["environment"] if run else environment
-    effect = "losses may differ in the last bits from an unbroken run"
+    effect = "losses may differ in the last bits from an uninterrupted run"
     return tuple(
         f"{name} was {before.get(name)} and is {value}: {effect}"
         for name, value in environment.items()

@@ -11,7 +11,7 @@ from trainfit.training.data.plan import RunData
 
 
 class PredictedRun(Value):
-    """What was predicted of a run's step before it began, on the recipe's GPU."""
+    """Prediction of a run's step on the recipe's GPU, made before the run."""
 
     gpu: str
     num_gpus: Count = 1

@@ -63,7 +63,7 @@ class TrainOptions(Value):
     out: str  # Folder of the run, made if missing
     steps: PositiveInt = 100  # Optimizer steps of the whole run, counted from its first start
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Passes over the data that replace ``steps``, which then are found when the data is read."""
+    """Passes over the data, which replace ``steps``: the number of steps follows when the data is read."""
     resume: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataSpec = SyntheticData()
@@ -78,28 +78,29 @@ class TrainOptions(Value):
     """A Jinja file, or ``chatml``; None: the tokenizer's own."""
     eval_every: PositiveInt | None = None  # Steps between evaluations; None: only at the end
     eval_sequences: PositiveInt = 64  # Sequences per evaluation at most
-    eval_batch: PositiveInt | None = None  # Sequences of a forward of an evaluation; None: batch.micro
+    eval_batch: PositiveInt | None = None  # Sequences per forward of an evaluation; None: batch.micro
     save_every: PositiveInt | None = None
     """Steps between checkpoints; None: at the end, and when a signal stops the run."""
     save_last: bool = True  # Save after the last step
     keep: PositiveInt = 2  # Number of newest checkpoints kept
     keep_best: bool = False
-    """Save after each evaluation that is the best so far, and keep that checkpoint beside the newest."""
+    """Save after each evaluation that is the best so far, and keep that checkpoint in addition to the
+    newest."""
     patience: PositiveInt | None = None
-    """End the run after so many evaluations in a row that were no better than the best."""
+    """Number of evaluations in a row without an improvement after which the run ends."""
     schedule: ScheduleField = "constant"
     warmup_steps: Count = 0
     warmup_ratio: Annotated[float, Field(ge=0, lt=1), FromPercent] = 0.0  # Share of the steps, rounded up
     min_lr_share: Annotated[float, Field(ge=0, le=1), FromPercent] | None = None
     """Share of the rate at the end of a decay; None: the schedule's own (spec/schedule.py)."""
     decay_steps: PositiveInt | None = None
-    """Of ``warmup_stable_decay``; None: a tenth of the steps."""
-    lr_power: Annotated[float, Field(gt=0)] = 1.0  # Of ``polynomial``
+    """Steps of the decay of ``warmup_stable_decay``; None: a tenth of the steps."""
+    lr_power: Annotated[float, Field(gt=0)] = 1.0  # Exponent of ``polynomial``
     deterministic: bool = True
     """On CUDA, use kernels that repeat bit by bit, as a bit-identical resume requires."""
     tensorboard: bool = True
     hang_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """On several ranks: the run ends, and names the rank that is behind, after so long without progress."""
+    """Time without progress after which a run on several ranks ends, and names the rank that is behind."""
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainOptions":
@@ -108,11 +109,11 @@ class TrainOptions(Value):
         if found is not None:
             raise disagreement(found[1], found[2], field=found[0])
         if self.patience is not None and self.eval_every is None:
-            problem = "a run without evaluations on its way cannot end early"
+            problem = "patience needs evaluations during the run"
             raise disagreement(problem, "set eval_every", field="patience")
         if (self.keep_best or self.patience) and not self.evaluates:
             problem, remedy = (
-                "nothing is held out that could be best",
+                "no data is held out, so no evaluation can be the best",
                 "raise eval_fraction, or give eval_data",
             )
             raise disagreement(problem, remedy, field="keep_best" if self.keep_best else "patience")
@@ -139,7 +140,7 @@ class TrainOptions(Value):
         return self.schedule in DECAYING or self.warmup_ratio > 0
 
     def over(self, steps: int) -> "TrainOptions":
-        """Return the options of a run of so many steps.
+        """Return the options of a run of ``steps`` steps.
 
         Raises:
             InputError: the schedule does not fit them.

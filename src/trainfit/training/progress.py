@@ -91,7 +91,7 @@ class ProgressBar:
 
 
 def plan_lines(data: RunData, predicted: PredictedRun | None, steps: int) -> list[str]:
-    """Return what the data comes to, and what was predicted of a pass over it, a line each."""
+    """Return one line each for the size of the data and the prediction of a pass over it."""
     per_step = f"{data.sequences_per_step:,} a step" if data.sequences_per_step > 1 else "one a step"
     documents = f"{_counted(data.documents, 'document')}, {format_count(data.tokens)} tokens"
     lines = [f"data: {documents} in {_counted(data.sequences, 'sequence')} of {data.seq:,}, {per_step}"]
@@ -121,7 +121,7 @@ def _counted(count: int, name: str) -> str:
 
 
 def _takes(predicted: PredictedRun | None, steps: float) -> str:
-    """Return the predicted time and cost of so many steps."""
+    """Return the predicted time and cost of this many steps."""
     if predicted is None:
         return ""
     where = f"{predicted.num_gpus} x {predicted.gpu}" if predicted.num_gpus > 1 else predicted.gpu

@@ -84,7 +84,7 @@ def check_parameter_state(optimizer: str, name: str, parameter: Tensor, state: M
         return
     facts = registry.optimizer_facts(optimizer)
     kinds: Mapping[str, StateKind] | None
-    if facts is None:  # Of another package, whose technique does not state what it keeps.
+    if facts is None:  # An optimizer of another package, whose technique declares no states.
         kinds = {key: _usual_kind(parameter, value) for key, value in present.items()}
     else:
         kinds = next((one for one in facts.states if one.keys() == present.keys()), None)
@@ -101,11 +101,11 @@ def _usual_kind(parameter: Tensor, value: Any) -> StateKind:
 
 
 def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    """Refuse the state of a loss scaler with other keys, or with numbers that cannot scale."""
+    """Refuse the state of a loss scaler with other keys, or with invalid numbers."""
     if saved is None or set(saved) != set(own):
         raise unlike("scaler", "not the state of a loss scaler")
     if not all(_is_size(value) for value in saved.values()) or not saved["scale"]:
-        raise unlike("scaler", "numbers that scale nothing")
+        raise unlike("scaler", "its scale or growth is not a valid number")
 
 
 def _problem(kind: StateKind, parameter: Tensor, value: Any) -> str:

@@ -135,7 +135,7 @@ class Session:
         return self.step.recipe.batch.micro * self.step.recipe.batch.accumulate * self._data_ranks
 
     def _agree(self, stop: StopSignal | AgreedStop, *values: float) -> list[tuple[float, ...]]:
-        """Return every rank's values, and let a signal that any rank received count on all of them."""
+        """Return every rank's values, and let every rank act on a signal that any of them received."""
         if not isinstance(stop, AgreedStop):
             return [values]
         rows = self.ranks.numbers(stop.number, *values)
@@ -193,7 +193,7 @@ class Session:
         if not math.isfinite(loss):
             remedy = "lower optimizer.lr, warm it up, or use a wider precision"
             raise DivergedError(f"loss is {loss} at step {done + 1}: {remedy}")
-        stop.raises = False  # From here on there is a step to save.
+        stop.raises = False  # From here on a stop saves this step.
         self.losses.append(loss)
         self.progress = Progress(done + 1, loss, self.progress.best)
         self._report("on_step", self._metrics(loss, rate, step_s, reasons))
@@ -244,7 +244,7 @@ class Session:
         return self._note_best(found)
 
     def _note_best(self, found: EvalMetrics) -> bool:
-        """Compare an evaluation with the best; after too many that are no better the run ends."""
+        """Compare an evaluation with the best one; end the run after too many without an improvement."""
         best = self.progress.best
         if best is not None and best.last == found.step:  # A resumed run evaluates its last step again.
             return False
@@ -258,7 +258,7 @@ class Session:
         return best.step == found.step
 
     def _catch_up(self, stop: StopSignal | AgreedStop) -> None:
-        """Evaluate after the step that a resumed run was stopped in, where the unbroken one does."""
+        """Evaluate after the step in which a resumed run was stopped, if an uninterrupted one does."""
         done, every, best = self.progress.step, self.options.eval_every, self.progress.best
         is_due = every is not None and done > 0 and done % every == 0 and done < self.options.steps
         if is_due and (best is None or best.last < done) and self._evaluate(stop):
@@ -271,7 +271,7 @@ class Session:
             self.ranks.on_first(lambda: folder.write_best(out, best and best.model_dump()))
 
     def _check_patience(self) -> None:
-        """Let the run end where too many evaluations were no better than the best."""
+        """End the run after too many evaluations without an improvement."""
         best, patience = self.progress.best, self.options.patience
         if not patience or best is None or self.progress.step >= self.options.steps:
             return

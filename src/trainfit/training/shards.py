@@ -63,7 +63,7 @@ def write(work: Path, tensors: Mapping[str, Tensor], group: Any) -> list[Path]:
     writer.fs = files = _Files()
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:  # No Exception, so that no handler would see it.
+    except CheckpointException as error:  # It is a BaseException, which handlers of Exception would miss.
         if files.failure is not None:
             raise files.failure from None
         causes = [f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
@@ -76,7 +76,7 @@ class ShardsError(RuntimeError):
 
 
 class _Files(FileSystem):
-    """Notes the OSError of a write, in whose place torch's file format raises an error of its own."""
+    """Keeps the OSError of a write, which torch's file format replaces by an error of its own."""
 
     failure: OSError | None = None
 

@@ -45,7 +45,7 @@ def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def model_shards(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """As ``model_tensors``, on several ranks: equal names on every one, and sharded tensors as they are."""
+    """Return ``model_tensors`` of several ranks: the same names on every rank, sharded tensors unchanged."""
     first: dict[int, str] = {}
     named = (step.model.named_parameters, step.model.named_buffers)
     tied = {
@@ -174,7 +174,7 @@ def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain
 
 def first_not_finite(step: Step) -> str | None:
     """Return the name of a parameter that holds NaN or infinity."""
-    values = step.model.state_dict()  # It has the values of offloaded blocks too.
+    values = step.model.state_dict()  # The state dict has the values of offloaded blocks too.
     codes = code_parameters(step.model)
     for name, parameter in step.model.named_parameters():
         if parameter in codes:

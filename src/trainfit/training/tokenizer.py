@@ -69,11 +69,11 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RunTokenizer:
-    """A tokenizer, what was switched off in it, and its chat template if it has one."""
+    """A tokenizer, the names of the options switched off in it, and its chat template if it has one."""
 
     tokenizer: "Tokenizer"
     switched_off: list[str]
-    digest: str  # Of what decides the tokens
+    digest: str  # Digest of the files that decide the tokens
     end: int | None = None  # Written after each document; None: of END_NAMES
     template: ChatTemplate | None = None
     pretrained: Any = None  # transformers' object, of a folder or a name
@@ -137,7 +137,7 @@ def _pretrained(name: str, text: str | None, *, is_folder: bool) -> RunTokenizer
         logging.set_verbosity(before)
     tokenizer = getattr(found, "backend_tokenizer", None)
     if tokenizer is None:
-        problem = "a tokenizer in Python alone, which gives no places of its tokens"
+        problem = "a tokenizer written in Python, which gives no character offsets of its tokens"
         raise InputError(problem, "name one with a tokenizer.json", field="tokenizer", value=name)
     switched_off = _switch_off(tokenizer)
     encode(tokenizer, ["A text, 1 and ü.", ""], name)
@@ -293,7 +293,7 @@ def _library(file: str | None, problem: str, remedy: str) -> Iterator[None]:
     """Convert exceptions of the tokenizers library into an InputError.
 
     Its Rust code panics on some files: that raises a BaseException and prints a report to standard error,
-    which is held back.
+    which is suppressed.
     """
     with _standard_error_held() as release:
         try:
@@ -309,7 +309,7 @@ def _library(file: str | None, problem: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standard_error_held() -> Iterator[Callable[[], None]]:
-    """Buffer standard error's descriptor; write the content at the end if the yielded function was called."""
+    """Buffer standard error's descriptor; on exit write the content if the yielded function was called."""
     sys.stderr.flush()
     kept = os.dup(2)
     wanted: list[bool] = []

@@ -76,7 +76,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def _moments(recipe: Recipe, weight: float) -> tuple[float, ...]:
-    """Return the bytes a parameter of both moments, behind those of master weights that it keeps."""
+    """Return the bytes per parameter of the master weights, if it keeps them, and of both moments."""
     return (4.0, 4.0, 4.0) if recipe.optimizer_keeps_master else (weight, weight)
 
 

@@ -47,7 +47,7 @@ def kinds_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse groups that differ in nothing."""
+    """Refuse groups where no weight decays."""
     if not recipe.optimizer.weight_decay:
         problem = "no weight decays: optimizer.weight_decay is 0"
         raise refusal(recipe, "optimizer.no_decay", problem, "leave it out, or set a weight decay")

@@ -15,7 +15,7 @@ from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse mixed-bf16 without FSDP2, which casts as it gathers, and master weights that nothing keeps."""
+    """Refuse mixed-bf16 without FSDP2, which casts as it gathers, and bf16-master without fp32 copies."""
     # With tensor-parallel ranks alone nothing is gathered, so nothing is cast.
     if recipe.precision == "mixed-bf16" and not recipe.has_fsdp:
         problem = "mixed-bf16 is FSDP2's own mixed precision"
@@ -29,7 +29,7 @@ def _check_master(recipe: Recipe) -> None:
     """Refuse adapters, and optimizers that keep no fp32 copy of bf16 weights."""
     optimizer = recipe.optimizer
     if recipe.adapter is not None:
-        problem = "only the adapter trains, and adapter.dtype says its weights"
+        problem = "only the adapter trains, and adapter.dtype is its dtype"
         raise refusal(recipe, "precision", problem, "use precision: bf16")
     if not recipe.optimizer_keeps_master:
         return
@@ -57,7 +57,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
-    """Offer lower precisions than the recipe's; of bf16-master none."""
+    """Offer lower precisions than the recipe's; for bf16-master none."""
     narrow = Expected(activations=0.6)
     halved = narrow._replace(weights=0.5, gradients=0.5, optimizer=0.5)
     amp = Offer({"precision": "amp-bf16"}, narrow, numerics="products in bf16")

@@ -16,10 +16,10 @@ EVERY_SECOND = {"selective": {"save": ["attention", "mm"], "every": 2}}
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse a share of the products where none is kept."""
+    """Refuse ``every`` where no matrix product is kept."""
     found = recipe.recompute.selective if isinstance(recipe.recompute, Selective) else None
     if found is not None and found.every > 1 and "mm" not in found.save:
-        problem = "it counts matrix products, and none is kept"
+        problem = "it counts kept matrix products, and save keeps none"
         raise InputError(problem, "add mm to save", field="recompute.selective.every", value=found.every)
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HOST_TIMEOUT = timedelta(days=7)
-"""Of exchanges on the host: others wait while rank 0 prepares data; the watch ends a run that hangs."""
+"""Timeout of exchanges on the host, long because ranks wait while rank 0 prepares data; watch.py ends hung
+runs."""
 
 
 class Ranks:
@@ -101,7 +102,7 @@ class Ranks:
 
 
 class AgreedStop:
-    """A stop signal that every rank acts on after the same step; has the name that a StopSignal has."""
+    """A stop signal on which every rank acts after the same step, with the attributes of a StopSignal."""
 
     def __init__(self, own: StopSignal):
         self._own = own
@@ -114,7 +115,7 @@ class AgreedStop:
         return 0 if self._own.name is None else signal.Signals[self._own.name].value
 
     def agree(self, numbers: list[float]) -> None:
-        """Take over the signal of any rank."""
+        """Adopt the signal that any rank received."""
         highest = int(max(numbers))
         self.name = self.name or (signal.Signals(highest).name if highest else None)
 

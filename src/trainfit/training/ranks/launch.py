@@ -22,7 +22,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 LAUNCHER = "TRAINFIT_LAUNCHER"
 """Environment variable of a rank: the process id of the launcher, which reports a killed rank."""
 STOPPED_S = 20.0
-"""A rank that is stopped (SIGSTOP) for so long ends the run. The ranks find it first while all train."""
+"""A rank that is stopped (SIGSTOP) for this long ends the run. While all train, the ranks detect it first."""
 GRACE_S = 8.0  # Time in which ranks end after one has failed; they notice it within about a second (watch.py)
 
 
@@ -44,7 +44,7 @@ def is_launched() -> bool:
 
 
 def started_by_us() -> bool:
-    """Return whether this process is a rank that ``launch`` started, which has checked what it needs."""
+    """Return whether ``launch`` started this process as a rank, after its own checks."""
     return is_launched() and LAUNCHER in os.environ
 
 
@@ -119,12 +119,12 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], stop: StopSignal) -> int:
         if failed is None:
             failed = _failed(ranks)
             pid = stopped.first(process.pid for process in ranks)
-            if failed is None and pid is not None:  # The ranks do not watch while they start or leave.
+            if failed is None and pid is not None:  # Ranks do not watch each other while they start or leave.
                 rank = next(number for number, process in enumerate(ranks) if process.pid == pid)
                 raise RankKilledError(rank, pid, signal.SIGSTOP)
             if failed is not None:
                 deadline_s = time.monotonic() + GRACE_S
-                for process in ranks:  # A stopped one could not end.
+                for process in ranks:  # A stopped process could not end.
                     process.send_signal(signal.SIGCONT)
         if stop.name is not None and not forwarded:
             forwarded = True

@@ -1,11 +1,11 @@
 """Watch over the ranks of a run: end all of them when one is killed, stopped, hung or has failed.
 
-The others are watched until every rank has come to its end: a rank may be stopped after another has nothing
-left to do, and then holds it, and the store, as long as it is stopped.
+Ranks watch each other until every one has finished: the last ones may be stopped while the others, and the
+store, wait for them.
 
 A thread of each rank publishes a heartbeat (step, phase, count of events) in a store, and reads the others'.
-Another one judges them, and ends the process itself: a main thread that waits for a collective runs no signal
-handler.
+Another thread judges the heartbeats and ends the process, because a main thread that waits for a collective
+runs no signal handler.
 """
 
 import json
@@ -30,10 +30,10 @@ BEAT_S = 0.5
 STOPPED_S = 10.0  # A process that is stopped for so long (SIGSTOP) ends the run
 SILENT_S = 30.0  # A rank on another host without a heartbeat for so long ends the run
 ANSWER_S = 2.0  # Longest wait for the store, whose process may be the one that is stopped
-LONG_PHASES = ("start", "checkpoint")  # Data and the model are made in the first
-LONG_TIMES = 6  # A long phase may take so many times the limit of another one
+LONG_PHASES = ("start", "checkpoint")  # "start" makes data and model
+LONG_TIMES = 6  # Factor of the limit in a long phase
 LINGER_S = 5.0
-"""A failed rank that has not ended after so long is ended: a communicator may wait for its peers."""
+"""Time after which a failed rank is ended: its communicator may wait for its peers."""
 VERDICT = "trainfit/verdict"
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Beat(NamedTuple):
     pid: int
     started: int  # Start time of the process, so that a process id used anew is not taken for it
     host: str
-    events: int  # Phases entered so far; every rank enters the same ones, so the lowest count is behind
+    events: int  # Phases entered so far; the rank with the lowest count is behind
     step: int
     phase: str
     age_s: float  # Time since the last event
@@ -59,7 +59,7 @@ class Watch:
     """Context manager around a run on several ranks.
 
     Args:
-        hang_timeout_s: the run is ended when no rank has entered another phase for so long.
+        hang_timeout_s: the run is ended if no rank enters another phase within this time.
         how_to_resume: returns the end of a message.
     """
 
@@ -80,7 +80,7 @@ class Watch:
         """Time of the last exchange with the store, which rank 0 or torchrun's agent holds."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._stopped_since_s: dict[int, float] = {}
-        self._ended = False  # This rank came to its end, and waits for the others
+        self._ended = False  # This rank has finished, and waits for the others
         self._done = threading.Event()
         self._failed: tuple[int, float] | None = None  # Exit code and time
 
@@ -101,12 +101,12 @@ class Watch:
         self._at, self._since_s = (step, phase), time.monotonic()
 
     def finish(self) -> None:
-        """Note that this rank came to its end. The others are watched until ``leave``."""
+        """Note that this rank has finished. The others are watched until ``leave``."""
         self._ended = True
-        _answer(lambda: self._beat(ended=True))  # Else the next exchange says so.
+        _answer(lambda: self._beat(ended=True))  # If this fails, the next exchange publishes it.
 
     def leave(self) -> None:
-        """End the watch, once every rank came to its end."""
+        """End the watch, once every rank has finished."""
         self._done.set()
 
     def fail(self, code: int, message: str) -> bool:
@@ -183,8 +183,8 @@ class Watch:
         state, started = process_state(beat.pid)
         if state in "ZX" or started != beat.started:
             if self._ended and self._done.wait(ANSWER_S):
-                return  # It left after the last exchange, as this rank does.
-            _answer(self._exchange)  # It may have published why before it ended.
+                return  # The other rank left after the last exchange, as this one does.
+            _answer(self._exchange)  # The other rank may have published the reason.
             self._end_all(f"{beat.where(rank)} was killed", rank, beat, reported=LAUNCHER in os.environ)
         elif state == "T":
             since_s = self._stopped_since_s.setdefault(rank, now_s)
@@ -194,7 +194,7 @@ class Watch:
             self._stopped_since_s.pop(rank, None)
 
     def _is_here(self, beat: Beat) -> bool:
-        """Return whether the process of a heartbeat is another one of this host, and still the same."""
+        """Return whether a heartbeat's process is another one of this host, its process id not reused."""
         here = beat.host == self._host and beat.pid != os.getpid()
         return here and process_state(beat.pid)[1] == beat.started
 
