@@ -198,7 +198,7 @@ class Index(Value):
     dtype: Literal["uint16", "uint32"]
     tokenizer_tokens: Count
     notes: tuple[str, ...] = ()  # Ways in which text is lost
-    end: Count = 0  # Id of the token after each document, which fills sequences up
+    end: Count | None = None  # Id of the token after each document; None: an older version wrote it
     train: Side
     eval: Side
 
@@ -274,7 +274,7 @@ def opened(folder: Path, seq: int, pack: Pack = True) -> Corpora:
         if starts is None and pack is not True:
             problem = "an older version wrote it, without the documents' ends, which data.pack needs"
             raise InputError(problem, OTHER_FOLDER, file=str(folder))
-        sides.append(Corpus(_mapped(path, index.dtype), seq, pack, starts, learned, index.end))
+        sides.append(Corpus(_mapped(path, index.dtype), seq, pack, starts, learned, index.end or 0))
     return Corpora(sides[0], sides[1], index)
 
 

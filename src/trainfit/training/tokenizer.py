@@ -33,7 +33,7 @@ SAMPLE_CHARS = 50_000_000
 """Characters that a tokenizer is trained on at most: merges of common words do not change after that."""
 LIBRARY_ERRORS = (Exception, ValueError, TypeError, OverflowError, UnicodeDecodeError)
 """Classes, without subclasses, of the tokenizers library's errors."""
-TOKENIZER = "tokenizer.json"
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
 """Names of the token that ends a document, in the order in which they are tried."""
@@ -67,6 +67,11 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
+def tokenizer_digest(path: Path) -> str:
+    """Return the SHA-256 of a ``tokenizer.json``."""
+    return hashlib.sha256(_read(path)).hexdigest()
+
+
 @dataclass(frozen=True)
 class RunTokenizer:
     """A tokenizer, the names of the options switched off in it, and its chat template if it has one."""
@@ -79,9 +84,11 @@ class RunTokenizer:
     pretrained: Any = None  # transformers' object, of a folder or a name
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and transformers' other files of a folder or a name."""
+        """Write ``tokenizer.json``, transformers' files of a folder or a name, and the chat template."""
         if self.pretrained is not None:
             self.pretrained.save_pretrained(str(folder))
+        elif self.template is not None:
+            files.write_text(folder / CHAT_TEMPLATE, self.template.text)
         self.tokenizer.save(str(folder / TOKENIZER))
 
     def end_token(self) -> int:

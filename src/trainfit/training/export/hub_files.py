@@ -91,7 +91,8 @@ def special_tokens(run: SavedRun, config: dict[str, Any]) -> dict[str, Any]:
         return {}
     hf_config: Any = hf_config_from(config)
     special = {number for number, one in tokenizer.get_added_tokens_decoder().items() if one.special}
-    end = end_token(tokenizer)
+    end = opened(run.folder / DATA, run.recipe.batch.seq).index.end
+    end = end_token(tokenizer) if end is None else end
     found: dict[str, Any] = {"eos_token_id": end, "bos_token_id": None}
     if run.options.tokenizer is None:
         return {**found, "bos_token_id": end}
@@ -152,14 +153,29 @@ def tokenizer_note(folder: Path, run: SavedRun) -> str | None:
 
 
 def _beside_original(run: SavedRun, folder: Path) -> list[str]:
-    """Copy what stands beside the tokenizer.json that the run was given, if that is still the same."""
+    """Copy what belongs to the run's tokenizer, and return the files' names.
+
+    The run keeps the files of a folder or of a name on the Hub, and a chat template. Of a tokenizer.json it
+    keeps that file: what stands beside it is copied if it is still the same.
+    """
+    kept = run.folder / DATA
+    names = [name for name in WITH_TOKENIZER if (kept / name).is_file()]
+    for name in names:
+        shutil.copyfile(kept / name, folder / name)
+    if TOKENIZER_CONFIG in names:
+        return names
+    return [*names, *_beside_file(run, folder, without=names)]
+
+
+def _beside_file(run: SavedRun, folder: Path, *, without: list[str]) -> list[str]:
     given = run.options.tokenizer and Path(run.options.tokenizer)
     if not given or not given.is_file():
         return []
     made_of = opened(run.folder / DATA, run.recipe.batch.seq).index.identity
     if made_of.get("tokenizer") != tokenizer_digest(given):
         return []
-    names = [name for name in WITH_TOKENIZER if (given.parent / name).is_file()]
+    others = [name for name in WITH_TOKENIZER if name not in without]
+    names = [name for name in others if (given.parent / name).is_file()]
     for name in names:
         shutil.copyfile(given.parent / name, folder / name)
     return names
