@@ -49,7 +49,6 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
             "batch.seq": 2048,
             "batch.accumulate": 2,
             "precision": "bf16",
-            "optimizer.name": "adamw8bit",
             "adapter.rank": 16,
             "adapter.alpha": 32,
             "adapter.dropout": 0.05,
@@ -67,7 +66,6 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
             "batch.seq": 8192,
             "batch.accumulate": 8,
             "precision": "bf16",
-            "optimizer.name": "adamw8bit",
             "adapter": None,
             "recompute": "full",
         },
@@ -132,7 +130,6 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
             "batch.micro": 4,
             "precision": "bf16",
             "loss": "chunked",
-            "optimizer.name": "adamw8bit",
             "optimizer.in_backward": True,
             "recompute": "none",
         },
@@ -159,7 +156,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "torchtune, paged AdamW": (
         ["torchtune/7B_full_single_device.yaml"],
         [],
-        {"model.config": "qwen2.5-7b", "optimizer.name": "adamw"},
+        {"model.config": "qwen2.5-7b", "batch.micro": 2},
     ),
     "torchtitan, TOML": (
         ["torchtitan/debug_model.toml"],

@@ -114,6 +114,15 @@ class Draft:
         if isinstance(inner, dict):
             inner.pop(last, None)
 
+    def replace(self, dotted: str, value: Any, note: str) -> None:
+        """Set a recipe's field to the nearest that runs here; the fields that set it are listed."""
+        for one in self.taken:
+            if one.field == dotted:
+                self.leave(one.name, one.given, ("memory", "time"), note)
+        self.taken = [one for one in self.taken if one.field != dotted]
+        self.remove(dotted)
+        self.assume("", dotted, value, note)
+
     def take(self, name: str, given: Any, dotted: str, value: Any, note: str = "") -> None:
         """Set a recipe's field from a tool's; what another field has set stays, and this is listed."""
         before = self.value(dotted)

@@ -3,12 +3,13 @@
 from typing import Any
 
 from trainfit.catalog.load import model_config
+from trainfit.flops.closed_form import layer_windows
 from trainfit.integrations.importers.base import Draft, shown
 from trainfit.integrations.importers.vocabulary import DTYPES, targets_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.imported import Change, TakenField
 from trainfit.spec.parsing.recipe_file import recipe_from
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import MESH_DIMENSIONS, Batch, Recipe
 from trainfit.techniques import registry
 
 ON_HOST = "sharded weights, gradients and optimizer states wait in host memory: less on the GPU, more time"
@@ -18,8 +19,14 @@ MASTER = "bf16-master"
 COUNT = "no file states it"
 OF_CHECKPOINT = "the checkpoint's dtype, as transformers 5 loads it"
 MAX_REFUSALS = 12
+KEPT = (
+    "model", "batch", "hardware", "adapter", "quantize", *(f"parallel.{axis}" for axis in MESH_DIMENSIONS),
+    "parallel.expert",
+)  # fmt: skip
+"""Fields without which a recipe would be another run: what is refused of them is the user's to change."""
 FALLBACKS: dict[str, tuple[tuple[Change, ...], str]] = {
     "offload.weights": (("memory", "time"), ON_HOST),
+    "offload.optimizer": (("memory", "time"), STATES_ON_HOST),
     "recompute": (("memory", "time"), "predicted without recomputation"),
 }
 """Field of a recipe -> what is lost where the recipe cannot have it."""
@@ -34,9 +41,7 @@ def settle(draft: Draft) -> None:
     _recompute(draft)
     _precision(draft)
     _offload(draft)
-    if (draft.value("parallel.context") or 1) > 1 and draft.value("attention") != "triton":
-        draft.remove("attention")
-        draft.assume("", "attention", "triton", "the kernel with which context parallelism runs here")
+    _attention(draft)
 
 
 def _take(draft: Draft, key: str, dotted: str, value: Any, note: str = "") -> None:
@@ -204,14 +209,25 @@ def _of_checkpoint(draft: Draft) -> str:
     return DTYPES.get(word, "bf16")
 
 
+def _attention(draft: Draft) -> None:
+    """Replace a kernel of attention by one that runs here: on shared sequences, or with a window."""
+    kernel = draft.value("attention")
+    if (draft.value("parallel.context") or 1) > 1 and kernel != "triton":
+        draft.replace("attention", "triton", "the kernel with which context parallelism runs here")
+    elif kernel == "flash":
+        seq = draft.value("batch.seq") or Batch().seq
+        config = model_config(draft.data["model"]["config"])
+        if any(limit is not None and limit[1] < seq for limit in layer_windows(config)):
+            draft.replace("attention", "sdpa", "computes a layer's window alone; predicted with a mask of it")
+
+
 def _offload(draft: Draft) -> None:
+    """Set what waits in host memory; where a recipe cannot have it, everything stays on the GPU."""
     if draft.fact("offload_params"):
         _take(draft, "offload_params", "offload.weights", True)
-    if draft.fact("offload_optimizer") and not draft.fact("offload_params"):
-        fact = draft.facts["offload_optimizer"]
-        draft.leave(fact.name, fact.given, ("memory", "time"), STATES_ON_HOST)
-    elif "offload_optimizer" in draft.facts:
         _mention(draft, "offload_optimizer", "with the weights")
+    elif draft.fact("offload_optimizer"):
+        _take(draft, "offload_optimizer", "offload.optimizer", True)
 
 
 def build(draft: Draft, settings: list[str]) -> Recipe:
@@ -241,7 +257,7 @@ def _given_up(draft: Draft, error: InputError) -> bool:
         )
 
     fields = {one.field for one in (*draft.taken, *draft.assumed) if is_of(one.field)}
-    if not refused or refused.partition(".")[0] in ("model", "batch", "hardware") or not fields:
+    if not refused or refused.partition(".")[0] in KEPT or refused in KEPT or not fields:
         return False
     nearest, lost = draft.nearest.pop(refused, (None, ""))
     for field in fields:

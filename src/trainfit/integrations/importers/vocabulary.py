@@ -8,17 +8,28 @@ from trainfit.spec.imported import Change
 
 
 class OptimizerWord(NamedTuple):
-    """What a tool's name of an optimizer is in a recipe, and what is lost."""
+    """What a tool's name of an optimizer is in a recipe, and what is lost.
+
+    Attributes:
+        nearest: the optimizer to use where the recipe cannot have this one, such as on shards.
+    """
 
     fields: Mapping[str, Any]
     changes: tuple[Change, ...] = ()
     note: str = ""
+    nearest: str = ""
 
 
 FUSED = {"name": "adamw", "implementation": "fused"}
 FOREACH = {"name": "adamw", "implementation": "foreach"}
 PAGED = "its states move to host memory when the GPU is full; predicted as kept on the GPU"
+BITSANDBYTES = "predicted with torchao's 8-bit states: other blocks, less than 1 % of their bytes"
 ONE_MOMENT = "keeps one moment of each weight; predicted as AdamW, which keeps two"
+BNB_8BIT = OptimizerWord({"name": "bnb-adamw8bit"}, (), BITSANDBYTES, "adamw8bit")
+PAGED_32BIT = OptimizerWord({"name": "paged-adamw"}, (), PAGED, "adamw")
+PAGED_8BIT = OptimizerWord({"name": "paged-adamw8bit"}, (), PAGED, "adamw8bit")
+LION = OptimizerWord(FUSED, ("memory", "numbers"), ONE_MOMENT)
+LION_8BIT = OptimizerWord({"name": "adamw8bit"}, ("memory", "numbers"), ONE_MOMENT)
 OPTIMIZERS: dict[str, OptimizerWord] = {
     "adamw_torch_fused": OptimizerWord(FUSED),
     "adamw_apex_fused": OptimizerWord(FUSED),
@@ -30,20 +41,20 @@ OPTIMIZERS: dict[str, OptimizerWord] = {
     ),
     "adamw_torch_8bit": OptimizerWord({"name": "adamw8bit"}),
     "adamw_torch_4bit": OptimizerWord({"name": "adamw4bit"}),
-    "adamw_bnb_8bit": OptimizerWord({"name": "adamw8bit"}),
-    "adamw_8bit": OptimizerWord({"name": "adamw8bit"}),
-    "adamw8bit": OptimizerWord({"name": "adamw8bit"}),
-    "paged_adamw": OptimizerWord(FUSED, ("memory", "time"), PAGED),
-    "paged_adamw_32bit": OptimizerWord(FUSED, ("memory", "time"), PAGED),
-    "paged_adamw_8bit": OptimizerWord({"name": "adamw8bit"}, ("memory", "time"), PAGED),
+    "adamw_bnb_8bit": BNB_8BIT,
+    "adamw_8bit": BNB_8BIT,
+    "adamw8bit": BNB_8BIT,
+    "paged_adamw": PAGED_32BIT,
+    "paged_adamw_32bit": PAGED_32BIT,
+    "paged_adamw_8bit": PAGED_8BIT,
     "adafactor": OptimizerWord({"name": "adafactor"}),
     "sgd": OptimizerWord({"name": "sgd"}),
     "muon": OptimizerWord({"name": "muon"}),
-    "lion": OptimizerWord(FUSED, ("memory", "numbers"), ONE_MOMENT),
-    "lion_32bit": OptimizerWord(FUSED, ("memory", "numbers"), ONE_MOMENT),
-    "lion_8bit": OptimizerWord({"name": "adamw8bit"}, ("memory", "numbers"), ONE_MOMENT),
-    "paged_lion_8bit": OptimizerWord({"name": "adamw8bit"}, ("memory", "time", "numbers"), ONE_MOMENT),
-    "paged_lion_32bit": OptimizerWord(FUSED, ("memory", "time", "numbers"), ONE_MOMENT),
+    "lion": LION,
+    "lion_32bit": LION,
+    "lion_8bit": LION_8BIT,
+    "paged_lion_8bit": LION_8BIT,
+    "paged_lion_32bit": LION,
 }
 """Names that transformers, axolotl, LLaMA-Factory and torchtune give optimizers."""
 OTHER_OPTIMIZER = "predicted as AdamW with two moments a weight"
@@ -103,6 +114,8 @@ def take_optimizer(reading: Reading, name: str, default: str) -> None:
             reading.take_or_assume(name, "optimizer.name", value)
         else:
             reading.draft.set(f"optimizer.{key}", value)
+    if known.nearest:
+        reading.draft.nearest["optimizer.name"] = (known.nearest, known.note)
     if known.changes:
         reading.draft.leave(reading.full(name), word, known.changes, known.note)
 
