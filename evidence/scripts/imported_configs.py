@@ -125,11 +125,11 @@ RUNS = (
 def predicted(run: Run) -> dict[str, Any]:
     """Return the account of a run's files and the prediction of its recipe."""
     from trainfit.api.calls import predict_recipe
-    from trainfit.integrations.importers.run import imported
+    from trainfit.integrations.importers.run import imported, predictable
 
     settings = [f"hardware.gpu={run.gpu}", f"hardware.count={run.count}", *run.options]
     found = imported([str(FOLDER / one) for one in run.files], settings, run.model)
-    estimate = predict_recipe(found.recipe)
+    estimate = predict_recipe(predictable(found.recipe)[0])
     return {
         "origin": run.origin, "files": run.files, "gpu": run.gpu, "count": run.count,
         "recipe_id": found.recipe.id, "fields": found.num_fields,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import trainfit
-from trainfit.integrations.importers import registry
+from trainfit.integrations.importers import registry, run
 from trainfit.integrations.importers.run import ImportedConfig, imported
 from trainfit.integrations.importers.source import read
 from trainfit.spec.errors import InputError
@@ -44,6 +44,9 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
         ["axolotl/lora-1b.yaml"],
         [],
         {
+            "optimizer.name": "bnb-adamw8bit",
+            "data.pack": True,
+            "model.weights": "NousResearch/Llama-3.2-1B",
             "model.config": "llama-3.2-1b",
             "batch.micro": 2,
             "batch.seq": 2048,
@@ -62,6 +65,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
         ["axolotl/fft-8b.yaml"],
         [],
         {
+            "optimizer.name": "paged-adamw8bit",
             "model.config": "llama-3.1-8b",
             "batch.seq": 8192,
             "batch.accumulate": 8,
@@ -73,7 +77,15 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "axolotl, 7B": (
         ["axolotl/mistral-7b.yaml"],
         ["hardware.count=4"],
-        DDP | {"model.config": "mistral-7b-v0.1", "batch.micro": 2, "batch.seq": 8192, "optimizer.lr": 5e-6},
+        DDP
+        | {
+            "attention": "sdpa",
+            "data.pack": True,
+            "model.config": "mistral-7b-v0.1",
+            "batch.micro": 2,
+            "batch.seq": 8192,
+            "optimizer.lr": 5e-6,
+        },
     ),
     "axolotl, pairs are two sequences": (
         ["axolotl/dpo-qwen2.5-0.5b.yaml"],
@@ -105,7 +117,13 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "LLaMA-Factory, every weight, and the DeepSpeed file that it names": (
         ["llama-factory/qwen3_full_sft.yaml"],
         ["hardware.count=8"],
-        {"model.config": "qwen3-4b", "adapter": None, "parallel.strategy": "fsdp", "recompute": "full"},
+        {
+            "precision": "bf16-master",
+            "model.config": "qwen3-4b",
+            "adapter": None,
+            "parallel.strategy": "fsdp",
+            "recompute": "full",
+        },
     ),
     "LLaMA-Factory, QLoRA, with accelerate's FSDP": (
         ["llama-factory/fsdp_qlora.yaml", "accelerate/fsdp.yaml"],
@@ -126,6 +144,8 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
         ["torchtune/1B_full_single_device.yaml"],
         [],
         {
+            "optimizer.name": "paged-adamw8bit",
+            "model.weights": "random",
             "model.config": "llama-3.2-1b",
             "batch.micro": 4,
             "precision": "bf16",
@@ -156,7 +176,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "torchtune, paged AdamW": (
         ["torchtune/7B_full_single_device.yaml"],
         [],
-        {"model.config": "qwen2.5-7b", "batch.micro": 2},
+        {"optimizer.name": "paged-adamw", "model.config": "qwen2.5-7b", "batch.micro": 2},
     ),
     "torchtitan, TOML": (
         ["torchtitan/debug_model.toml"],
@@ -200,6 +220,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
         ["torchtitan/llama3/config_registry.py:llama3_8b"],
         ["hardware.count=8"],
         {
+            "recompute.selective": {"save": ["attention", "mm"], "every": 2},
             "model.config": "llama-3.1-8b",
             "batch.micro": 1,
             "batch.seq": 8192,
@@ -257,7 +278,14 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "TrainingArguments, DeepSpeed and a model": (
         ["trl/training_args.json", "deepspeed/ds_z3_config.json"],
         ["hardware.count=4"],
-        {"model.config": "qwen3-0.6b", "batch.micro": 4, "batch.accumulate": 2, "parallel.strategy": "fsdp"},
+        {
+            "precision": "bf16-master",
+            "optimizer.no_decay": ("norms", "biases"),
+            "model.config": "qwen3-0.6b",
+            "batch.micro": 4,
+            "batch.accumulate": 2,
+            "parallel.strategy": "fsdp",
+        },
     ),
     "TrainingArguments, accelerate": (
         ["trl/training_args.json", "accelerate/multi_gpu.yaml"],
@@ -371,6 +399,28 @@ def test_what_is_lost_is_named_with_what_it_would_change() -> None:
     found = {one.name: one for one in imported_case("TRL, YAML, pairs, fp32 weights by default").without}
     assert "memory" in found["ref_model"].changes
     assert "memory" in found["per_device_eval_batch_size"].changes
+
+
+def test_what_shards_cannot_have_is_the_nearest() -> None:
+    """bitsandbytes' states do not follow shards here: torchao's 8-bit states stand for them."""
+    found = imported([str(FOLDER / "axolotl/lora-1b.yaml"), str(FOLDER / "accelerate/fsdp2.yaml")])
+    assert found.recipe.optimizer.name == "adamw8bit"
+    assert [one.name for one in found.without] == ["optimizer"]
+
+
+def test_a_window_that_flash_attention_cuts_is_a_mask_here() -> None:
+    found = {one.name: one for one in imported_case("axolotl, 7B").without}
+    assert "window" in found["attn_implementation"].note
+
+
+def test_without_bitsandbytes_the_nearest_optimizer_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = imported_case("axolotl, every weight, paged").recipe
+    monkeypatch.setattr(run, "is_installed", lambda package: False)
+    changed, note = run.predictable(recipe)
+    assert changed.optimizer.name == "adamw8bit"
+    assert "trainfit[bitsandbytes]" in note
+    monkeypatch.setattr(run, "is_installed", lambda package: True)
+    assert run.predictable(recipe) == (recipe, "")
 
 
 def test_a_file_that_a_field_names_is_read() -> None:

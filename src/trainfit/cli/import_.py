@@ -86,11 +86,14 @@ def write_new(path: Path, text: str) -> None:
 
 def _predict(found: "ImportedConfig", *, json: bool) -> "Prediction":
     from trainfit.api.calls import predict_recipe
+    from trainfit.integrations.importers.run import predictable
     from trainfit.report.console import progress
 
     name, gpu = found.recipe.model.display_name, found.recipe.hardware.gpu
     with options.only_json(json), progress(f"predicting {name} on {gpu}: one step on the virtual GPU"):
-        return predict_recipe(found.recipe)
+        recipe, note = predictable(found.recipe)
+        options.print_notes([f"note: {note}"] if note else [])
+        return predict_recipe(recipe)
 
 
 def _show(
@@ -111,7 +114,7 @@ def _show(
         from trainfit.report.prediction_text import show as show_prediction
 
         screen.print()
-        show_prediction(found.recipe, estimate, notes=estimate.notes, assumed=estimate.assumed, out=screen)
+        show_prediction(estimate.recipe, estimate, notes=estimate.notes, assumed=estimate.assumed, out=screen)
     screen.print()
     if out is not None:
         screen.print(Text(f"wrote {out}; next: trainfit predict {shlex.quote(str(out))}"))

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from trainfit.api.recipes import HUB_NAME
 from trainfit.catalog.load import model_names, names_like
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
@@ -51,6 +52,15 @@ def find(text: str, folder: Path) -> FoundModel | None:
     return _by_ending(text)
 
 
+def weights_of(text: str, folder: Path) -> str | None:
+    """Return what a recipe's ``model.weights`` is for a folder with safetensors or a name on the Hub."""
+    for base in (Path(), folder):
+        path = base / text
+        if path.is_dir():
+            return str(path.absolute()) if any(path.glob("*.safetensors")) else None
+    return text if HUB_NAME.fullmatch(text) else None
+
+
 def unknown(text: str, field: str, file: str) -> InputError:
     """Return the refusal of a model that is not known."""
     near = names_like(text.rpartition("/")[2].lower(), model_names())
@@ -61,7 +71,7 @@ def unknown(text: str, field: str, file: str) -> InputError:
 
 def _cached_config(text: str) -> str | None:
     """Return the path of a repository's config.json in the Hub's cache; nothing is fetched."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+    if not HUB_NAME.fullmatch(text):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -14,10 +14,13 @@ from trainfit.integrations.importers import models, settle
 from trainfit.integrations.importers.base import Draft, Importer, Reading
 from trainfit.integrations.importers.registry import importer, importers, recognised
 from trainfit.integrations.importers.source import Source, read
+from trainfit.integrations.importers.vocabulary import NEAREST
 from trainfit.spec.errors import InputError
 from trainfit.spec.imported import ConfigFile, Imported
+from trainfit.spec.optional import is_installed
 from trainfit.spec.parsing.recipe_file import apply_settings, written
 from trainfit.spec.parsing.synonyms import written_out
+from trainfit.spec.recipe import Recipe
 
 MAX_FILES = 16
 MODEL_OPTION = "--model"
@@ -64,6 +67,17 @@ def import_config(
     return imported(paths, settings, None if model is None else os.fspath(model), tool)
 
 
+def predictable(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return the recipe, or without bitsandbytes the nearest one that needs none, and a line that says so."""
+    name = recipe.optimizer.name
+    if name not in NEAREST or is_installed("bitsandbytes"):
+        return recipe, ""
+    near = {"name": NEAREST[name], "implementation": "fused"}
+    changed = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=near)})
+    installed = "pip install 'trainfit[bitsandbytes]' for its own"
+    return changed, f"predicted with optimizer.name: {NEAREST[name]}, as bitsandbytes is missing; {installed}"
+
+
 def imported(
     paths: Sequence[str], settings: Sequence[str] = (), model: str | None = None, tool: str | None = None
 ) -> ImportedConfig:
@@ -96,7 +110,10 @@ def imported(
         draft.referred = []
     _model(draft, config, chosen[0][0], is_option=model is not None)
     settle.settle(draft)
-    recipe = settle.build(draft, list(settings))
+    try:
+        recipe = settle.build(draft, list(settings))
+    except InputError as error:
+        raise error.in_file(sources[0].path) from error.__cause__
     lists: dict[str, Any] = {
         name: tuple(getattr(draft, name)) for name in ("taken", "without", "unread", "blank")
     }
@@ -155,3 +172,6 @@ def _model(draft: Draft, config: str | None, first: Source, *, is_option: bool) 
     if found is None:
         raise models.unknown(str(fact.given), fact.name, first.path)
     draft.take(fact.name, fact.given, "model.config", found.config, found.note)
+    weights = models.weights_of(str(fact.value), first.folder)
+    if weights is not None and not draft.fact("starts_random"):
+        draft.take(fact.name, fact.given, "model.weights", weights, "trained weights, for train")

@@ -167,6 +167,9 @@ def _precision(draft: Draft) -> None:
     if found == MASTER:
         near = "mixed-bf16" if draft.value("hardware.count") > 1 and sharding != "zero1" else "amp-bf16"
         draft.nearest["precision"] = (near, "predicted as fp32 weights that compute in bf16")
+    if deepspeed and compute == "fp16":
+        fact = draft.facts["compute"]
+        draft.leave(fact.name, fact.given, ("numbers",), "predicted in bf16, whose sizes are equal")
     key = next(
         (one for one in ("compute", "weights") if one in draft.facts and draft.facts[one].is_stated), ""
     )

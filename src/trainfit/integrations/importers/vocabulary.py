@@ -8,16 +8,11 @@ from trainfit.spec.imported import Change
 
 
 class OptimizerWord(NamedTuple):
-    """What a tool's name of an optimizer is in a recipe, and what is lost.
-
-    Attributes:
-        nearest: the optimizer to use where the recipe cannot have this one, such as on shards.
-    """
+    """What a tool's name of an optimizer is in a recipe, and what is lost, or would be with the nearest."""
 
     fields: Mapping[str, Any]
     changes: tuple[Change, ...] = ()
     note: str = ""
-    nearest: str = ""
 
 
 FUSED = {"name": "adamw", "implementation": "fused"}
@@ -25,9 +20,11 @@ FOREACH = {"name": "adamw", "implementation": "foreach"}
 PAGED = "its states move to host memory when the GPU is full; predicted as kept on the GPU"
 BITSANDBYTES = "predicted with torchao's 8-bit states: other blocks, less than 1 % of their bytes"
 ONE_MOMENT = "keeps one moment of each weight; predicted as AdamW, which keeps two"
-BNB_8BIT = OptimizerWord({"name": "bnb-adamw8bit"}, (), BITSANDBYTES, "adamw8bit")
-PAGED_32BIT = OptimizerWord({"name": "paged-adamw"}, (), PAGED, "adamw")
-PAGED_8BIT = OptimizerWord({"name": "paged-adamw8bit"}, (), PAGED, "adamw8bit")
+NEAREST = {"bnb-adamw8bit": "adamw8bit", "paged-adamw8bit": "adamw8bit", "paged-adamw": "adamw"}
+"""bitsandbytes' optimizers -> those of equal states that need no bitsandbytes, and that shards have."""
+BNB_8BIT = OptimizerWord({"name": "bnb-adamw8bit"}, (), BITSANDBYTES)
+PAGED_32BIT = OptimizerWord({"name": "paged-adamw"}, (), PAGED)
+PAGED_8BIT = OptimizerWord({"name": "paged-adamw8bit"}, (), PAGED)
 LION = OptimizerWord(FUSED, ("memory", "numbers"), ONE_MOMENT)
 LION_8BIT = OptimizerWord({"name": "adamw8bit"}, ("memory", "numbers"), ONE_MOMENT)
 OPTIMIZERS: dict[str, OptimizerWord] = {
@@ -114,8 +111,8 @@ def take_optimizer(reading: Reading, name: str, default: str) -> None:
             reading.take_or_assume(name, "optimizer.name", value)
         else:
             reading.draft.set(f"optimizer.{key}", value)
-    if known.nearest:
-        reading.draft.nearest["optimizer.name"] = (known.nearest, known.note)
+    if known.fields["name"] in NEAREST:
+        reading.draft.nearest["optimizer.name"] = (NEAREST[known.fields["name"]], known.note)
     if known.changes:
         reading.draft.leave(reading.full(name), word, known.changes, known.note)
 

@@ -46,6 +46,7 @@ use_ray eta_min gptq_disable_exllama full_finetune merge_lora resume_from_checkp
 unsloth_cross_entropy_loss
 """.split()
 BOTH: tuple[Change, ...] = ("memory", "time")
+APART = "attention crosses the ends of packed samples here: at most as fast as theirs"
 KERNELS = "axolotl's LoRA kernels keep fewer activations"
 WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
     "lora_mlp_kernel": (BOTH, KERNELS),
@@ -140,6 +141,8 @@ def read(reading: Reading) -> None:
     """Read an axolotl config."""
     if reading.has("base_model"):
         reading.know("model", reading.text("base_model"), "base_model")
+    if reading.flag("reinit_weights"):
+        reading.know("starts_random", True, "reinit_weights")
     _batch(reading)
     _adapter(reading)
     _dtypes(reading)
@@ -180,6 +183,7 @@ def _batch(reading: Reading) -> None:
     reading.take_or_assume(
         "gradient_accumulation_steps", "batch.accumulate", reading.whole("gradient_accumulation_steps", 1)
     )
+    reading.take_or_assume("sample_packing", "data.pack", bool(reading.flag("sample_packing", False)), APART)
     packed = bool(reading.flag("sample_packing", False) or reading.flag("pad_to_sequence_len", False))
     note = "" if packed else "the most; without packing, shorter samples take less"
     reading.take_or_assume(

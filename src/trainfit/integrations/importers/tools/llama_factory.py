@@ -84,6 +84,8 @@ def read(reading: Reading) -> None:
     """Read a LLaMA-Factory config."""
     if reading.has("model_name_or_path"):
         reading.know("model", reading.text("model_name_or_path"), "model_name_or_path")
+    if reading.flag("train_from_scratch"):
+        reading.know("starts_random", True, "train_from_scratch")
     stage = reading.word("stage", "sft")
     _batch(reading, stage)
     kind = reading.word("finetuning_type", "lora")
@@ -119,6 +121,10 @@ def _batch(reading: Reading, stage: str) -> None:
     name = reading.first("cutoff_len", "model_max_length")
     packed = reading.flag("packing", stage == "pt") or reading.flag("neat_packing", False)
     note = "" if packed else "the most; without packing, shorter samples take less"
+    if reading.flag("neat_packing"):
+        reading.take("neat_packing", "data.pack", "documents")
+    else:
+        reading.take_or_assume("packing", "data.pack", bool(packed))
     reading.take_or_assume(name, "batch.seq", reading.whole(name, 2048, at_least=2), note, note)
 
 

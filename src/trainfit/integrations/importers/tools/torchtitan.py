@@ -49,7 +49,6 @@ FLAVORS = {
 }
 SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved", "gpipe": "gpipe"}
 BOTH: tuple[Change, ...] = ("memory", "time")
-EVERY_SECOND = "keeps every second product; predicted with all products kept"
 WITHOUT: dict[str, dict[str, tuple[tuple[Change, ...], str]]] = {
     "parallelism": {
         "enable_async_tensor_parallel": (("time",), "collectives hidden behind products"),
@@ -90,6 +89,7 @@ def read(reading: Reading) -> None:
     is_trainer = reading.callee.endswith("Trainer.Config")
     _model(reading)
     training, parallel = reading.inside("training"), reading.inside("parallelism")
+    reading.draft.know("starts_random", True, "", is_stated=False)
     _parallel(parallel)
     _batch(training, parallel)
     _precision(training)
@@ -245,8 +245,7 @@ def _recompute(reading: Reading, is_trainer: bool) -> None:
     if mode == "selective" and option.isdecimal() and int(option) > 0:
         value = True if int(option) == 1 else {"every": int(option)}
     elif mode == "selective":
-        value = "selective"
-        reading.draft.leave(inner.full("selective_ac_option"), option, BOTH, EVERY_SECOND)
+        value = {"selective": {"save": ["attention", "mm"], "every": 2}}
     elif mode == "memory_budget":
         value = {"budget": inner.number("memory_budget", 0.5)}
     if value is None:

@@ -53,6 +53,7 @@ WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
 def read(reading: Reading) -> None:
     """Read a torchtune config."""
     reading.values = {name: _resolved(value, reading.values) for name, value in reading.values.items()}
+    reading.draft.know("starts_random", True, "", is_stated=False)  # Its checkpoints are paths of a machine.
     _model(reading)
     _batch(reading)
     found = dtype(reading, "dtype") or "bf16"

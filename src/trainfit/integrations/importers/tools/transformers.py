@@ -192,6 +192,8 @@ def _batch(reading: Reading, kind: str) -> None:
         reading.draft.assume(reading.full(length), "batch.seq", 1024, "the most; shorter samples take less")
     else:
         reading.draft.assume("", "batch.seq", 1024, "no file states a length; --seq")
+    if kind == "SFTConfig":
+        reading.take_or_assume("packing", "data.pack", bool(reading.flag("packing", False)))
     reading.idle(["packing"])
 
 
@@ -214,6 +216,8 @@ def read_trainer(
     take_optimizer(reading, optimizer, "adamw_torch_fused")
     reading.take_or_assume("learning_rate", "optimizer.lr", _positive(reading, "learning_rate", lr))
     reading.take_or_assume("weight_decay", "optimizer.weight_decay", reading.number("weight_decay", 0.0))
+    if reading.number("weight_decay", 0.0) > 0:
+        reading.draft.assume("", "optimizer.no_decay", ["norms", "biases"], "the Trainer's rule")
     norm = reading.number("max_grad_norm", 1.0)
     if norm > 0:
         reading.take_or_assume("max_grad_norm", "optimizer.clip_norm", norm)
@@ -388,7 +392,7 @@ def _other_calls(reading: Reading) -> None:
         elif last == "BitsAndBytesConfig":
             _bitsandbytes(inner)
         elif last in LOADERS and any(part in one.name for part in ("Model", "LM", "GPT", "Llama")):
-            _loading(inner)
+            _loading(inner, is_random=last == "from_config")
         elif last in ("Trainer", "Seq2SeqTrainer", *TRAINERS_OF_TRL) and isinstance(
             one.values.get("model"), str
         ):
@@ -415,8 +419,10 @@ def _bitsandbytes(reading: Reading) -> None:
     reading.finish()
 
 
-def _loading(reading: Reading) -> None:
+def _loading(reading: Reading, *, is_random: bool) -> None:
     """Read ``from_pretrained`` of a model: its name, dtype and attention."""
+    if is_random:
+        reading.draft.know("starts_random", True, "", is_stated=False)
     first: Any = reading.positional[0] if reading.positional else reading.raw("pretrained_model_name_or_path")
     if isinstance(first, str):
         reading.draft.know("model", first, reading.full("name"), first)
