@@ -297,7 +297,7 @@ def test_what_is_traced_otherwise_is_said() -> None:
         torch.save(model.state_dict(), "never-written.pt")
 
     notes = " ".join(trainfit.trace(train).assumptions)
-    assert "select everything" in notes
+    assert "select all elements" in notes
     assert "torch.save" in notes
 
 

@@ -322,7 +322,8 @@ def trace(
             It is called once without arguments. Values on the device are not computed.
         gpu: name of a GPU of the catalog that is measured or modelled.
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
-        world_size: run it as rank 0 of so many, one a GPU, with torchrun's environment; None: as one process.
+        world_size: run it as rank 0 of this many ranks, one per GPU, with torchrun's environment; None: as
+            one process.
         nodes: hosts that share the ranks equally; None: with the catalog's GPUs each.
         calibration: file that ``trainfit calibrate`` wrote, for the step's time; None: the catalog's.
 

@@ -27,11 +27,11 @@ from trainfit.virtual.trace.tensors import tensors_of
 
 NAME = "bitsandbytes"
 FLOATS = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}
-"""bitsandbytes' name of a dtype -> PyTorch's, bytes."""
+"""bitsandbytes' name of a dtype -> PyTorch's name, and bytes of an element."""
 NOTHING = ("cprefetch", "cfill", "get_context", "get_cusparse")
 """Functions of the native library that are not recorded, as are those about the host (``has_..._cpu``)."""
 SCALE_BYTES = 4
-"""Of a block's largest value (absmax)."""
+"""Bytes of a block's scale, its largest value (absmax)."""
 PAGED = (
     "paged optimizer states of bitsandbytes: managed memory, counted as memory of the host; on a GPU they "
     "stay on the device as long as there is room"
@@ -60,7 +60,7 @@ class BitsAndBytes:
         self._is_ready = False
 
     def before_optimizer(self, optimizer: Any) -> None:
-        """Get ready where an optimizer is bitsandbytes': paged states call the native library itself."""
+        """Get ready for an optimizer of bitsandbytes: its paged states call the native library directly."""
         if any(base.__module__.partition(".")[0] == NAME for base in type(optimizer).__mro__):
             self.get_ready()
 
@@ -201,7 +201,7 @@ RECORDS: dict[str, Callable[[str, list[Any]], Record]] = {
     "cdequant_mm_int32_fp16": _int8_output,
     "cint8_vector_quant": _int8_rows,
 }
-"""Start of a native function's name -> what it moves and multiplies."""
+"""Prefix of a native function's name -> the function that returns its bytes and FLOPs."""
 
 
 def _kernel_key(func: Any) -> Any:

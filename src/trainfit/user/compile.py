@@ -52,7 +52,7 @@ def compiling(traits: GpuTraits, tracer: UserTracer, scopes: ScopeTracker) -> It
         stack.enter_context(replaced(nn.Module, "compile", in_place))
         stack.enter_context(compiler.only_own_code())
         stack.enter_context(warnings.catch_warnings())
-        # About module hooks; the virtual GPU's are removed while compiled code runs.
+        # A warning about module hooks: the virtual GPU removes its hooks while compiled code runs.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         yield
         tracer.notes.update(compiler.assumptions())
@@ -74,7 +74,7 @@ class UserCompiler(VirtualCompiler):
         if options.get("backend") == self._backend:  # Called through ``in_place``.
             return self._compile(model, **options)
         if is_flex(model):
-            return model  # Runs as its kernels.
+            return model  # It runs as its own kernels.
         settings = self._settings(options)
         if settings is None:
             return model

@@ -65,7 +65,7 @@ def files(notes: set[str], on_saved: Callable[[Any], None]) -> Iterator[None]:
         for owner, name, function in saved.of_paths():
             stack.enter_context(replaced(owner, name, function))
         for name, function in saved.of_safetensors().items():
-            if hasattr(safetensors.torch, name):  # Of their names for one step, a release has one.
+            if hasattr(safetensors.torch, name):  # Each release of safetensors has some of these names.
                 stack.enter_context(replaced(safetensors.torch, name, function))
         yield
 
@@ -74,7 +74,7 @@ ADDRESS = torch.UntypedStorage.data_ptr
 
 
 def _addressed(storage: Any) -> int:
-    """Return a storage's address; of a fake one a number that is no other's."""
+    """Return a storage's address; for a fake one, a number that no other storage has."""
     try:
         return ADDRESS(storage)
     except RuntimeError:

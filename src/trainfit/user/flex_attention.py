@@ -1,9 +1,9 @@
 """FlexAttention in user code: one kernel forward and one backward, as Inductor's templates allocate.
 
 Forward: the output, and two fp32 values a query of which the log-sum-exp is kept. Backward: three gradients
-and one fp32 value a query (torch/_inductor/kernel/flex/flex_attention.py). The compiled kernel is taken where
-the code calls ``flex_attention`` eagerly, too. Its time is that of PyTorch's flash kernels on the pairs in
-blocks that the mask does not hide.
+and one fp32 value a query (torch/_inductor/kernel/flex/flex_attention.py). An eager call of
+``flex_attention`` is modelled by the compiled kernel, too. Its time is that of PyTorch's flash kernels on the
+pairs in blocks that the mask does not hide.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from trainfit.virtual.cuda.flops import OpFlops, attention, flop_rule
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import carried_values, on_host
 
-UNKNOWN = "FlexAttention's mask depends on the data: no block is taken to be hidden"
+UNKNOWN = "FlexAttention's mask depends on the data: all blocks are assumed visible"
 SPEED = "FlexAttention: timed as PyTorch's flash kernels"
 
 

@@ -76,8 +76,9 @@ def user_gpu(
     """Enter a virtual GPU named "cuda"; after ``max_steps`` optimizer steps ``TraceComplete`` is raised.
 
     Args:
-        num_ranks: run as rank 0 of so many; None: as the only process.
-        evaluates_at: place of code that evaluates, which steps beyond ``max_steps`` may reach; empty: none.
+        num_ranks: run as rank 0 of this many ranks; None: as the only process.
+        evaluates_at: file and line of code that evaluates; the trace may go beyond ``max_steps`` to reach it.
+            Empty: no such code.
     """
     with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps, num_ranks, evaluates_at) as virtual:
         yield virtual
@@ -204,8 +205,9 @@ def _with_grad_again(mode: Any, *raised: Any) -> None:
 def _applied(steps: StepFollower) -> Callable[..., Any]:
     """Return ``nn.Module._apply`` as it acts on real tensors.
 
-    PyTorch swaps the contents of every fake parameter, but of real ones those alone that wrap other tensors
-    (DTensor): tied parameters of that kind stay tied when they leave the meta device, others do not.
+    PyTorch swaps the contents of every fake parameter, but of real parameters only those that wrap other
+    tensors (DTensor). Tied parameters that are swapped stay tied when they leave the meta device, others do
+    not.
     """
 
     def apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

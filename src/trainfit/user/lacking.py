@@ -1,4 +1,4 @@
-"""What the virtual GPU lacks, where an exception of user code follows from it."""
+"""Name the feature that the virtual GPU lacks where its absence raised an exception in user code."""
 
 import re
 import traceback
@@ -27,7 +27,7 @@ NO_KERNEL = re.compile(
 
 
 def lack_of(error: BaseException) -> str | None:
-    """Return what the virtual GPU lacks, by name, if that raised the exception; None: it does not."""
+    """Return a clause that names the missing feature if its absence raised the exception; else None."""
     text = str(error)
     if isinstance(error, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException):
         return f"the result of {error.func} depends on values, which the virtual GPU does not compute"

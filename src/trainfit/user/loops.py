@@ -17,9 +17,9 @@ from trainfit.spec.errors import InputError
 
 MOST_FORWARDS = 1000
 MOST_PASSES = 20
-"""``MOST_FORWARDS`` times this is the limit where a ``for`` loop runs the forwards."""
+"""Factor of ``MOST_FORWARDS`` where a ``for`` loop runs the forwards."""
 BOUNDED = ("transformers.generation",)
-"""Packages whose loops end at a length as well (``max_new_tokens``)."""
+"""Packages whose loops also end at a length (``max_new_tokens``)."""
 OWN = ("torch.", "trainfit.")
 
 
@@ -108,7 +108,7 @@ def _parsed(file: str) -> ast.Module:
 
 @cache
 def _bodies(file: str) -> tuple[tuple[Lines, bool], ...]:
-    """Return the lines of the loops of a file, a ``for`` loop's without its iterable, and which are such."""
+    """Return the lines of a file's loops, of a ``for`` loop without its iterable, and whether each is one."""
     return tuple(
         (_lines(loop.body[0], loop.body[-1]) if is_for else _lines(loop, loop), is_for)
         for loop in ast.walk(_parsed(file))
@@ -118,7 +118,7 @@ def _bodies(file: str) -> tuple[tuple[Lines, bool], ...]:
 
 @cache
 def _tests(file: str) -> tuple[Lines, ...]:
-    """Return the lines of the conditions that end ``while`` loops of a file: theirs, and those of breaks."""
+    """Return the lines of the conditions that end a file's ``while`` loops: their own, or of breaks."""
     return tuple(
         _lines(test, test)
         for loop in ast.walk(_parsed(file))

@@ -40,7 +40,7 @@ class SegmentStart(NamedTuple):
     forward: int = -1
     """Number of the pass that began it."""
     is_saved: bool = False
-    """Part of the writing of a checkpoint."""
+    """It is part of writing a checkpoint."""
     saved_bytes: int = 0
 
 
@@ -61,7 +61,7 @@ def kinds_of(
     """Return the kinds of the segments that are no part of a step, by position.
 
     Args:
-        is_over: says that a segment began after the last whole step, whose backward may be missing.
+        is_over: returns whether a segment began after the last whole step; its backward may be missing.
     """
     passes.resolve()
     needed = {one.module for one in passes.all if one.kind == "step" and not one.has_grad}

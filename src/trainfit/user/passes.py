@@ -59,9 +59,9 @@ class Pass:
         self.nodes = range(0)
         """Sequence numbers of the nodes of autograd's graph that it made."""
         self.is_chained = False
-        """It samples a token for a pass of its module, or takes one."""
+        """It samples a token for another pass of its module, or reads such a token."""
         self.tokens = self.samples = 0
-        """Integers that its first embedding looks up; length of its first input's first dimension."""
+        """Number of ids that its first embedding looks up; length of its first input's first dimension."""
 
     @property
     def is_trained(self) -> bool:
@@ -70,7 +70,7 @@ class Pass:
 
     @property
     def kind(self) -> Kind:
-        """What it is part of, when the trace has ended."""
+        """The phase that it belongs to, known when the trace has ended."""
         if self.reaches == FLOATS or (self.reaches and not self.is_chained):
             return "step"
         return "generation" if self.is_chained else "evaluation"
@@ -86,7 +86,8 @@ class Passes:
         self._first_nodes: list[int] = []
         """By number of a pass: autograd's sequence number when it began."""
         self._sources: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        """Index of a storage -> the passes whose floats it holds, and those it depends on."""
+        """Index of a storage -> the passes whose floating-point results it depends on, and all that it
+        depends on."""
         self._num_storages = 0
         """Storages in the ledger when the running pass began."""
 
@@ -166,7 +167,7 @@ class Passes:
             self._mark(fresh, floats, every)
 
     def backward_begins(self, roots: Any) -> None:
-        """Note which passes the tensors reach that a backward starts from."""
+        """Note from which passes the tensors come that a backward starts from."""
         floats, every = self._sources_of(_local(tensors_of(roots)))
         for number in every:
             how = FLOATS if number in floats else INTEGERS
@@ -196,7 +197,7 @@ class Passes:
                     one.is_chained = parent.is_chained = True
 
     def _of(self, one: Pass) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the sources of what a pass computes."""
+        """Return the sources of a tensor that a pass computes."""
         own = frozenset((one.number,))
         return own, own
 
@@ -217,7 +218,7 @@ class Passes:
                 self._note_samples(one, t)
 
     def _note_tokens(self, one: Pass, ids: Tensor) -> None:
-        """Note [batch, sequence] ids, or a single sequence; one id for each sample of floats is its class."""
+        """Count ids [batch, sequence] or [sequence]; after float samples 1-D ids are labels, not counted."""
         if one.tokens or not self._is_input(ids) or not ids.dim() or (one.samples and ids.dim() == 1):
             return
         one.tokens, one.samples = ids.numel(), ids.shape[0] if ids.dim() > 1 else 0

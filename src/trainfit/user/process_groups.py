@@ -12,7 +12,7 @@ import torch
 from trainfit.spec.errors import InputError
 from trainfit.virtual.trace.exclusive import replaced
 
-REMEDY = "trace it as rank 0 of so many: --world-size N (trainfit.trace: world_size=N)"
+REMEDY = "trace it as rank 0 of N ranks: --world-size N (trainfit.trace: world_size=N)"
 
 
 @contextmanager

@@ -27,7 +27,7 @@ FAKE = tuple(
 )  # fmt: skip
 """PyTorch's code that runs because tensors are fake or a mode is on."""
 COMPILER = tuple(TORCH + name for name in ("_dynamo/", "_functorch/", "_inductor/"))
-"""PyTorch's compiler: it compiles once, not in each step; a call of compiled code has a cost of its own."""
+"""PyTorch's compiler, which runs once and not in each step; calls of compiled code are counted separately."""
 MODULE = f"{TORCH}nn/modules/module.py"
 WITH_HOOKS = "inner"
 """The part of a module's call that runs for hooks, which the trace has on every module."""

@@ -36,7 +36,7 @@ from trainfit.virtual.trace.observer import Observer
 
 STATES = "_get_managed_states"  # Returns the parameters and buffers that fully_shard moves to the GPU
 BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
-"""Operations of two ranks, of which only one is traced."""
+"""Operations between two ranks, which are refused because only one rank is traced."""
 Objects = list[Any]
 Replacement = tuple[Any, str, Any]  # Owner, name and the function in place of it
 
@@ -54,7 +54,7 @@ def set_environment(num_ranks: int, local_ranks: int) -> None:
 def virtual_rank(
     num_ranks: int, local_ranks: int, tracer: UserTracer, steps: StepFollower
 ) -> Iterator[FirstBuckets]:
-    """Run user code as rank 0 of so many, and destroy the process groups that it leaves."""
+    """Run user code as rank 0 of ``num_ranks``, and destroy the process groups that it leaves."""
     if dist.is_initialized():
         raise InputError(
             "this process is a rank of a process group already",
@@ -64,7 +64,7 @@ def virtual_rank(
         )
     with ExitStack() as stack:
         enter = stack.enter_context
-        set_environment(num_ranks, local_ranks)  # What a trace changes is restored at its end.
+        set_environment(num_ranks, local_ranks)  # The end of the trace restores them.
         stack.callback(setattr, sys, "excepthook", sys.excepthook)
         enter(torch._dynamo.config.patch(optimize_ddp=False))
         for owner, name, function in (
@@ -96,7 +96,8 @@ def observers(current_stream: Callable[[], Any]) -> tuple[Observer, ...]:
 def data_ranks_of(num_ranks: int) -> Callable[[nn.Module], int]:
     """Return a function that returns how many ranks have inputs of their own for a module.
 
-    Those of DDP's group or of FSDP2's mesh; one, where only tensor parallelism makes its parameters DTensors.
+    These are the ranks of DDP's group or of FSDP2's mesh; 1 where its parameters are DTensors by tensor
+    parallelism alone.
     """
 
     def data_ranks(module: nn.Module) -> int:
@@ -145,7 +146,7 @@ def _of_dtensor(tracer: UserTracer) -> list[Replacement]:
         (tracker, "__init__", _undistributed),
         (tracker, "_distribute_region", _unchanged_region),
         (tracker, "distribute_region_enabled", property(lambda self: False, lambda self, value: None)),
-        # Also where no function mode is entered, as in the hooks of saved tensors.
+        # Needed where no function mode is entered, as in the hooks of saved tensors.
         (DTensor, "device", seen),
         (_op_schema, "_rebuild_tensor_from_dtensor_meta", _whole_tensor),
     ]
@@ -346,4 +347,4 @@ _OBJECTS = {
     "scatter_object_list": _scattered,
     "broadcast_object_list": lambda *_, **__: None,
 }
-"""Collectives of Python objects: every rank has rank 0's."""
+"""Collectives of Python objects: every rank is assumed to have the object of rank 0."""

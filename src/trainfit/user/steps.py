@@ -33,19 +33,19 @@ class TraceComplete(BaseException):
 
 
 LOOK_ON_PASSES, LOOK_ON_S = 2000, 20.0
-"""Forwards, and seconds, of an evaluation after the last step, beyond which it is not followed."""
+"""Limits, in forwards and in seconds, up to which an evaluation after the last step is followed."""
 LOOK_AHEAD_STEPS, LOOK_AHEAD_S = 100, (3.0, 20.0)
-"""Steps, and least and most seconds, for which code that evaluates is awaited; in between as long as the
-steps before took."""
+"""Limits of the wait for code that evaluates: steps, and seconds at least and at most. Between these, the
+wait is as long as the steps before took."""
 
 
 class StepFollower(Observer):
     """Tracks the phases, and raises ``TraceComplete`` at the training forward after ``max_steps`` steps.
 
     Args:
-        evaluates_at: where the code evaluates. If no step reached that, the trace goes on for a while.
-        data_ranks_of: returns the number of ranks that have inputs of their own for a module; 0: it does not
-            say.
+        evaluates_at: file and line of code that evaluates. If no step reached it, the trace goes on for a
+            while.
+        data_ranks_of: returns the number of ranks that have inputs of their own for a module; 0: unknown.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StepFollower(Observer):
 
     @contextmanager
     def swapped(self, parameter: Tensor) -> Iterator[None]:
-        """Have no weak reference to a parameter whose contents are swapped inside, and watch it anew."""
+        """Drop the weak reference to a parameter while its contents are swapped, then follow it again."""
         is_known = self._parameters.pop(id(parameter), None) is not None
         with self.ignored_parameters():
             yield
@@ -148,7 +148,7 @@ class StepFollower(Observer):
         if self._steps_begun() >= self._max_steps:
             self._look_on(module)
         if module is None or next(module.parameters(), None) is None:
-            self._begin("forward")  # A loss or a metric goes with what is around it.
+            self._begin("forward")  # A loss or a metric belongs to the surrounding phase.
         else:
             self._split("forward")
         self._grad_was_enabled, self._state_read = torch.is_grad_enabled(), -1
@@ -158,7 +158,7 @@ class StepFollower(Observer):
                 self._starts[-1] = self._starts[-1]._replace(forward=started.number)
 
     def _look_on(self, module: nn.Module | None) -> None:
-        """Follow a first evaluation after the last step, or await one of the code; else end the trace."""
+        """After the last step: follow a first evaluation, go on to code that evaluates, or end the trace."""
         now = time.monotonic()
         self._ahead_since = self._ahead_since or now
         if module is None or torch.is_grad_enabled() or self._ran_without_grad(module):
@@ -185,8 +185,8 @@ class StepFollower(Observer):
         if self._steps_begun() < self._max_steps + LOOK_AHEAD_STEPS and now - self._ahead_since < limit_s:
             return True
         self.notes.add(
-            f"{self._evaluates_at} evaluates or generates, which {self._steps_begun()} steps did not reach: "
-            "its memory and time are in no figure; trace more steps, or a version that evaluates sooner"
+            f"{self._evaluates_at} evaluates or generates, but {self._steps_begun()} steps did not reach it: "
+            "no figure includes its memory and time; trace more steps, or a version that evaluates sooner"
         )
         return False
 
@@ -358,7 +358,7 @@ class StepFollower(Observer):
 
     def _kinds(self) -> dict[int, str]:
         if not self.has_trained:
-            return {}  # All that the code does is taken for the step.
+            return {}  # Without training all code counts as the step.
         whole = self.num_steps()
         return kinds_of(self._starts, self.passes, lambda start: self._number_of(start) >= whole)
 

@@ -33,7 +33,7 @@ from trainfit.virtual.trace.host_tensors import (
 
 PARSE_TO: Callable[..., Any] = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
 TO = torch.Tensor.to
-"""Not the method of a subclass (bitsandbytes' Int8Params), which calls it."""
+"""The base class's method; that of a subclass (bitsandbytes' Int8Params) calls it."""
 FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 NEW = frozenset(getattr(torch.Tensor, f"new_{name}") for name in ("tensor", "zeros", "ones", "full", "empty"))
 LIKE = frozenset(
@@ -45,9 +45,10 @@ class UserTensorMode(HostTensorMode):
     """Translates devices in calls of user code.
 
     Args:
-        on_engine: returns a context for each run of autograd's engine, from what holds its roots.
+        on_engine: returns a context for each run of autograd's engine, given the arguments that hold its
+            roots.
         twin: returns a fake host tensor like a real one.
-        host_waits: called where the host waits until the GPU has done all that was issued.
+        host_waits: called where the host waits until the GPU has finished all issued work.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ def real_of(t: Tensor) -> Tensor:
 
 
 def _address(t: Tensor) -> int:
-    """Return a tensor's address; of a fake one a number that only its views share."""
+    """Return a tensor's address; for a fake one, a number that only its views share."""
     local = local_of(t)
     if not isinstance(local, FakeTensor):
         return t.data_ptr()

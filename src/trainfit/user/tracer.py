@@ -41,7 +41,7 @@ INDEXING = tuple(
 ACROSS_SIDES = (*INDEXING, "aten::copy_", "aten::_to_copy", "aten::set_", "aten::is_same_size", "aten::equal")
 """Operations whose tensors may be on different devices."""
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-ALL_SELECTED = "a mask that depends on the data is taken to select everything"
+ALL_SELECTED = "a mask that depends on the data is assumed to select all elements"
 
 
 class UserTracer(Tracer):
@@ -62,7 +62,7 @@ class UserTracer(Tracer):
         self.functions: AbstractContextManager[Any] = nullcontext()
         """The mode that translates calls above autograd (``UserTensorMode``)."""
         self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
-        """Namespace of a library's operators -> what runs them on device tensors."""
+        """Namespace of a library's operators -> the function that runs them on device tensors."""
         super().__init__(gpu, scopes, placement, observers)  # Last: it attaches the observers.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +183,7 @@ class UserTracer(Tracer):
         if func is not aten._to_copy.default or not self.placement.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():
-            # A copy from the host to another layout needs a contiguous copy on the device (Copy.cu).
+            # A host-to-device copy that changes the layout needs a contiguous copy on the device (Copy.cu).
             size = out.numel() * out.element_size()
             self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.scopes.current(), str(func))
 

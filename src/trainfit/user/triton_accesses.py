@@ -1,4 +1,4 @@
-"""Which pointer parameters a Triton kernel reads and which it writes, from its source.
+"""Find which pointer parameters a Triton kernel reads and which it writes, from its source.
 
 A pointer parameter flows through assignments and arithmetic to ``tl.load``, ``tl.store`` and ``tl.atomic_*``,
 or to a function of the kernel's module, whose source is read too. All branches count. No torch here.

@@ -31,8 +31,8 @@ FLUSHED_BYTES = 256 << 20
 BENCHMARK_MS = 1.0
 """Time of any benchmark on the virtual GPU, so that an autotuner's first configuration is the fastest."""
 REGISTERS, SHARED_BYTES = 64, 16 << 10
-"""A compiled kernel's registers and shared memory, which are not known: plausible ones for launchers that
-compute their grid from them."""
+"""Plausible registers and shared memory of a compiled kernel, which are unknown, for launchers that compute
+their grid from them."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def triton_launches(gpu: GpuTraits, tracer: UserTracer) -> Iterator[None]:
     tune, choices = Autotuner.run, dict[int, dict[Any, Any]]()
 
     def tuned(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        # What is chosen here must not be taken for the choice of a real GPU.
+        # A configuration chosen here must not be cached for a real GPU.
         own, kernel.cache = kernel.cache, choices.setdefault(id(kernel), {})
         try:
             return tune(kernel, *args, **kwargs)
@@ -165,7 +165,7 @@ class Launches:
         return BENCHMARK_MS if quantiles is None else [BENCHMARK_MS] * len(quantiles)
 
     def notes(self) -> list[str]:
-        """Return what the estimate says about the kernels."""
+        """Return the estimate's notes about the kernels."""
         if not self._names:
             return []
         return [
@@ -221,7 +221,7 @@ class Driver:
         }
 
     def get_current_target(self) -> Any:
-        """Return what Triton compiles for."""
+        """Return the target that Triton compiles for."""
         from triton.backends.compiler import GPUTarget
 
         if self._gpu.gfx:

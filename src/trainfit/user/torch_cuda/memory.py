@@ -24,7 +24,7 @@ READINGS = {
 }
 HOST_STATISTICS = "allocations allocated_bytes active_requests active_bytes".split()
 RAW = 1 << 46
-"""Addresses of blocks that the code allocates itself are above it."""
+"""Blocks that the code allocates without a tensor have addresses above this."""
 FRACTION = "torch.cuda.set_per_process_memory_fraction: the limit is not applied to the verdict"
 
 

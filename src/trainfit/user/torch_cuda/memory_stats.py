@@ -48,7 +48,7 @@ class MemoryStats:
 
     def now(self) -> "CountingAllocator":
         """Return the allocator after all events so far."""
-        if self._allocator is None:  # The code may set it until it first asks.
+        if self._allocator is None:  # The code may change the settings until its first query.
             self._allocator = CountingAllocator(allocator_settings(os.environ).expandable_segments)
         ledger, allocator = self.tracer.ledger, self._allocator
         for event in ledger.events[self._num_seen :]:

@@ -53,7 +53,7 @@ def cuda_module(
     entered: Streams,
     num_devices: int = 1,
 ) -> Iterator[None]:
-    """Replace what PyTorch and scripts ask of a GPU.
+    """Replace the functions by which PyTorch and scripts query and control a GPU.
 
     Args:
         entered: the streams of this trace.
@@ -85,9 +85,10 @@ def cuda_module(
         (torch.accelerator, accelerator),
         (torch.accelerator.memory, accelerator),
         (torch, {"Generator": Generator, "Stream": Stream, "Event": Event}),
-        # A CUDA build would call cuDNN; as many bytes are allocated if each weight keeps its own.
+        # A CUDA build would call cuDNN. The allocated bytes are the same if each weight keeps its own
+        # storage.
         (torch, {"_use_cudnn_rnn_flatten_weight": lambda: False}),
-        # A fake tensor on "cuda", as DTensor makes for the shape of a result, would first make a context.
+        # A fake tensor on "cuda", as DTensor makes to find a result's shape, would create a CUDA context.
         (fake_tensor, {"init_gpu_context": nothing}),
         # A string where a CPU build has None.
         (torch.version, {"cuda": torch.version.cuda or CUDA_VERSION}),
@@ -120,7 +121,7 @@ def _provided(name: str, function: Any) -> Iterator[None]:
 
 
 def _is_pytorchs_own() -> bool:
-    """Return whether PyTorch's own code asks, which takes by the answer what its build has."""
+    """Return whether the caller is PyTorch's own code, which must get the answer of its build."""
     caller = sys._getframe(3).f_globals.get("__name__", "")  # Above the function that chooses by thread
     return caller.partition(".")[0] == "torch"
 

@@ -1,7 +1,7 @@
 """Tools that watch a GPU, on the virtual one: NVIDIA's management library and PyTorch's profilers.
 
-``pynvml`` shows what ``nvidia-smi`` does: memory is that of the ledger so far; utilisation, temperature,
-power and clock are placeholders. The profilers keep their schedules, and profile nothing.
+``pynvml`` returns the figures of ``nvidia-smi``: memory is that of the ledger so far; utilisation,
+temperature, power and clock are placeholders. The profilers keep their schedules, and profile nothing.
 """
 
 from types import SimpleNamespace
