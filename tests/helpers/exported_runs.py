@@ -34,7 +34,7 @@ def logits_of_run(out: Path, *, recipe: Recipe | None = None) -> Tensor:
         recipe: on one GPU, where the run's is for several.
     """
     run = open_saved(out, None)
-    step = assemble(recipe or run.recipe, CPU)
+    step = assemble(recipe or run.recipe, CPU, reads_weights=False)
     checkpoint.load(run.checkpoint, step)
     return logits_of(step.model)
 

@@ -212,6 +212,61 @@ def test_checkpoints_of_any_mesh_are_exported(
     assert torch.allclose(logits_of(loaded(tmp_path / "model")), expected, atol=close, rtol=0)
 
 
+@pytest.mark.parametrize("implementation", ["native", "hf"])
+def test_training_goes_on_from_an_export(run: Path, tmp_path: Path, implementation: str) -> None:
+    """A step that changes nothing leaves the evaluation of the run that was exported."""
+    export(run, tmp_path / "model", max_shard_bytes=30_000)
+    settings = (f"model.weights={tmp_path / 'model'}", f"model.implementation={implementation}")
+    found = trained(
+        tmp_path / "on", *settings, "optimizer.lr=1e-30", config=LLAMA, steps=1, eval_fraction=0.1,
+        tokenizer=str(tmp_path / "model" / "tokenizer.json"),
+    )  # fmt: skip
+    before, after = (open_saved(one, None).log()[-1]["loss"] for one in (run, tmp_path / "on"))
+    assert after == pytest.approx(before, abs=EXACT)
+    again = export(tmp_path / "on", tmp_path / "again")
+    assert again.base == found.model.weights == str(tmp_path / "model")
+    state = loaded(tmp_path / "again").state_dict()
+    assert all(
+        torch.allclose(value, state[name], atol=1e-7)
+        for name, value in loaded(tmp_path / "model").state_dict().items()
+    )
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert f"base_model: {tmp_path / 'model'}" in card
+
+
+def test_a_model_of_our_own_is_fine_tuned_exported_and_loaded_by_peft(tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    stories = {"kind": "stories", "num_documents": 300}
+    trained(tmp_path / "first", NATIVE, config=LLAMA, steps=30, data=stories, eval_fraction=0.1)
+    base = tmp_path / "base"
+    export(tmp_path / "first", base)
+    settings = (f"model.weights={base}", "adapter.kind=lora", "adapter.rank=4")
+    tokenizer = str(base / "tokenizer.json")
+    tuned = tmp_path / "tuned"
+    trained(tuned, *settings, config=LLAMA, steps=10, data=stories, eval_fraction=0.1, tokenizer=tokenizer)
+    pretrained, better = (open_saved(one, None).log()[-1]["loss"] for one in (tmp_path / "first", tuned))
+    assert better < pretrained < 5.5  # log(384) is 5.95
+    expected = logits_of_run(tuned, recipe=open_saved(tuned, None).recipe)
+    assert export(tuned, tmp_path / "adapter").base == str(base)
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    assert torch.allclose(logits_of(model), expected, atol=EXACT, rtol=0)
+    export(tuned, tmp_path / "merged", merge=True)
+    assert torch.allclose(logits_of(loaded(tmp_path / "merged")), expected, atol=MERGED, rtol=0)
+
+
+def test_master_weights_are_exported_in_fp32(tmp_path: Path) -> None:
+    trained(tmp_path / "run", NATIVE, "precision=bf16-master", config=LLAMA)
+    coarse = export(tmp_path / "run", tmp_path / "bf16")
+    fine = export(tmp_path / "run", tmp_path / "fp32", dtype="fp32")
+    assert (coarse.dtype, fine.dtype) == ("bfloat16", "float32")
+    assert "--dtype fp32" in coarse.notes[0]
+    assert "master weights" in fine.notes[0]
+    state, masters = (loaded(tmp_path / one).state_dict() for one in ("bf16", "fp32"))
+    assert all(torch.equal(value.bfloat16().float(), state[name]) for name, value in masters.items())
+    assert not all(torch.equal(value, state[name]) for name, value in masters.items())
+
+
 def test_the_tokenizer_and_generation_are_the_runs(run: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -149,7 +149,8 @@ def show_export(found: "Export", *, out: Console | None = None) -> None:
     out.print(f"  model = AutoModelForCausalLM.from_pretrained({loaded!r})", soft_wrap=True)
     if found.kind == "adapter":
         out.print(f"  model = PeftModel.from_pretrained(model, {found.folder!r})", soft_wrap=True)
-    out.print(f"  tokenizer = AutoTokenizer.from_pretrained({found.folder!r})", soft_wrap=True)
+    if "tokenizer.json" in found.files:
+        out.print(f"  tokenizer = AutoTokenizer.from_pretrained({found.folder!r})", soft_wrap=True)
 
 
 def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:

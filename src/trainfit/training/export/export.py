@@ -13,6 +13,7 @@ import torch
 from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, write_text, writing
+from trainfit.spec.recipe import RANDOM
 from trainfit.spec.units import format_bytes
 from trainfit.training import durable
 from trainfit.training.export import hub_files
@@ -126,7 +127,7 @@ class _Content:
         if self._adapter is None:
             most = _of_most(self.entries)
             hub_files.write_config(work, self._config, most, special, is_untied=self._is_untied)
-            hub_files.write_generation_config(work, special)
+            hub_files.write_generation_config(work, special, _base(self._run))
         else:
             with writing(work):
                 self._adapter.config(_base(self._run)).save_pretrained(work)
@@ -201,8 +202,6 @@ def _of_most(entries: Mapping[str, Entry]) -> torch.dtype:
 
 
 def _base(run: SavedRun) -> str | None:
-    """Return the weights that the run began with, a folder's as a path from anywhere; None: random ones."""
-    weights = getattr(run.recipe.model, "weights", "random")
-    if weights == "random":
-        return None
-    return str(Path(weights).resolve()) if Path(weights).is_dir() else weights
+    """Return the weights that the run began with; None: random ones."""
+    weights = run.recipe.model.weights
+    return None if weights == RANDOM else weights

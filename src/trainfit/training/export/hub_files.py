@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainfit.models.hf import hf_config_from
+from trainfit.models.weights.folder import located
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
 from trainfit.training import durable
@@ -65,14 +66,23 @@ def write_config(
         hf_config.save_pretrained(folder)
 
 
-def write_generation_config(folder: Path, special: dict[str, Any]) -> None:
-    """Write generation_config.json: greedy until the end token, unless the caller chooses otherwise."""
+def write_generation_config(folder: Path, special: dict[str, Any], base: str | None) -> None:
+    """Write generation_config.json: the base's if it ends at the same token, else greedy.
+
+    Args:
+        base: the weights that the run began with; None: random ones.
+    """
     from transformers import GenerationConfig
 
     end = special.get("eos_token_id")
-    pad = end[0] if isinstance(end, list) else end
+    own = GenerationConfig(**special, pad_token_id=None if end is None else listed(end)[0])
+    found = None if base is None else located(base, fetch=False)
+    if found is not None and (found / GENERATION).is_file():
+        of_base = GenerationConfig.from_pretrained(found)
+        if end is None or listed(end)[0] in listed(of_base.eos_token_id):
+            own = of_base
     with writing(folder):
-        GenerationConfig(**special, pad_token_id=pad).save_pretrained(folder)
+        own.save_pretrained(folder)
 
 
 def max_length(config: dict[str, Any]) -> int | None:
@@ -98,7 +108,7 @@ def special_tokens(run: SavedRun, config: dict[str, Any]) -> dict[str, Any]:
         return {**found, "bos_token_id": end}
     for key in found:
         own = getattr(hf_config, key, None)
-        if own is not None and set(_listed(own)) <= special:
+        if own is not None and set(listed(own)) <= special:
             found[key] = own
     return found
 
@@ -123,7 +133,7 @@ def write_tokenizer(
         names = [TOKENIZER, *_beside_original(run, folder)]
     if TOKENIZER_CONFIG not in names:
         tokens = {
-            key.removesuffix("_id"): _listed(value)[0] for key, value in special.items() if value is not None
+            key.removesuffix("_id"): listed(value)[0] for key, value in special.items() if value is not None
         }
         content = {key: tokenizer.id_to_token(number) for key, number in tokens.items()}
         content |= {"clean_up_tokenization_spaces": False, "tokenizer_class": LOADER}
@@ -186,5 +196,6 @@ def _tokenizer(run: SavedRun) -> "Tokenizer | None":
     return load_tokenizer(path)[0] if path.is_file() else None
 
 
-def _listed(value: Any) -> list[int]:
+def listed(value: Any) -> list[int]:
+    """Return one id, or several, as a list."""
     return value if isinstance(value, list) else [value]

@@ -45,9 +45,10 @@ def model_card(
         notes: what a reader must know of the weights.
     """
     adapter = run.recipe.adapter
-    what = f"{run.recipe.model.display_name}, {format_count(num_parameters)} parameters in {dtype}"
+    model, size = run.recipe.model.display_name, f"{format_count(num_parameters)} parameters in {dtype}"
+    what = f"{model}, {size}"
     if kind == "adapter" and adapter is not None:
-        what = f"{adapter.kind} adapter of {what.replace('parameters', 'of its own parameters', 1)}"
+        what = f"Adapter ({adapter.kind}) of {model}, {size} of its own"
     start = "random weights, so it knows only what this run taught it" if base is None else f"`{base}`"
     parts = [
         f"---\n{yaml.safe_dump(_front_matter(run, kind, base), sort_keys=False)}---\n",

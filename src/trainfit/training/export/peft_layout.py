@@ -7,6 +7,7 @@ adapter of each: the input matrix A is the same for all, the rows of B are share
 import copy
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -68,9 +69,16 @@ class PeftLayout:
         return found
 
     def config(self, base: str | None) -> Any:
-        """Return PEFT's config of the adapter for inference, on the weights that ``base`` names."""
+        """Return PEFT's config of the adapter for inference.
+
+        Args:
+            base: the base's weights, as ``model.weights`` names them; None: random ones, which have no name.
+        """
         config = copy.deepcopy(self._peft.peft_config["default"])
-        config.base_model_name_or_path = base
+        if base is not None:
+            is_folder = Path(base).is_dir()
+            name, _, revision = (base, "", "") if is_folder else base.partition("@")
+            config.base_model_name_or_path, config.revision = name, revision or None
         config.inference_mode = True
         return config
 
