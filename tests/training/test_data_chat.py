@@ -6,20 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from chat_data import ANSWERED, ASKED, MESSAGES, PLAIN, TURN, opened, written
 from trainfit.spec.data import Data
 from trainfit.spec.errors import InputError
 from trainfit.training import documents
 from trainfit.training.corpus import IGNORED, Corpora, open_corpora
+from trainfit.training.data.chat import CHATML
 from trainfit.training.data.records import Completion, Conversation, Text
 from trainfit.training.data.rows import rows_of_file
-from trainfit.training.options import TextData, TrainOptions, data_from
+from trainfit.training.options import data_from
 from trainfit.training.tokenizer import open_tokenizer
 
-TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-PLAIN = f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASK}"
 LAST_THINKS = PLAIN.replace(
     TURN,
     "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"
@@ -28,50 +26,6 @@ LAST_THINKS = PLAIN.replace(
 """As Qwen3's: the last answer is written in another way than those before it."""
 COUNTS = "{% for m in messages %}{{ loop.length ~ m['content'] }}{% endfor %}"
 STRICT = "{{ raise_exception('Roles must alternate') }}"
-
-ASKED, ANSWERED = "Where is it?", "In the attic, on the shelf."
-MESSAGES = [
-    {"role": "user", "content": ASKED},
-    {"role": "assistant", "content": ANSWERED},
-    {"role": "user", "content": "And now?"},
-    {"role": "assistant", "content": "Gone."},
-]
-
-
-def saved_tokenizer(folder: Path, template: str | None) -> str:
-    """Save a byte-level tokenizer with ChatML's tokens as transformers does."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-    )  # fmt: skip
-    tokenizer.train_from_iterator([ASKED, ANSWERED] * 3, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template,
-        additional_special_tokens=["<|im_start|>"],
-    )  # fmt: skip
-    fast.save_pretrained(str(folder))
-    return str(folder)
-
-
-def written(path: Path, rows: list[Any]) -> TextData:
-    text = json.dumps(rows, indent=1) if path.suffix == ".json" else "\n".join(map(json.dumps, rows))
-    path.write_text(text)
-    return TextData(path=str(path))
-
-
-def opened(
-    tmp_path: Path, rows: list[Any], template: str | None = PLAIN, *, seq: int = 64, **data: Any
-) -> Corpora:
-    options = TrainOptions(
-        out=str(tmp_path), data=written(tmp_path / "rows.jsonl", rows), eval_fraction=0.0,
-        tokenizer=saved_tokenizer(tmp_path / "tokenizer", template), chat_template=data.get("chat_template"),
-    )  # fmt: skip
-    return open_corpora(tmp_path / "data", options, vocabulary=400, seq=seq, data=Data(**data))
 
 
 def learned(tmp_path: Path, corpora: Corpora) -> str:
@@ -93,6 +47,17 @@ def test_answers_by_prefixes_are_those_that_a_template_marks(tmp_path):
         place.mkdir()
         named = {} if template else {"chat_template": "chatml"}
         assert learned(place, opened(place, [{"messages": MESSAGES}], template, **named)) == expected
+
+
+def test_marked_answers_are_the_assistant_masks_of_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    corpus = opened(tmp_path, [{"messages": MESSAGES}], CHATML).train
+    expected = AutoTokenizer.from_pretrained(tmp_path / "tokenizer").apply_chat_template(
+        MESSAGES, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    assert corpus.tokens.tolist() == expected["input_ids"]
+    assert corpus.learned.tolist() == expected["assistant_masks"]
 
 
 def test_a_template_that_writes_the_last_turn_differently(tmp_path):
