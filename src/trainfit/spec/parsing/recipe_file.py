@@ -169,6 +169,7 @@ def _check(
     layers = [(file, written_out(values)) for file, values in (*layers, (CALL, over or {}))]
     from_settings = [(SETTINGS, apply_settings({}, [setting])) for setting in settings]
     data = with_model_config(apply_settings(_together(layers), settings), Path.cwd())
+    data = with_model_config(_with_config_of_weights(data), Path.cwd())
     data = with_exact_choices(Recipe, data)
     try:
         recipe = parse(Recipe, data)
@@ -298,7 +299,7 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return ``data`` with a model.config that is a path, relative to ``folder``, replaced by its mapping.
 
     A model's name on the Hub (``Qwen/Qwen3-8B``) is no path, unless there is such a file. A path of
-    ``model.weights`` is made absolute; without a config, it is the one of the weights.
+    ``model.weights`` is made absolute.
     """
     model = data.get("model")
     if not isinstance(model, dict):
@@ -335,11 +336,20 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _with_weights(model: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a model with the path of its weights, if it is one, made absolute."""
     weights = model.get("weights")
     if not isinstance(weights, str) or weights == RANDOM or "\0" in weights:
         return model
     path = folder / Path(weights).expanduser()
     is_path = path.is_dir() or weights.startswith((".", "/", "~"))
-    weights = os.path.abspath(path) if is_path else weights
-    config = model.get("config", f"{weights}/" if is_path else weights.partition("@")[0])
-    return {**model, "weights": weights, "config": config}
+    return {**model, "weights": os.path.abspath(path) if is_path else weights}
+
+
+def _with_config_of_weights(data: dict[str, Any]) -> dict[str, Any]:
+    """Return ``data`` with the config of its weights, if it names none."""
+    model = data.get("model")
+    weights = model.get("weights") if isinstance(model, dict) and "config" not in model else None
+    if not isinstance(weights, str) or weights == RANDOM:
+        return data
+    config = f"{weights}/" if os.path.isabs(weights) else weights.partition("@")[0]
+    return {**data, "model": {**data["model"], "config": config}}

@@ -33,12 +33,25 @@ MODELS = (
     ),
     entry("transformers.modeling_utils:PreTrainedModel._tied_weights_keys", "tied embeddings", "value"),
     entry(
+        "transformers.modeling_utils:PreTrainedModel._keys_to_ignore_on_load_unexpected",
+        "tensors of a folder of weights that a model's code skips", "value",
+    ),
+    entry(
+        "transformers.core_model_loading:revert_weight_conversion",
+        "the names and places of a folder's weights in a model", "(model, state_dict)",
+    ),
+    entry("transformers.core_model_loading:WeightRenaming", "names of weights in former releases"),
+    entry(
+        "transformers.conversion_mapping:get_model_conversion_mapping", "names of weights in former releases",
+        "(model, key_mapping=, hf_quantizer=, add_legacy=)",
+    ),
+    entry(
         "transformers.modeling_utils:PreTrainedModel._supports_attention_backend",
         "models with attention of their own", "bool",
     ),
     entry(
-        "transformers.initialization:no_init_weights", "finding what a config lacks without making weights",
-        "()",
+        "transformers.initialization:no_init_weights",
+        "finding what a config lacks, and reading weights, without making any", "()",
     ),
     entry(
         "transformers.configuration_utils:PreTrainedConfig._attn_implementation", "the attention of a config",
