@@ -2,8 +2,8 @@
 
 ``data/`` holds ``tokenizer.json``, ``train.bin`` and ``eval.bin`` (token ids, an end token after each
 document), ``train.starts.bin`` (the first token of each document), ``index.json``, and, where some tokens are
-not learned, ``train.learned.bin`` (one byte a token); so for ``eval``. It is written once; a resumed run
-verifies every byte and reuses it. How documents become sequences: data/packing.py.
+not learned, ``train.learned.bin`` (one byte a token); the same for ``eval``. It is written once; a resumed
+run verifies every byte and reuses it. How documents become sequences: data/packing.py.
 """
 
 from contextlib import ExitStack
@@ -54,7 +54,7 @@ class Corpus:
     Attributes:
         starts: first token of each document; None: not known, which only ``pack: true`` allows.
         learned: uint8, 1 for each token that is learned; None: all are.
-        pad: id that fills a sequence up; its labels are ignored.
+        pad: id that pads a sequence; its labels are ignored.
     """
 
     tokens: np.ndarray
@@ -221,8 +221,8 @@ def open_corpora(
     """Return the run's data, made by the first call and verified by later ones.
 
     Args:
-        data: the recipe's section; of it ``pack`` and ``answers_only`` count here, the rest is in
-        ``options``.
+        data: the recipe's section, of which ``pack`` and ``answers_only`` are read; the rest is in
+            ``options``.
 
     Raises:
         InputError: bad or changed data, less than one sequence, or a token id outside the model's vocabulary.
@@ -241,7 +241,7 @@ def open_corpora(
 
 
 def identity_of(options: TrainOptions, data: Data, vocabulary: int) -> dict[str, Any]:
-    """Return what the tokens follow from; fields that older versions did not have are left out if unset."""
+    """Return the facts that decide the tokens, without unset fields that older versions did not have."""
     identity: dict[str, Any] = {
         "data": documents.fingerprint(options.data),
         "eval_fraction": options.eval_fraction,

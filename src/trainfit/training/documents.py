@@ -20,7 +20,7 @@ READ_CHARS = 1 << 20
 DOCUMENT_CHARS = 2_000  # A file without separators is cut at the first blank line after this many characters
 MAX_DOCUMENT_CHARS = 1 << 20  # Longer documents are cut, so that a file without boundaries is not read whole
 READERS = {"jsonl": ".jsonl", "parquet": ".parquet", "text": ".txt"}
-"""A format that names how a file is read -> the suffix whose files are read so."""
+"""Value of ``data.format`` that names a type of file -> the suffix of that type."""
 
 
 def documents(data: DataSpec) -> Iterator[str]:

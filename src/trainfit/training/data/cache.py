@@ -1,4 +1,4 @@
-"""Tokenized data that is kept in the cache's folder, by a hash of its content and of what it was made with.
+"""Tokenized data kept in the cache's folder, by a hash of its content, tokenizer and options.
 
 A run's folder links its files (copies them on another file system), so that a second run of the same data
 reads no text and takes no more disk. Data of the Hub and synthetic data are not kept: their content is not
@@ -19,7 +19,7 @@ from trainfit.training import documents, durable
 from trainfit.training.options import TextData, TrainOptions
 
 VERSION = 1
-"""Raised when equal content would give other tokens."""
+"""Version, raised when equal content would give other tokens."""
 MAX_KEPT = 8
 
 

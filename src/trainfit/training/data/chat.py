@@ -1,10 +1,10 @@
 """Conversations as text by a tokenizer's chat template, and which characters of it are answers.
 
-A template with ``{% generation %}`` marks its answers. Of another, an answer is what one message more adds to
-the conversation: it begins where the conversation before it ends, with the prompt for an answer, and ends
-where the conversation with it ends. Where a template writes earlier turns differently from the last one, the
-message's own content and what followed it as the last turn must stand there. What cannot be found so is
-refused: labels on other tokens than the answers' would train something else.
+A template with ``{% generation %}`` marks its answers. With another template, an answer is the text that its
+message adds to the conversation: it begins where the conversation before it ends, with the prompt for an
+answer, and ends where the conversation with it ends. Where a template writes earlier turns differently from
+the last one, the message's own content and what followed it as the last turn must stand there. A conversation
+whose answers cannot be found so is refused, because labels on other tokens would train something else.
 """
 
 import re
@@ -147,7 +147,7 @@ class ChatTemplate:
 def answer_mask(text: str, offsets: Sequence[Span], spans: list[Span] | None) -> np.ndarray:
     """Return for each token whether it is learned, bool [tokens].
 
-    A token counts if it holds characters of an answer, and none but white space of what precedes the answer.
+    A token counts if it holds characters of an answer, and before the answer only white space.
 
     Args:
         offsets: first and last character of each token.

@@ -1,4 +1,4 @@
-"""What a run's data comes to: documents, tokens, sequences and steps of one pass over it. Free of torch."""
+"""Size of a run's data: documents, tokens, sequences and steps of one pass over it. Free of torch."""
 
 import math
 from typing import TYPE_CHECKING
@@ -57,5 +57,5 @@ class RunData(Value):
         return self.sequences * self.seq
 
     def steps_of(self, epochs: float) -> int:
-        """Return the steps of so many passes, rounded up to a whole step."""
+        """Return the steps of ``epochs`` passes, rounded up to a whole step."""
         return max(1, math.ceil(epochs * self.epoch_steps - 1e-9))

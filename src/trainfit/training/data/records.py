@@ -1,4 +1,4 @@
-"""What is trained on, one record at a time: a text, a prompt with its completion, or a conversation.
+"""Records of the training data: a text, a prompt with its completion, or a conversation.
 
 Forms of a row: ``text``; ``messages`` (role, content); ShareGPT's ``conversations`` (from, value);
 ``prompt`` and ``completion``, texts or messages; Alpaca's ``instruction``, ``input`` and ``output``. Free of
@@ -39,7 +39,7 @@ class Text:
 
     @property
     def key(self) -> str:
-        """Text that identifies the content, of which the evaluation split is a hash."""
+        """Text that identifies the content; the evaluation split hashes it."""
         return self.text
 
     @property
