@@ -1,4 +1,4 @@
-"""Import once what trials need, and start each as a fork of this process."""
+"""Import the modules of trials once, and start each trial as a fork of this process."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ its compute capability; that initialises CUDA, after which no fork of this proce
 
 
 def ready_to_fork(device: str) -> Callable[..., int]:
-    """Import what trials need; return ``forked`` if a fork can train on the device, else ``spawned``.
+    """Import the modules of trials; return ``forked`` if a fork can train on the device, else ``spawned``.
 
     Args:
         device: ``cpu``; any other may be CUDA.
@@ -31,7 +31,7 @@ def ready_to_fork(device: str) -> Callable[..., int]:
 
 @cache
 def _import() -> None:
-    """Import what trials need, once for all forks, which otherwise take seconds each."""
+    """Import the modules of trials, once for all forks, which otherwise take seconds each."""
     # Importing, and counting GPUs, leaves CUDA untouched.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     visible = os.environ.get(VISIBLE)

@@ -1,9 +1,9 @@
 """LiveBytes: bytes of the tensors alive on one device, by following their real storages.
 
 Each storage counts once, rounded up to 512 bytes as CUDA's allocator does, so that a run on a CPU compares
-with a prediction. Not seen: what a kernel allocates and frees inside itself (below the dispatcher), scratch
-that libraries keep, and code that torch.compile generated (a dispatch mode disables Dynamo, so compiled
-recipes must not be measured with it).
+with a prediction. Not seen: memory that a kernel allocates and frees inside itself (below the dispatcher),
+scratch that libraries keep, and code that torch.compile generated (a dispatch mode disables Dynamo, so
+compiled recipes must not be measured with it).
 """
 
 import weakref
@@ -23,7 +23,7 @@ ROUND_BYTES = 512
 
 @dataclass
 class _Held:
-    """A storage: its rounded size, what it holds, and the callback when it is freed."""
+    """A storage: its rounded size, its category, and the callback when it is freed."""
 
     num_bytes: int
     category: str
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
                     held.category = category
 
     def take_peak(self) -> tuple[int, MemoryBreakdown]:
-        """Return the highest live bytes since the last call (or the start) and what held them."""
+        """Return the highest live bytes since the last call (or the start) and their breakdown."""
         taken = self._peak_bytes, MemoryBreakdown(**self._at_peak)
         self._peak_bytes, self._at_peak = self.live_bytes, dict(self._by_category)
         return taken

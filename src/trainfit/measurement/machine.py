@@ -50,7 +50,7 @@ def check_processes(count: int, field: str) -> None:
     """Refuse a number of processes that this machine cannot take.
 
     Raises:
-        InputError: ``field`` is what gave the number.
+        InputError: too many processes; it names ``field``, which gave the number.
     """
     most = most_processes()
     if count > most:
@@ -67,7 +67,7 @@ def check_ranks(count: int, device: str, field: str) -> None:
         device: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
-        InputError: ``field`` is what gave the number.
+        InputError: too many ranks; it names ``field``, which gave the number.
     """
     num_gpus = 0 if device == "cpu" else len(visible_gpus())
     if num_gpus and count > num_gpus:

@@ -27,7 +27,7 @@ from trainfit.spec.result import Environment, MemoryBreakdown
 from trainfit.step import Batch, Step
 from trainfit.virtual.trace.storages import prepend_grad_hook
 
-Peak = tuple[int, MemoryBreakdown | None]  # Bytes, and what held them if that is known
+Peak = tuple[int, MemoryBreakdown | None]  # Bytes, and their breakdown if known
 
 
 class Meter(ABC):
@@ -71,7 +71,7 @@ class Meter(ABC):
         """Return the fields of the Measurement that are read once, at the end."""
 
     def breakdown(self, step: Step, batches: list[Batch]) -> MemoryBreakdown | None:
-        """Return what is alive at the peak, from one more step, if the steps before did not show it."""
+        """Return the breakdown of the peak from one more step, if the steps before did not show it."""
         return None
 
 
@@ -198,7 +198,7 @@ class CudaMeter(Meter):
 
     def totals(self) -> dict[str, Any]:
         assert self._host is not None, "environment() comes first"
-        # The most that this process had: current use, and what the allocator gave back.
+        # The most that this process had: current use, and memory that the allocator gave back.
         returned = max(0, self._reserved - torch.cuda.memory_reserved(self.device))
         return {
             "peak_reserved_bytes": self._reserved,

@@ -69,7 +69,7 @@ def optimizers_sharded_by(technique: str) -> tuple[str, ...]:
 
 
 def covered() -> dict[str, tuple[Any, ...]]:
-    """Return the values that work now, by field: the default and what techniques cover."""
+    """Return the values that work now, by field: the default and the values that techniques cover."""
     default = Recipe.model_construct()
     values: dict[str, tuple[Any, ...]] = {}
     for technique in in_order():
@@ -120,7 +120,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse a recipe that a real device of this type ("cuda", "cpu") cannot run. Not for the virtual GPU.
 
     Raises:
-        InputError: naming what the device lacks.
+        InputError: naming the feature that the device lacks.
     """
     for technique in _applied_by_name(recipe):
         technique.check_device(recipe, device_type)
@@ -132,7 +132,7 @@ def _applied_by_name(recipe: Recipe) -> list[Technique]:
 
 
 def describe(recipe: Recipe) -> str:
-    """Return what distinguishes the recipe, in few words: ``bf16, recompute full, lora 16``."""
+    """Describe the recipe's techniques in few words: ``bf16, recompute full, lora 16``."""
     native = "" if recipe.model.implementation == "hf" else recipe.model.implementation
     parts = [("precision", recipe.precision), ("model.implementation", native)]
     for technique in in_order():

@@ -390,7 +390,7 @@ def _split(options: TrainOptions) -> Any:
 
 
 class _Tokens:
-    """Tokenizes records, and notes what is lost."""
+    """Tokenizes records, and counts text that is lost."""
 
     def __init__(self, run_tokenizer: RunTokenizer, data: Data, vocabulary: int, name: str | None):
         self._run, self._data, self._vocabulary, self._name = run_tokenizer, data, vocabulary, name

@@ -23,7 +23,7 @@ from trainfit.spec.value import canonical_json
 MAX_JSON_BYTES = 256 * 10**6
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
-"""Prefix of temporary names; the next run in the same folder removes what a killed process left."""
+"""Prefix of temporary names; the next run in the same folder removes leftovers of a killed process."""
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Remove what killed processes left in ``parent``. Requires the run's lock."""
+    """Remove leftovers of killed processes in ``parent``. Requires the run's lock."""
     for path in parent.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

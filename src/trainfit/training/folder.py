@@ -69,7 +69,7 @@ def best_checkpoint(out: Path) -> Path | None:
 
 
 def how_to_resume(out: Path) -> str:
-    """Return what a run's folder holds and how to continue, as the end of a sentence."""
+    """Return the newest checkpoint of a run's folder and how to continue, as the end of a sentence."""
     checkpoints = existing(out / CHECKPOINTS)
     if checkpoints:
         return f"--resume goes on from {checkpoints[-1]}"

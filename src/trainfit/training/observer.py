@@ -88,7 +88,7 @@ class TrainSummary(Value):
 
     status: Literal["done", "stopped", "diverged", "out-of-memory"]
     """stopped: by a signal, resumable; diverged: loss or weights are not finite; see ``message``."""
-    message: str = ""  # Why the run ended early, and what to do
+    message: str = ""  # Why the run ended early, and the remedy
     steps: Count  # Steps done in the whole run; first_step: before this process started
     first_step: Count
     final_loss: float | None  # Training loss of the last step; like losses, it includes loss_terms

@@ -109,7 +109,7 @@ def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> Non
 
 
 def _problem(kind: StateKind, parameter: Tensor, value: Any) -> str:
-    """Return what is wrong with one value of a parameter's state; empty if nothing is."""
+    """Describe the problem of one value of a parameter's state; empty if it is valid."""
     if kind == "number":
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         return "" if _is_size(number) and number <= MAX_STEPS else "not a number from 0 on"

@@ -44,7 +44,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def laid_out_as(target: Tensor, full: Tensor) -> Tensor:
-    """Return a whole tensor sharded as ``target``, without communication; as it is for a plain target."""
+    """Return a whole tensor sharded as ``target``, without communication; unchanged for a plain target."""
     if not isinstance(target, DTensor):
         return full
     # Without a source rank each rank cuts its own copy.
@@ -123,7 +123,7 @@ class Shards:
         """Fill ``targets``, plain or sharded, in place; each rank reads its own parts.
 
         Raises:
-            InputError: the files do not hold what the index states.
+            InputError: the files differ from the index.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         try:

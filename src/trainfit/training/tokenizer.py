@@ -175,7 +175,8 @@ def _specials(tokenizer: "Tokenizer") -> tuple[str, ...]:
 
 
 def load_tokenizer(path: Path) -> "tuple[Tokenizer, list[str]]":
-    """Load a ``tokenizer.json`` without truncation, padding and BPE dropout; return the names of what it had.
+    """Load a ``tokenizer.json`` without truncation, padding and BPE dropout; return the names of those it
+    had.
 
     On training documents truncation drops text, padding adds tokens that count as text, and dropout splits
     words at random, differently at each call.

@@ -2,7 +2,7 @@
 nothing.
 
 An operator of the namespace ``bitsandbytes`` runs the Python code that bitsandbytes registers for CUDA, on
-fake tensors under the tracer: it allocates what it allocates on a GPU. The functions of the native library
+fake tensors under the tracer: it allocates the same tensors as on a GPU. The functions of the native library
 that it calls are entries in the ledger, with the bytes and the FLOPs that follow from their arguments. Paged
 optimizer states are managed memory, which is counted as memory of the host.
 """
@@ -65,7 +65,7 @@ class BitsAndBytes:
             self.get_ready()
 
     def get_ready(self) -> None:
-        """Replace the native library and what bitsandbytes remembers of a GPU, until the trace ends."""
+        """Replace the native library and bitsandbytes' cached facts of a GPU, until the trace ends."""
         if self._is_ready:
             return
         self._is_ready = True

@@ -1,9 +1,9 @@
 """``torch.load``, ``torch.save`` and safetensors' files in user code.
 
-Files are read on the host, mapped into memory; what belongs on the device is moved there. Nothing is written:
-what the code saves is kept by its path, without unknown values, until the code loads it. Functions that
-ask for a saved path, move, copy or remove it find what is kept: a checkpoint may be written to another name
-first.
+Files are read on the host, mapped into memory; tensors of the device are moved there. Nothing is written: an
+object that the code saves is kept by its path, without unknown values, until the code loads it. Functions
+that ask for a saved path, move, copy or remove it find the kept object: a checkpoint may be written to
+another name first.
 """
 
 import io
@@ -40,7 +40,7 @@ SAFETENSORS = "safetensors wrote nothing: there are no values to keep"
 
 @contextmanager
 def files(notes: set[str], on_saved: Callable[[Any], None]) -> Iterator[None]:
-    """Replace ``torch.load`` and ``torch.save``; ``on_saved`` is called with what is saved."""
+    """Replace ``torch.load`` and ``torch.save``; ``on_saved`` is called with each saved object."""
     loader = _Loader()
     saved = _Saved(loader, notes, on_saved)
     rebuild = loader.rebuilding(_utils._rebuild_tensor)
@@ -171,7 +171,7 @@ class _SavedTensor(NamedTuple):
 
 
 class _Saved:
-    """What the code saved: pickled objects whose tensors are kept as layouts and known values."""
+    """Objects that the code saved, pickled, with tensors kept as layouts and known values."""
 
     def __init__(self, loader: _Loader, notes: set[str], on_saved: Callable[[Any], None]):
         self._loader, self._notes, self._on_saved = loader, notes, on_saved
@@ -197,14 +197,14 @@ class _Saved:
         except NOT_KEPT:
             self._files[key] = None
             self._notes.add(
-                f"what was saved as {_named(key)} could not be kept: the code cannot load it again"
+                f"the object saved as {_named(key)} could not be kept: the code cannot load it again"
             )
 
     def _found(self, f: Any) -> "_SavedFile | None":
-        """Return what was saved as a file; None: nothing was.
+        """Return the object saved as a file; None: none was.
 
         Raises:
-            InputError: what was saved could not be kept.
+            InputError: the saved object could not be kept.
         """
         key = _key(f)
         found = self._files.get(key)
@@ -265,7 +265,7 @@ class _Saved:
         ]
 
     def _moved(self, source: Any, target: Any) -> None:
-        """Follow a real file, which replaces what was saved, or a directory with what was saved in it."""
+        """Follow the move of a real file, which replaces a saved object, or of a directory of them."""
         self._files.pop(target, None)
         for key in [key for key in self._files if isinstance(key, str)]:
             if key.startswith(f"{source}{os.sep}"):
@@ -393,7 +393,7 @@ class _SavedFile:
 
 
 class _OpenFile:
-    """A safetensors file that the code saved: what ``safetensors.torch.load_file`` reads of one."""
+    """A safetensors file that the code saved, as ``safetensors.torch.load_file`` reads it."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = tensors

@@ -1,7 +1,7 @@
 """Segments of user code that are no part of a training step: evaluations, generations and checkpoints.
 
 A forward begins a segment of its own, and so does code that switches gradients off or on; passes.py says
-which forwards no backward needs. What lies between two forwards of an evaluation goes with it, and what runs
+which forwards no backward needs. Code between two forwards of an evaluation belongs to it, and so does code
 without gradients before and after one:
 
     optimizer.step()

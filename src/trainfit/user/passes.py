@@ -1,7 +1,7 @@
 """Forwards of user code, and which of them a training step needs.
 
-A *pass* is a call of an outermost module. It belongs to the training step if what it computes reaches a
-backward. Otherwise it is an evaluation, or a generation. What reaches a backward is followed by the data:
+A *pass* is a call of an outermost module. It belongs to the training step if its results reach a backward.
+Otherwise it is an evaluation, or a generation. The data flow decides:
 
 - A pass with gradients belongs to the step if a node of its graph runs in a backward.
 - A pass without gradients belongs to it if its results are inputs of a pass that does, or of the tensor that

@@ -202,7 +202,7 @@ def _new_group(num_ranks: int) -> Callable[..., Any]:
             size, 0 if not ranks else rank, ranks, c10d.Backend("fake"), store, name, **more
         )
         if group is not c10d.GroupMember.NON_GROUP_MEMBER:
-            c10d._world.pg_map[group] = (backend, store)  # What get_backend returns.
+            c10d._world.pg_map[group] = (backend, store)  # The result of get_backend.
         return group, store
 
     return new_group

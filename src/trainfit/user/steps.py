@@ -224,7 +224,7 @@ class StepFollower(Observer):
         self._loops.read()
 
     def reading_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``nn.Module.state_dict``, with which a segment begins: it may gather what is saved."""
+        """Return ``nn.Module.state_dict``, with which a segment begins: it may gather parameters."""
 
         def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not args and "prefix" not in kwargs:  # Not of a submodule.
@@ -239,7 +239,7 @@ class StepFollower(Observer):
             self._state_read = len(self._starts) - 1
 
     def saves(self, obj: Any) -> None:
-        """Note that a checkpoint is written, with what was computed for it since its state was read."""
+        """Note that a checkpoint is written; computation since its state was read belongs to it."""
         num_bytes = bytes_of(obj)
         if not num_bytes or len(self._starts) == 1 or self._engine_depth or self.passes.running is not None:
             return

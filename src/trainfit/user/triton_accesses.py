@@ -43,7 +43,7 @@ def _accesses(fn: Any, callers: tuple[Any, ...]) -> dict[str, Access]:
     assert isinstance(tree, ast.FunctionDef)
     names = [a.arg for a in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
     found = _Kernel(fn, names, (*callers, fn))
-    for _ in range(2):  # A loop's body may use what it assigns later.
+    for _ in range(2):  # A loop's body may use names that it assigns later.
         for statement in tree.body:
             found.visit(statement)
     return found.accesses

@@ -103,7 +103,7 @@ class Launches:
         self._is_muted = False
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> "CompiledKernel":
-        """Do what ``JITFunction.run`` does up to the launch: bind the arguments and compute the grid."""
+        """Act as ``JITFunction.run`` up to the launch: bind the arguments and compute the grid."""
         signature = inspect.signature(kernel.fn)
         names = signature.parameters
         own = {name: value for name, value in kwargs.items() if name in names}
@@ -175,7 +175,7 @@ class Launches:
 
 
 class CompiledKernel:
-    """What a launch returns, with plausible figures for launchers that read them."""
+    """Result of a launch, with plausible figures for launchers that read them."""
 
     def __init__(self, launches: Launches, kernel: Any, options: dict[str, Any]):
         self._launches, self._kernel = launches, kernel

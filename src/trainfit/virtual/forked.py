@@ -24,7 +24,7 @@ _allowed = False
 def allow() -> None:
     """Let ``can_fork`` be true in this process, which was started for one command.
 
-    A user's own process is never forked: its threads and libraries are not ours.
+    A user's own process is never forked, because its threads and libraries are unknown.
     """
     global _allowed
     _allowed = True

@@ -15,7 +15,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _trace_whole(recipe: Recipe) -> bool:
-    """Return whether what a layer does depends on all layers, and not on its neighbours alone.
+    """Return whether a layer's operations or memory depend on all layers, and not on its neighbours alone.
 
     A knapsack over all layers spends a memory budget. Gradients are reduced in buckets. An optimizer in the
     backward follows autograd's order of equal nodes. A CPU's program has no estimate of peak memory. The

@@ -61,7 +61,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
             module.attend = shards.attend  # pyright: ignore[reportArgumentType]
     draft.sequences, draft.loss = shards, shards.loss
     if recipe.model.implementation == "hf":
-        # Positions that jump would be taken for packed sequences.
+        # transformers would read positions that jump as packed sequences.
         draft.around_forward.append(no_packed_sequences)
 
 

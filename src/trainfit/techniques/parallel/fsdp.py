@@ -77,7 +77,7 @@ COPIED: dict[str, tuple[object, ...]] = {
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse what does not work on sharded parameters, or was not tried.
+    """Refuse values that do not work on sharded parameters, or are untested.
 
     Raises:
         InputError: naming the field.

@@ -14,7 +14,7 @@ from trainfit.techniques.draft import Draft
 
 
 def _applies(recipe: Recipe) -> bool:
-    # Blocks that move to the host are recomputed by what moves them (checkpointing/whole_block.py).
+    # checkpointing/whole_block.py recomputes blocks that it moves to the host.
     return recipe.recompute == "full" and not (recipe.offload.activations or recipe.offload.weights)
 
 

@@ -1,6 +1,6 @@
 """Plan by block: each decoder block recomputes nothing, its elementwise operations or everything.
 
-A share of what a block keeps can wait in pinned host memory. The planner makes such plans of a budget
+A share of a block's saved tensors can wait in pinned host memory. The planner makes such plans of a budget
 (``recompute: {budget_gib: x}``, evidence/pages/recompute-budget.md); they can also be written by hand.
 """
 

@@ -84,7 +84,7 @@ def export(
 
 
 class _Content:
-    """What is written of a run: its whole model, or its adapter alone."""
+    """The part of a run that is written: its whole model, or its adapter alone."""
 
     def __init__(self, run: SavedRun, *, merge: bool, dtype: Dtype | None):
         self._run, self._config, self._dtype = run, hub_config(run.recipe.model), dtype
@@ -141,7 +141,7 @@ class _Content:
         return notes
 
     def _notes(self) -> Iterator[str]:
-        """Yield what a user of the weights must know."""
+        """Yield notes for users of the weights."""
         recipe, is_whole = self._run.recipe, self._adapter is None
         if _base(self._run) is None and not is_whole:
             yield (

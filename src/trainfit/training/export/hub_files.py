@@ -1,4 +1,4 @@
-"""Files of the Hub beside the weights: config.json, generation_config.json and the tokenizer's."""
+"""Files of the Hub other than weights: config.json, generation_config.json and the tokenizer's."""
 
 import shutil
 from pathlib import Path
@@ -166,7 +166,7 @@ def _beside_original(run: SavedRun, folder: Path) -> list[str]:
     """Copy what belongs to the run's tokenizer, and return the files' names.
 
     The run keeps the files of a folder or of a name on the Hub, and a chat template. Of a tokenizer.json it
-    keeps that file: what stands beside it is copied if it is still the same.
+    keeps that file; the other files of its folder are copied if it is unchanged.
     """
     kept = run.folder / DATA
     names = [name for name in WITH_TOKENIZER if (kept / name).is_file()]

@@ -42,7 +42,7 @@ def model_card(
         name: of the folder.
         kind: ``model`` or ``adapter``.
         base: name or folder of the weights that the run began with; None: random ones.
-        notes: what a reader must know of the weights.
+        notes: for users of the weights.
     """
     adapter = run.recipe.adapter
     model, size = run.recipe.model.display_name, f"{format_count(num_parameters)} parameters in {dtype}"

@@ -117,7 +117,7 @@ class PeftLayout:
 
     @torch.no_grad()
     def _virtual_tokens(self) -> Tensor:
-        """Return what PEFT saves of virtual tokens: their embeddings, or their keys and values, [t, ...]."""
+        """Return the virtual tokens as PEFT saves them, [t, ...]: embeddings, or keys and values."""
         model: Any = self._weights.model
         if not hasattr(model, "prompt_encoder"):
             return self._prefixes()

@@ -18,7 +18,7 @@ from trainfit.training.saved_state import SavedState
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint whose bytes have been verified, and what its run wrote of it."""
+    """A checkpoint whose bytes have been verified, with its run's recipe, options and log."""
 
     folder: Path  # The run's
     checkpoint: Path

@@ -13,7 +13,7 @@ from trainfit.training.checkpoint import readable
 from trainfit.training.export.safetensors_file import DTYPES
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-"""What names of tensors begin with in a checkpoint of several ranks."""
+"""Prefixes of names of tensors in a checkpoint of several ranks."""
 MASTER = "master"
 """Key of the weight that an optimizer keeps in fp32."""
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

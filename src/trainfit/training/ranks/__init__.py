@@ -1,1 +1,1 @@
-"""Training on several ranks: how they are started, what they exchange, and how all of them end alike."""
+"""Training on several ranks: their start, their exchanges on the host, and their common end."""

@@ -1,4 +1,4 @@
-"""The ranks of a training run: what they exchange on the host, and how all of them end alike."""
+"""The ranks of a training run: their exchanges on the host, and their common end."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Beat(NamedTuple):
     """Heartbeat of one rank."""
 
     pid: int
-    started: int  # Start time of the process, so that a process id used anew is not taken for it
+    started: int  # Start time of the process, to detect a reused process id
     host: str
     events: int  # Phases entered so far; the rank with the lowest count is behind
     step: int

@@ -52,7 +52,7 @@ def memory_functions(memory_stats: MemoryStats) -> Functions:
         ),
         **_raw(memory_stats),
         "is_initialized": lambda: True,
-        "_get_nvml_device_index": lambda device=None: 0,  # Whatever CUDA_VISIBLE_DEVICES says
+        "_get_nvml_device_index": lambda device=None: 0,  # Independent of CUDA_VISIBLE_DEVICES
         "mem_get_info": free_and_total,
         "get_memory_info": free_and_total,
         "empty_cache": lambda: memory_stats.empty_cache(),
@@ -123,7 +123,7 @@ def _raw(memory_stats: MemoryStats) -> Functions:
 
 
 class MemPool:
-    """A pool of the virtual GPU's memory: what is allocated in it shares no block with others."""
+    """A pool of the virtual GPU's memory: allocations in it share no block with others."""
 
     def __init__(self, *_: Any, **__: Any):
         self._stream = Stream()

@@ -65,7 +65,7 @@ class Event(NoContext):
 
 
 class Stream(Event):
-    """A stream of the virtual GPU: what runs in it has a pool of memory of its own."""
+    """A stream of the virtual GPU: its operations allocate from a pool of its own."""
 
     device_index, device_type, priority = 0, 1, 0
 

@@ -1,4 +1,4 @@
-"""When a collective of FSDP2 may begin and where the computation waits for it, from its streams and events.
+"""Find when a collective of FSDP2 may begin and where the computation waits for it, from streams and events.
 
 On a CPU PyTorch's streams and events are classes that do nothing; here they record what they order.
 """
@@ -85,7 +85,7 @@ class Order(Observer):
 
 @contextmanager
 def ordered_collectives(order: Order) -> Iterator[None]:
-    """Report to the order what streams record and wait for.
+    """Report the events that streams record and wait for to the order.
 
     Each collective on a stream of its own then has the operation after which it may begin, and the one that
     waits for it.

@@ -149,7 +149,7 @@ class VirtualCompiler:
 
 
 def _refusal(error: BaseException) -> InputError | RepeatError | None:
-    """Return our error among the causes of Dynamo's, raised during capture or code generation."""
+    """Return the error of this package among the causes of Dynamo's, from capture or code generation."""
     chain: list[BaseException] = [error]
     for each in chain:  # Extended below.
         if isinstance(each, InputError | RepeatError):

@@ -91,7 +91,7 @@ def planned_as_whole(part_of: Callable[[Any], int | None], times: int) -> Iterat
 def _slices(nodes: Sequence[Any], parts: dict[Any, int | None]) -> list[list[Any]]:
     """Cut the nodes, in order of execution, at each part's first call of a library.
 
-    A kernel before that is fused with what precedes the layer, such as the embedding.
+    A kernel before that is fused with operations before the layer, such as the embedding.
     """
     first: dict[int, int] = {}
     for index, node in enumerate(nodes):

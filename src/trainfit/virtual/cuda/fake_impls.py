@@ -134,7 +134,7 @@ def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 def _by_our_kernel(
     kernel: Callable[..., Any], args: Any, tensors: list[Any], mode: Any, device: torch.device
 ) -> Any:
-    """Return the result of the fake kernel of one of our operators, faster than FakeTensorMode."""
+    """Return the result of the fake kernel of a trainfit operator, faster than FakeTensorMode."""
     with in_kernel_invocation_manager(mode):
         found = kernel(*args)
     if isinstance(found, tuple):

@@ -48,7 +48,7 @@ def count(
 ) -> OpFlops | None:
     """Return the FLOPs of one call; None for an operation that may multiply matrices and has no rule.
 
-    ``kernel``: which of our kernels computes attention (virtual/cuda/attention_kernel.py).
+    ``kernel``: the kernel that computes attention (virtual/cuda/attention_kernel.py).
     """
     rule = _RULES.get(func._schema.name)
     if rule is None:
@@ -167,13 +167,13 @@ for _name, _position in {
 
 @flop_rule("trainfit::flash_attention")
 def own_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
-    """Count our forward (kernels/flash_attention/op.py)."""
+    """Count the forward of trainfit's attention (kernels/flash_attention/op.py)."""
     return _heads_first(args[:3], args[3], backward=False, last=True)
 
 
 @flop_rule("trainfit::flash_attention_backward")
 def own_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
-    """Count our backward as five products; ``count`` makes them seven for the two-pass kernels."""
+    """Count trainfit's backward as five products; ``count`` makes them seven for the two-pass kernels."""
     return _heads_first(args[1:4], args[6], backward=True, last=True)
 
 

@@ -36,7 +36,7 @@ FREE = frozenset(
 """Access no elements."""
 
 BY_ONE = frozenset({"multiply_unless_one"})
-"""Our scaling of the loss's gradient: the factor of a step is 1, so no element is accessed."""
+"""trainfit's scaling of the loss's gradient: the factor of a step is 1, so no element is accessed."""
 
 MAY_COPY = frozenset({"contiguous", "reshape"})
 """Views if the layout allows it, else copies; seen in the rules of wrapper subclasses, below autograd."""
@@ -115,7 +115,7 @@ HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
 """Name in a ledger -> direction of the copy; each direction has its own bandwidth."""
 
-LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})  # Our kernels whose first argument only gives a dtype
+LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})  # trainfit's; the first argument only gives a dtype
 
 LIBRARY_UPDATES = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
 """Updates of bitsandbytes' optimizers."""
@@ -132,7 +132,7 @@ OWN_VECTOR_WORK = frozenset(
     cross_entropy multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
     """.split()
 )
-"""Our kernels without matrix products."""
+"""trainfit's kernels without matrix products."""
 
 LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 ELSEWHERE = (

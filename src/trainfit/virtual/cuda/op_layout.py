@@ -1,4 +1,4 @@
-"""What an operation's speed depends on, other than bytes and FLOPs: a product's shape and dtype, layouts.
+"""Properties that decide an operation's speed, other than bytes and FLOPs: a product's shape, dtype, layouts.
 
 The same functions describe a fake tensor's operation in the ledger and a real one that ``calibrate`` times.
 """

@@ -18,8 +18,8 @@ RELU, TANH, LSTM, GRU = range(4)
 """cuDNN's modes."""
 GATES = {RELU: 1, TANH: 1, LSTM: 4, GRU: 3}
 SAVED = {RELU: 1, TANH: 1, LSTM: 5, GRU: 4}
-"""Values of a position and hidden unit that the backward needs at least: gates, and an LSTM's cell or what a
-GRU's reset gate multiplies."""
+"""Values of a position and hidden unit that the backward needs at least: gates, and an LSTM's cell or the
+factor of a GRU's reset gate."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
@@ -65,7 +65,7 @@ def _run(
 
 
 def forward(x: Tensor, weight: list[Tensor], _: int, weight_buf: Any, hx: Tensor, cx: Any, *rest: Any) -> Any:
-    """Return the fake result: output, last states, what is saved for the backward, the weights' buffer.
+    """Return the fake result: output, last states, the reserve saved for the backward, the weights' buffer.
 
     cuDNN does not publish how much it saves; the minimum that the backward needs is assumed.
     """

@@ -1,4 +1,4 @@
-"""Dispatch modes of our own, whose cost on the host the tracer counts."""
+"""Dispatch modes of this package, whose cost on the host the tracer counts."""
 
 from typing import Any, ClassVar
 

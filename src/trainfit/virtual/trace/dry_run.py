@@ -1,4 +1,5 @@
-"""Allocations inside our own kernels, by running their launchers on fake tensors without launches.
+"""Find the allocations inside trainfit's kernels by running their launchers on fake tensors, without
+launches.
 
 An operation has a launcher as its attribute ``dry_run`` (kernels/custom_op.py).
 """

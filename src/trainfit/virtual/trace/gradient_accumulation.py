@@ -2,7 +2,7 @@
 
 The gradients of a tensor used twice are added in place if only the engine refers to the first one, but never
 under a dispatch mode (torch/csrc/autograd/input_buffer.cpp: ``can_accumulate_inplace``, ``accumulate``). A
-gradient that only a Python hook stores is taken for unreferenced.
+gradient that only a Python hook stores is assumed unreferenced.
 """
 
 import sys

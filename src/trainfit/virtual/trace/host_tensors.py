@@ -90,7 +90,7 @@ class HostTensorMode(TorchFunctionMode):
     def _in_engine(self, roots: Any) -> Iterator[None]:
         """Enter the mode, which is off while it handles a backward, for its hooks and recomputation.
 
-        ``roots``: what holds the tensors that the backward starts from.
+        ``roots``: the arguments with the tensors that the backward starts from.
         """
         module: Any = torch.autograd
         original = module._engine_run_backward

@@ -180,7 +180,7 @@ def restored_random() -> Iterator[None]:
 
 @contextmanager
 def _restored(settings: list[Setting]) -> Iterator[None]:
-    """Write back what has changed on exit, the last setting first; an error leaves no other one changed."""
+    """Write changed settings back on exit, the last one first; an error in one does not keep the others."""
 
     def restore(setting: Setting, value: Any) -> None:
         read, write = setting

@@ -28,7 +28,7 @@ def trim_layers(
     """Remove repeated layers from the model's list of layers; a model with several lists stays whole.
 
     Args:
-        first_differs: the first layer works differently, because of what precedes it.
+        first_differs: the first layer works differently, because of the module before it.
         least_period: minimum layers of a group, for layers that affect others than their neighbours.
         margin: groups to keep before the first and after the last one, which differ in compiled code.
     Returns:
@@ -76,7 +76,7 @@ def why_whole(lists: Iterable[tuple[str, nn.ModuleList]], least_period: int = 1)
 
 
 def _difference(first: tuple[Any, ...], second: tuple[Any, ...]) -> str:
-    """Name the first module of two layers' signatures that differs, and in what."""
+    """Name the first module in which two layers' signatures differ, and the difference."""
     for (path, kind, settings, tensors), (other_path, other_kind, others, other_tensors) in zip(
         first, second, strict=False
     ):
