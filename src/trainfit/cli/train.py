@@ -25,7 +25,7 @@ DATA_HELP = (
 )
 TOKENIZER_HELP = "A tokenizer.json, a folder or a name on the Hub; default: the recipe's, else train one."
 FRACTION_HELP = "Share of documents held out; default: the recipe's data.eval_share, 5%."
-EVAL_BATCH_HELP = "Sequences of a forward of an evaluation; default: batch.micro."
+EVAL_BATCH_HELP = "Sequences per forward of an evaluation; default: batch.micro."
 BEST_HELP = "Save after each best evaluation, and keep that checkpoint too."
 PATIENCE_HELP = "End after N evaluations that were no better."
 SCHEDULE_HELP = (

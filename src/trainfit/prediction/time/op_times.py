@@ -2,9 +2,10 @@
 
 A row is found by operation, dtype and layout, and for attention by head size and mask. Among these the
 nearest in size count, each by the rate that it reached beyond a fixed time; the logarithms of the seconds
-are averaged, the nearer the more. Compiled kernels are nearer, the more words their names share.
+are averaged with weights that grow with nearness. Compiled kernels are the nearer, the more words their names
+share.
 
-Elementwise operations and copies stand for one another. An operation of another kind
+Rows of elementwise operations and of copies are interchangeable. An operation of another kind
 (catalog/operation_kinds.toml) has its own rows or none: ``aten.sort`` in float32 takes the rows of
 ``aten.sort`` in int64 by their bytes, and ``aten.convolution``, which was not timed, takes its roofline
 (device_time.py), never an addition's seconds a byte for its FLOPs.
@@ -26,13 +27,13 @@ from trainfit.spec.hardware import Gpu
 ALIGNED = 8
 """Elements of 16 bits: products with other sizes take slower kernels."""
 BITS_16: dict[str, str] = dict.fromkeys(("float16", "bfloat16"), "16 bits")
-"""Dtypes whose rows stand for one another."""
+"""Dtypes whose rows are interchangeable."""
 ADDED = "baddbmm"
 """Product that copies what it adds before, unlike ``addmm``, whose kernel adds a bias."""
 FAMILIES = dict.fromkeys(("sum", "mean", "amax", "linalg_vector_norm"), "reduction") | dict.fromkeys(
     ("copy", "_to_copy", "clone"), "copy"
 )
-"""Operations that stand for one another."""
+"""Operations whose rows are interchangeable."""
 OWN_PRODUCTS = ("convolution", "recurrent", "recurrent-backward")
 """Kinds that have a product's shape, and rows of their own alone."""
 COMPILED = "triton_"
