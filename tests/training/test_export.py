@@ -20,6 +20,7 @@ from trainfit.spec.errors import InputError
 from trainfit.training.export import export as module
 from trainfit.training.export.export import export
 from trainfit.training.export.saved_run import open_saved
+from trainfit.training.folder import write_best
 
 EXACT, MERGED = 1e-5, 1e-4
 NATIVE = "model.implementation=native"
@@ -332,6 +333,16 @@ def test_the_model_card_has_the_runs_figures(run: Path, tmp_path: Path) -> None:
     assert "random weights" in card.text
     export(run, tmp_path / "earlier", step=2)
     assert "evaluation loss, after step 2" in (tmp_path / "earlier" / "README.md").read_text()
+
+
+def test_the_best_checkpoint_is_chosen_where_it_was_kept(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert export(copy, tmp_path / "newest").step == 4
+    write_best(copy, {"step": 2, "loss": 1.0})
+    found = export(copy, tmp_path / "best")
+    assert found.step == 2
+    assert found.notes == ("step 2 is not the newest checkpoint, which is of step 4",)
+    assert export(copy, tmp_path / "chosen", step=4).step == 4
 
 
 def test_a_damaged_or_missing_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def export(
     Args:
         run: the folder that ``train`` wrote, or one of its checkpoints.
         folder: made by the call, and there only when it is complete.
-        step: of the checkpoint; None: the newest.
+        step: of the checkpoint; None: the one with the best evaluation if kept, else the newest.
         merge: add the adapter to the base's weights, and write the whole model.
         dtype: ``fp32``, ``bf16`` or ``fp16``; None: as the run has them.
         max_shard_size: largest file of weights, such as ``"5GB"``, or in bytes.

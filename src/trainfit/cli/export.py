@@ -20,7 +20,12 @@ def run(
     folder: Annotated[Path, Argument(metavar="DIR", help=FOLDER_HELP)],
     step: Annotated[
         int | None,
-        Option(min=0, callback=at_most, metavar="N", help="Of the checkpoint. Default: the newest."),
+        Option(
+            min=0,
+            callback=at_most,
+            metavar="N",
+            help="Of the checkpoint. Default: the best if kept, else the newest.",
+        ),
     ] = None,
     merge: Annotated[bool, Option("--merge/--adapter-only", help=MERGE_HELP)] = False,
     dtype: Annotated[

@@ -45,7 +45,7 @@ def export(
 
     Args:
         run_folder: of the run, or of one of its checkpoints.
-        step: of the checkpoint; None: the newest.
+        step: of the checkpoint; None: the one with the best evaluation if the run kept it, else the newest.
         merge: add the adapter to the base's weights, and write the whole model.
         dtype: of the weights; None: as the run has them.
         max_shard_bytes: largest file of weights.
@@ -143,6 +143,8 @@ class _Content:
     def _notes(self) -> Iterator[str]:
         """Yield notes for users of the weights."""
         recipe, is_whole = self._run.recipe, self._adapter is None
+        if self._run.newer is not None:
+            yield f"step {self._run.step:,} is not the newest checkpoint, which is of step {self._run.newer:,}"
         if _base(self._run) is None and not is_whole:
             yield (
                 "the adapter was trained on random weights, which only the run's checkpoint has: --merge "

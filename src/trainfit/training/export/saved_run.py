@@ -10,7 +10,7 @@ from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
 from trainfit.training import durable
 from trainfit.training.checkpoint import STATE
-from trainfit.training.folder import CHECKPOINTS, RUN, existing, read_run
+from trainfit.training.folder import CHECKPOINTS, RUN, best_checkpoint, existing, read_run
 from trainfit.training.log import LOG
 from trainfit.training.options import TrainOptions
 from trainfit.training.saved_state import SavedState
@@ -30,6 +30,13 @@ class SavedRun:
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def newer(self) -> int | None:
+        """Return the step of the newest checkpoint, if that is another one."""
+        found = existing(self.checkpoint.parent)
+        newest = int(found[-1].name.removeprefix("step-")) if found else self.step
+        return newest if newest != self.step else None
 
     def log(self) -> list[dict[str, Any]]:
         """Return the lines of ``log.jsonl`` up to the checkpoint's step; none if there is no log."""
@@ -52,7 +59,7 @@ def open_saved(folder: Path, step: int | None) -> SavedRun:
 
     Args:
         folder: of the run, or of one of its checkpoints.
-        step: of the checkpoint; None: the newest.
+        step: of the checkpoint; None: the one with the best evaluation if the run kept it, else the newest.
 
     Raises:
         InputError: no run, no such checkpoint, or a damaged one.
@@ -87,7 +94,7 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
         remedy = "train --resume saves one when it ends or is stopped"
         raise _refused("the run has no checkpoint yet", remedy, folder)
     if step is None:
-        return found[-1]
+        return best_checkpoint(folder) or found[-1]
     at = {int(path.name.removeprefix("step-")): path for path in found}
     if step not in at:
         steps = ", ".join(map(str, at))
