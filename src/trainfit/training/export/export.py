@@ -143,8 +143,8 @@ class _Content:
     def _notes(self) -> Iterator[str]:
         """Yield notes for users of the weights."""
         recipe, is_whole = self._run.recipe, self._adapter is None
-        if self._run.newer is not None:
-            yield f"step {self._run.step:,} is not the newest checkpoint, which is of step {self._run.newer:,}"
+        if (newer := self._run.newer) is not None:
+            yield f"step {self._run.step:,} is not the newest checkpoint, which is of step {newer:,}"
         if _base(self._run) is None and not is_whole:
             yield (
                 "the adapter was trained on random weights, which only the run's checkpoint has: --merge "
