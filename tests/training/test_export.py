@@ -169,6 +169,21 @@ def test_peft_computes_the_logits_of_the_run(
 
 
 @pytest.mark.parametrize(
+    ("implementation", "names"), [("hf", "q_proj,embed_tokens"), ("native", "qkv,embed")]
+)
+def test_an_adapter_of_one_of_two_tied_weights_unties_them(
+    implementation: str, names: str, tmp_path: Path
+) -> None:
+    settings = ("adapter.kind=lora", f"adapter.targets=[{names}]", f"model.implementation={implementation}")
+    trained(tmp_path / "run", *settings, config=LLAMA | {"tie_word_embeddings": True})
+    found = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert found.notes == ("the adapter changed one of two tied weights: tie_word_embeddings is false",)
+    model = loaded(tmp_path / "merged")
+    assert not model.config.tie_word_embeddings
+    assert torch.allclose(logits_of(model), logits_of_run(tmp_path / "run"), atol=MERGED, rtol=0)
+
+
+@pytest.mark.parametrize(
     ("quantize", "implementation", "config"),
     [("nf4", "native", LLAMA), ("{kind: nf4, double: false}", "hf", LLAMA), ("int8", "hf", GPT2)],
 )

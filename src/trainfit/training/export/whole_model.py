@@ -5,10 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trainfit.catalog.load import model_config
 from trainfit.models.weights.layout import Stored, layout, tied
 from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
 from trainfit.training.export.safetensors_file import Entry
 from trainfit.training.export.trained_model import TrainedWeights, build_on_meta
 
@@ -32,10 +34,7 @@ class WholeModel:
             self._merge.changes(name) for pair in tied(bare).items() for name in pair
         )
         if self.is_untied:
-            for name in tied(bare):
-                path, _, own = name.rpartition(".")
-                module, shared = bare.get_submodule(path), bare.get_parameter(name)
-                setattr(module, own, nn.Parameter(torch.empty_like(shared)))
+            bare = build_on_meta(_untied(weights.recipe))
         self._layout = layout(bare)
 
     def entries(self, dtype: torch.dtype | None) -> dict[str, Entry]:
@@ -54,6 +53,12 @@ class WholeModel:
         name = stored.parameter
         whole = self._weights.read(name, dtype) if self._merge is None else self._merge.read(name)
         return stored.of(whole.contiguous())
+
+
+def _untied(recipe: Recipe) -> Recipe:
+    """Return the recipe of a model whose output layer has weights of its own."""
+    config = {**model_config(recipe.model.config), "tie_word_embeddings": False}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
 
 
 class Merge:
