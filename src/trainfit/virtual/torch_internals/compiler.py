@@ -34,7 +34,7 @@ COMPILER = (
     entry("torch._inductor.codecache:CacheBase.get_system", "compiling without hashing Triton's files", "()"),
     entry(
         "torch._inductor.codegen.common:DtypePropagationOpsHandler",
-        "one object for all operations of a kernel",
+        "one dtype handler for all operations of a kernel",
     ),
     entry(
         "torch._inductor.compile_fx:compile_fx", "running Inductor",
@@ -61,7 +61,7 @@ COMPILER = (
     ),
     entry(
         "torch._inductor.dtype_propagation:DtypePropagationOpsHandler",
-        "one object for all operations of a kernel",
+        "one dtype handler for all operations of a kernel",
     ),
     entry(
         "torch._inductor.fx_passes.fuse_attention:_sfdp_init",

@@ -6,7 +6,7 @@ from trainfit.virtual.torch_internals import calls
 # fmt: off
 OPERATORS = (
     entry(
-        "torch:ops.aten._scaled_dot_product_flash_attention", "what attention saves for the backward",
+        "torch:ops.aten._scaled_dot_product_flash_attention", "tensors saved by attention",
         "default(query, key, value, dropout_p=, is_causal=, return_debug_mask=, scale=) -> 9; "
         "quantized(query, key, value, q_descale, k_descale, v_descale, dropout_p=, is_causal=, "
         "return_debug_mask=, scale=) -> 9",
@@ -18,7 +18,7 @@ OPERATORS = (
         "dropout_p, is_causal, philox_seed, philox_offset, scale=) -> 3",
     ),
     entry(
-        "torch:ops.aten._scaled_dot_product_efficient_attention", "what attention saves for the backward",
+        "torch:ops.aten._scaled_dot_product_efficient_attention", "tensors saved by attention",
         "default(query, key, value, attn_bias, compute_log_sumexp, dropout_p=, is_causal=, scale=) -> 4",
         call=calls.biased, result=[(1, 2, 96, 64), (1, 2, 96), (), ()],
     ),
@@ -28,7 +28,7 @@ OPERATORS = (
         " dropout_p, grad_input_mask, is_causal=, scale=) -> 4",
     ),
     entry(
-        "torch:ops.aten._scaled_dot_product_cudnn_attention", "what attention saves for the backward",
+        "torch:ops.aten._scaled_dot_product_cudnn_attention", "tensors saved by attention",
         "default(query, key, value, attn_bias, compute_log_sumexp, dropout_p=, is_causal=, "
         "return_debug_mask=, scale=) -> 9",
         call=calls.biased, result=[(1, 2, 96, 64), (1, 2, 96, 1), (), ()],

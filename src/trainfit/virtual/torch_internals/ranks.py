@@ -52,14 +52,14 @@ RANKS = (
     ),
     entry(
         "torch.distributed.distributed_c10d:_get_default_group",
-        "collectives that copies between GPUs replace", "()",
+        "collectives replaced by copies between GPUs", "()",
     ),
     entry(
-        "torch.distributed:ProcessGroup._allgather_base", "collectives that copies between GPUs replace",
+        "torch.distributed:ProcessGroup._allgather_base", "collectives replaced by copies between GPUs",
         "builtin (self, output, input, opts)",
     ),
     entry(
-        "torch.distributed:ProcessGroup._reduce_scatter_base", "collectives that copies between GPUs replace",
+        "torch.distributed:ProcessGroup._reduce_scatter_base", "collectives replaced by copies between GPUs",
         "builtin (self, outputTensor, inputTensor, opts)",
     ),
     entry(
@@ -80,7 +80,7 @@ RANKS = (
     ),
     entry(
         "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty",
-        "cutting a parameter for this rank alone", "(tensor, num_chunks, dim)", call=calls.chunks,
+        "making only the chunk of this rank", "(tensor, num_chunks, dim)", call=calls.chunks,
         result=[2, 2, 1, 0],
     ),
     entry(
@@ -125,7 +125,7 @@ RANKS = (
     entry("torch.distributed.tensor:DTensor._spec", "the placement of a tensor on its mesh", "property"),
     entry(
         "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
-        "leaving out what DTensor runs for a shape", "(self, op_schema)",
+        "leaving out operations that DTensor runs for a shape", "(self, op_schema)",
     ),
     entry(
         "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding",
