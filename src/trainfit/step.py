@@ -96,6 +96,10 @@ def assemble(
     if deferred is not None:
         _seed(recipe.seed)
         deferred.materialise(draft.outermost or draft.model, device)
+    if weights is not None and weights.adapter is not None:
+        from trainfit.models.weights.adapter import read_adapter
+
+        read_adapter(weights.adapter, recipe, draft.model)
     if not draft.optimizers:
         draft.optimizers = draft.optimizers_for(draft.trainable())
     if mesh is not None:

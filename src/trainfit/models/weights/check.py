@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.catalog.load import model_config
-from trainfit.models.weights.folder import located, open_folder, own_config
+from trainfit.models.weights.adapter import check_adapter
+from trainfit.models.weights.folder import adapter_base, located, open_folder, own_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 
@@ -32,6 +33,11 @@ def check_weights(recipe: Recipe, *, fetch: bool) -> tuple[str, ...]:
     if path is None:
         unread = f"model.weights: {recipe.model.weights} is not in the local cache"
         return (f"{unread}, so its files are not checked; train fetches them",)
+    base = adapter_base(path)
+    if base is not None:
+        check_adapter(path, recipe)
+        model = recipe.model.model_copy(update={"weights": base})
+        return check_weights(recipe.model_copy(update={"model": model}), fetch=fetch)
     folder = open_folder(path, recipe.model.weights)
     import torch
 

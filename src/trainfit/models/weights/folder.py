@@ -18,6 +18,7 @@ from trainfit.spec.parsing.plain_data import parse_json, read_config
 FIELD = "model.weights"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_INDEX_BYTES = 100 * 10**6
 FETCH_AGAIN = "fetch it again"
 WANTED = (SINGLE, "model-*.safetensors", INDEX, "config.json")
@@ -72,12 +73,33 @@ def open_folder(path: Path, named: str) -> WeightsFolder:
     """
     tensors: dict[str, Header] = {}
     for file in _files(path):
-        for name, header in _headers(file):
+        for name, header in headers(file):
             if name in tensors:
                 problem = f"is in two files, {tensors[name].file.name} too"
                 raise InputError(problem, "remove the file of another save", field=name, file=str(file))
             tensors[name] = header
     return WeightsFolder(path, named, tensors)
+
+
+def adapter_base(path: Path) -> str | None:
+    """Return the base model's weights that a folder with an adapter names; None: it holds no adapter alone.
+
+    Raises:
+        InputError: it names none.
+    """
+    if not (path / ADAPTER).is_file() or (path / SINGLE).is_file() or (path / INDEX).is_file():
+        return None
+    config = read_config(path / ADAPTER_CONFIG) if (path / ADAPTER_CONFIG).is_file() else {}
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    if not isinstance(base, str) or not base:
+        remedy = "add the folder or the repository of its base model"
+        field = "base_model_name_or_path"
+        raise InputError(
+            "the adapter names no base model", remedy, field=field, file=str(path / ADAPTER_CONFIG)
+        )
+    revision = config.get("revision")
+    is_pinned = isinstance(revision, str) and bool(revision) and not Path(base).is_dir()
+    return f"{base}@{revision}" if is_pinned else base
 
 
 def own_config(path: Path) -> dict[str, Any]:
@@ -146,7 +168,7 @@ def _without_safetensors(path: Path) -> InputError:
     pickled = [
         file.name for file in sorted(path.glob("*")) if file.suffix in (".bin", ".pt", ".pth", ".ckpt")
     ]
-    if (path / "adapter_model.safetensors").is_file() or (path / "adapter_config.json").is_file():
+    if (path / ADAPTER).is_file() or (path / ADAPTER_CONFIG).is_file():
         problem, remedy = "it holds an adapter, and no model", "name its base model's folder"
     elif pickled:
         problem = f"its weights are pickled ({pickled[0]}), and a pickle can run code, so none is read"
@@ -159,7 +181,12 @@ def _without_safetensors(path: Path) -> InputError:
     return InputError(problem, remedy, field=FIELD, value=str(path))
 
 
-def _headers(file: Path) -> Iterator[tuple[str, Header]]:
+def headers(file: Path) -> Iterator[tuple[str, Header]]:
+    """Yield name and header of each tensor of a file.
+
+    Raises:
+        InputError: it is no safetensors file, or not whole.
+    """
     try:
         with safe_open(str(file), framework="numpy") as opened:
             for name in opened.keys():  # noqa: SIM118 (safe_open gives no iterator)

@@ -17,7 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainfit.models.deferred_init import deferred
-from trainfit.models.weights.folder import FETCH_AGAIN, Header, WeightsFolder, located, open_folder
+from trainfit.models.weights.folder import (
+    FETCH_AGAIN,
+    Header,
+    WeightsFolder,
+    adapter_base,
+    located,
+    open_folder,
+)
 from trainfit.models.weights.layout import Ranges, Stored
 from trainfit.models.weights.match import Matched, dtypes, matched
 from trainfit.spec.errors import InputError
@@ -40,6 +47,8 @@ class Weights:
         self._unread: set[str] = set()
         self._dtypes: set[str] = set()
         self._open: tuple[Path, Any] | None = None
+        self.adapter: Path | None = None
+        """Folder of the adapter that goes with these weights."""
         self.bytes_read = 0
         """Bytes of the folder's tensors that were read, those that were read twice included."""
 
@@ -106,6 +115,7 @@ class Weights:
         text = (
             f"weights: {len(headers)} tensors, {format_bytes(num_bytes)}, of {self._folder.named}, in {kinds}"
         )
+        text += "" if self.adapter is None else f"; the adapter of {self.adapter}"
         left_out = len(self.found.left_out)
         return f"{text}; {left_out} tensors of other parts of the model are not read" if left_out else text
 
@@ -172,12 +182,19 @@ class Weights:
 def open_weights(weights: str) -> Weights:
     """Return the weights that ``model.weights`` names, fetched where they are not cached.
 
+    Of a folder with an adapter, those of its base model; ``adapter`` is the folder.
+
     Raises:
         InputError: no such folder or repository, or no safetensors in it.
     """
     path = located(weights, fetch=True)
     assert path is not None
-    return Weights(open_folder(path, weights))
+    base = adapter_base(path)
+    if base is None:
+        return Weights(open_folder(path, weights))
+    found = open_weights(base)
+    found.adapter = path
+    return found
 
 
 def read_folder(model: nn.Module, folder: Path) -> None:

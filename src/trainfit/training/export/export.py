@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from trainfit.models.quiet_torchao import quiet_torchao
+from trainfit.models.weights.folder import adapter_base
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, write_text, writing
 from trainfit.spec.recipe import RANDOM
@@ -206,4 +207,7 @@ def _of_most(entries: Mapping[str, Entry]) -> torch.dtype:
 def _base(run: SavedRun) -> str | None:
     """Return the weights that the run began with; None: random ones."""
     weights = run.recipe.model.weights
-    return None if weights == RANDOM else weights
+    if weights == RANDOM:
+        return None
+    # A run that went on from an adapter has that adapter's base.
+    return (adapter_base(Path(weights)) if Path(weights).is_dir() else None) or weights
