@@ -499,6 +499,28 @@ def test_a_value_that_is_no_literal_is_named(tmp_path: Path) -> None:
     assert found.recipe.optimizer.lr == 1e-4
 
 
+UNSLOTH = """
+max_seq_length = 2048
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/Meta-Llama-3.1-8B-bnb-4bit", max_seq_length=max_seq_length, dtype=None, load_in_4bit=True
+)
+model = FastLanguageModel.get_peft_model(
+    model, r=16, lora_alpha=16, target_modules=["q_proj", "v_proj"], use_gradient_checkpointing="unsloth"
+)
+SFTConfig(per_device_train_batch_size=2, fp16=not is_supported(), bf16=is_supported(), output_dir="out")
+"""
+
+
+def test_unsloths_words_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(UNSLOTH)
+    found = imported([str(file)])
+    recipe = found.recipe
+    assert (recipe.model.config, recipe.batch.seq, recipe.quantize) == ("llama-3.1-8b", 2048, "nf4")
+    assert recipe.offload.activations
+    assert sorted(one.name for one in found.unread) == ["SFTConfig.bf16", "SFTConfig.fp16"]
+
+
 def test_nothing_in_a_script_runs(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(

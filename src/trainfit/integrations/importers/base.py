@@ -114,6 +114,12 @@ class Draft:
         if isinstance(inner, dict):
             inner.pop(last, None)
 
+    def forget(self, dotted: str) -> None:
+        """Leave a recipe's field unset, and unlisted where it was assumed: something else states it."""
+        self.remove(dotted)
+        self.assumed = [one for one in self.assumed if one.field != dotted]
+        self.taken = [one for one in self.taken if one.field != dotted]
+
     def replace(self, dotted: str, value: Any, note: str) -> None:
         """Set a recipe's field to the nearest that runs here; the fields that set it are listed."""
         for one in self.taken:

@@ -8,6 +8,8 @@ from typing import Any
 from trainfit.integrations.importers.base import Reading
 from trainfit.integrations.importers.source import Source, read
 
+MAX_UP = 4
+"""Folders, from the config's own, in which a file is looked for: examples name it from their repository."""
 STAGE = re.compile(r"(?i)(?:zero|z|stage)[_-]?(?:stage[_-]?)?([0-3])(?![0-9])")
 
 
@@ -48,4 +50,8 @@ def inline(reading: Reading, name: str, values: dict[str, Any], tool: str) -> No
 def _places(reading: Reading, file: str) -> list[Path]:
     if "\0" in file:
         return []
-    return [Path(os.path.normpath(path)) for path in (file, reading.source.folder / file)]
+    folders = [
+        Path(),
+        *[reading.source.folder.absolute(), *reading.source.folder.absolute().parents][:MAX_UP],
+    ]
+    return [Path(os.path.normpath(folder / file)) for folder in folders]

@@ -14,12 +14,14 @@ main_process_type
 """.split()
 WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
     "megatron_lm_config": (("memory", "time"), "set parallel.tensor and parallel.pipeline"),
-    "parallelism_config": (
-        ("memory", "time"),
-        "set parallel.tensor, parallel.context and parallel.replicate",
-    ),
     "fp8_config": (("memory", "time", "numbers"), "predicted with torch's scaled products"),
     "dynamo_config": (("memory", "time"), "set compile: block or model"),
+}
+SIZES = {
+    "dp_replicate_size": "parallel.replicate",
+    "dp_shard_size": "parallel.shard",
+    "tp_size": "parallel.tensor",
+    "cp_size": "parallel.context",
 }
 DEEPSPEED_IDLE = """
 deepspeed_multinode_launcher zero3_init_flag zero3_save_16bit_model deepspeed_hostfile
@@ -59,9 +61,20 @@ def read(reading: Reading) -> None:
     deepspeed.idle(deepspeed.values)
     if kind.startswith("multi_"):
         reading.know("sharding", "ddp", "distributed_type")
+    _parallelism(reading.inside("parallelism_config"))
     leave_all(reading, WITHOUT)
     reading.idle(IDLE)
     reading.finish()
+
+
+def _parallelism(reading: Reading) -> None:
+    """Read the sizes of the mesh, whose names may begin with ``parallelism_config_``."""
+    for name, field in SIZES.items():
+        found = reading.first(f"parallelism_config_{name}", name)
+        if reading.whole(found, 1) > 1:
+            reading.take(found, field, reading.whole(found))
+        reading.idle([found])
+    reading.idle(reading.values)
 
 
 def _names_sharding(fsdp: Reading) -> bool:

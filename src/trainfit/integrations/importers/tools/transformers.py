@@ -30,7 +30,6 @@ PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")
 GENERATE = ("GRPOConfig", "RLOOConfig", "PPOConfig", "OnlineDPOConfig", "GKDConfig")
 TRL = ("SFTConfig", "KTOConfig", "BCOConfig", *PAIRS, *GENERATE)
 TRAINERS_OF_TRL = tuple(name.replace("Config", "Trainer") for name in TRL)
-LOADERS = ("from_pretrained", "from_config")
 
 IDLE = """
 output_dir overwrite_output_dir do_train do_eval do_predict prediction_loss_only num_train_epochs max_steps
@@ -386,17 +385,36 @@ def _other_calls(reading: Reading) -> None:
     """Read a script's LoraConfig, BitsAndBytesConfig, and the loading of its model."""
     for one in reading.source.calls:
         last = one.name.rpartition(".")[2]
-        inner = Reading(reading.source, reading.draft, one.values, f"{last}.")
-        if last == "LoraConfig":
-            read_lora(inner)
-        elif last == "BitsAndBytesConfig":
-            _bitsandbytes(inner)
-        elif last in LOADERS and any(part in one.name for part in ("Model", "LM", "GPT", "Llama")):
-            _loading(inner, is_random=last == "from_config")
+        is_model = any(part in one.name for part in ("Model", "LM", "GPT", "Llama"))
+        reader = {
+            "LoraConfig": read_lora,
+            "BitsAndBytesConfig": _bitsandbytes,
+            "get_peft_model": _unsloth_adapter if "r" in one.values else None,
+            "from_pretrained": _unsloth_model if "Fast" in one.name else _pretrained if is_model else None,
+            "from_config": _from_config if is_model else None,
+        }.get(last)
+        if reader is not None:
+            reader(Reading(reading.source, reading.draft, one.values, f"{last}."))
         elif last in ("Trainer", "Seq2SeqTrainer", *TRAINERS_OF_TRL) and isinstance(
             one.values.get("model"), str
         ):
             reading.draft.know("model", one.values["model"], f"{last}.model", one.values["model"])
+
+
+def _unsloth_adapter(reading: Reading) -> None:
+    """Read Unsloth's ``FastLanguageModel.get_peft_model``: a LoraConfig, and recomputation."""
+    word = reading.word("use_gradient_checkpointing", "false")
+    if word not in ("false", "none"):
+        reading.draft.facts.pop("recompute", None)  # In place of the Trainer's
+        reading.know("recompute", True, "use_gradient_checkpointing")
+    if word == "unsloth":
+        name = reading.full("use_gradient_checkpointing")
+        reading.draft.take(name, word, "offload.activations", True, "inputs of blocks on the host")
+    reading.draft.leave(
+        reading.full("FastLanguageModel"), None, BOTH, "Unsloth's kernels keep fewer activations"
+    )
+    reading.idle(["random_state", "use_gradient_checkpointing", "max_seq_length"])
+    read_lora(reading)
 
 
 def _bitsandbytes(reading: Reading) -> None:
@@ -419,25 +437,47 @@ def _bitsandbytes(reading: Reading) -> None:
     reading.finish()
 
 
-def _loading(reading: Reading, *, is_random: bool) -> None:
-    """Read ``from_pretrained`` of a model: its name, dtype and attention."""
-    if is_random:
-        reading.draft.know("starts_random", True, "", is_stated=False)
-    first: Any = reading.positional[0] if reading.positional else reading.raw("pretrained_model_name_or_path")
+def _pretrained(reading: Reading) -> None:
+    """Read ``from_pretrained``; 4 bits are fp4 by transformers' default."""
+    if reading.flag("load_in_4bit"):
+        take_bitsandbytes(reading, in_4bit=True, in_8bit=False, default_kind="fp4", by="load_in_4bit")
+    _loading(reading)
+
+
+def _unsloth_model(reading: Reading) -> None:
+    """Read Unsloth's ``FastLanguageModel.from_pretrained``, which states the length of sequences, too."""
+    if reading.flag("load_in_4bit", True):
+        if reading.has("load_in_4bit"):
+            take_bitsandbytes(reading, in_4bit=True, in_8bit=False, default_double=True, by="load_in_4bit")
+        else:
+            reading.draft.assume(reading.full("load_in_4bit"), "quantize", "nf4", "Unsloth's default")
+    if reading.has("max_seq_length"):
+        reading.draft.forget("batch.seq")
+        reading.take("max_seq_length", "batch.seq", reading.whole("max_seq_length", at_least=2))
+    _loading(reading)
+
+
+def _from_config(reading: Reading) -> None:
+    """Read ``from_config``: the model starts from random weights."""
+    reading.draft.know("starts_random", True, "", is_stated=False)
+    _loading(reading)
+
+
+def _loading(reading: Reading) -> None:
+    """Read the loading of a model: its name, dtype and attention."""
+    named = reading.first("pretrained_model_name_or_path", "model_name")
+    first: Any = reading.positional[0] if reading.positional else reading.raw(named)
     if isinstance(first, str):
         reading.draft.know("model", first, reading.full("name"), first)
     elif isinstance(first, NotLiteral):
-        reading.draft.suppose(
-            reading.full("name"), first.text, "the model's name is only known when the script runs"
-        )
+        note = "the model's name is only known when the script runs"
+        reading.draft.suppose(reading.full("name"), first.text, note)
     kind = reading.first("dtype", "torch_dtype")
     if (found := dtype(reading, kind)) is not None:
         reading.know("weights", found, kind)
     else:
         reading.draft.facts.pop("weights", None)  # Not TRL, but transformers loads the model.
     take_attention(reading, "attn_implementation")
-    if reading.flag("load_in_4bit"):
-        take_bitsandbytes(reading, in_4bit=True, in_8bit=False, by="load_in_4bit")
     reading.idle(["pretrained_model_name_or_path", "quantization_config", "config", "load_in_4bit", *IDLE])
     reading.finish()
 
