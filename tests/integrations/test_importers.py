@@ -502,7 +502,7 @@ def test_a_value_that_is_no_literal_is_named(tmp_path: Path) -> None:
 UNSLOTH = """
 max_seq_length = 2048
 model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name="unsloth/Meta-Llama-3.1-8B-bnb-4bit", max_seq_length=max_seq_length, dtype=None, load_in_4bit=True
+    model_name="unsloth/Meta-Llama-3.1-8B-bnb-4bit", max_seq_length=max_seq_length, load_in_4bit=True
 )
 model = FastLanguageModel.get_peft_model(
     model, r=16, lora_alpha=16, target_modules=["q_proj", "v_proj"], use_gradient_checkpointing="unsloth"
