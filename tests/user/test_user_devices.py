@@ -320,3 +320,21 @@ def test_backward_inside_a_backward() -> None:
 
     inside(check)
     assert devices == ["cuda"]
+
+
+def test_products_may_have_a_wider_dtype_than_their_factors() -> None:
+    """With ``out_dtype``, as TRL's loss adds up products of bf16 in fp32."""
+    b, m, n, k = 3, 4, 5, 6
+
+    def check() -> None:
+        a = torch.ones(b, m, k, device="cuda", dtype=torch.bfloat16)
+        w = torch.ones(b, k, n, device="cuda", dtype=torch.bfloat16)
+        total = torch.zeros(b, m, n, device="cuda")
+        wide = torch.float32
+        for made in (torch.bmm(a, w, out_dtype=wide), torch.baddbmm(total, a, w, out_dtype=wide)):
+            assert (made.shape, made.dtype, made.is_cuda) == ((b, m, n), wide, True)
+        for made in (torch.mm(a[0], w[0], out_dtype=wide), torch.addmm(total[0], a[0], w[0], out_dtype=wide)):
+            assert (made.shape, made.dtype) == ((m, n), wide)
+        assert torch.addmm(total[0], a[0], w[0], out_dtype=wide, out=total[1]) is not None
+
+    inside(check)

@@ -6,12 +6,11 @@ import json
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from evidence.scripts.library_scripts.scripts import SCRIPTS, run
+from evidence.scripts.library_scripts.scripts import SCRIPTS, prepared
 
 NAMES = (
     "torch",
@@ -41,7 +40,8 @@ def predict(name: str) -> dict[str, Any]:
     from trainfit.spec.provenance import commit
 
     begun = time.perf_counter()
-    estimate = trainfit.trace(partial(run, name), gpu=GPU)
+    with prepared(name) as script:
+        estimate = trainfit.trace(script, gpu=GPU)
     content = estimate.model_dump(mode="json", exclude={"assumptions"})
     return {
         "script": name, "commit": commit(), "versions": versions(), "trace_s": time.perf_counter() - begun,
@@ -62,7 +62,8 @@ def measure(name: str) -> dict[str, Any]:
         events.append(event)
 
     register_optimizer_step_post_hook(step_done)
-    run(name)
+    with prepared(name) as script:
+        script()
     torch.cuda.synchronize()
     seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
     return {

@@ -5,7 +5,9 @@ Sizes are such that an H100 decides the time of most steps; models are of about 
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ SIZES: dict[str, Any] = {
 CHAT = """{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}\
 {% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 SCRIPTS: dict[str, Callable[[Path], None]] = {}
+BEFORE: dict[str, Callable[[Path], None]] = {}
+"""What is made in the folder before the script: a checkpoint that it loads."""
 
 
 def script(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -131,7 +135,6 @@ def trl_dpo(folder: Path) -> None:
             for n in range(200)
         ]
     )
-    model("qwen2").save_pretrained(folder / "model")
     arguments = DPOConfig(str(folder / "out"), max_length=512, **trainer_options(4))
     DPOTrainer(
         str(folder / "model"), args=arguments, train_dataset=data, processing_class=tokenizer()
@@ -167,7 +170,6 @@ def qlora_bitsandbytes(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from trl import SFTConfig, SFTTrainer
 
-    model("llama").to(torch.bfloat16).save_pretrained(folder / "model")
     quantized = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
@@ -339,7 +341,16 @@ def lora_peft_loop(folder: Path) -> None:
         optimizer.zero_grad()
 
 
-def run(name: str) -> None:
-    """Run a script in an empty folder."""
+BEFORE["trl_dpo"] = lambda folder: model("qwen2").save_pretrained(folder / "model")
+BEFORE["qlora_bitsandbytes"] = lambda folder: (
+    model("llama").to(torch.bfloat16).save_pretrained(folder / "model")
+)
+
+
+@contextmanager
+def prepared(name: str) -> Iterator[Callable[[], None]]:
+    """Yield a script as a function without arguments, with a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        SCRIPTS[name](Path(folder))
+        if name in BEFORE:
+            BEFORE[name](Path(folder))
+        yield partial(SCRIPTS[name], Path(folder))

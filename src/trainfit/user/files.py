@@ -75,6 +75,8 @@ ADDRESS = torch.UntypedStorage.data_ptr
 
 def _addressed(storage: Any) -> int:
     """Return a storage's address; for a fake one, a number that no other storage has."""
+    if storage.device.type == "meta":  # Of a fake tensor on the host: 0, with a warning.
+        return storage._cdata
     try:
         return ADDRESS(storage)
     except RuntimeError:

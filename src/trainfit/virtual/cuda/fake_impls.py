@@ -65,6 +65,16 @@ COALESCED = "c10d::allreduce_coalesced_"
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 
+PRODUCTS_OF_DTYPE = {
+    overload: name.endswith("out")
+    for packet in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+    for name in ("dtype", "dtype_out")
+    if (overload := getattr(packet, name, None)) is not None
+}
+"""Products whose result has a wider dtype than the factors -> whether they write into ``out``. PyTorch has no
+fake kernel for them, or one that takes ``out_dtype`` for ``beta`` (torch 2.11)."""
+
+
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the operation's fake result; an embedding index out of range is an InputError."""
     if func in FILLS and type(args[0]) is FakeTensor and args[0].constant is None:
@@ -89,12 +99,20 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return SYNC_BATCH_NORM[func](*args)
     if func in recurrent.FAKES:
         return recurrent.FAKES[func](*args)
+    if func in PRODUCTS_OF_DTYPE:
+        return kwargs["out"] if PRODUCTS_OF_DTYPE[func] else _product_of_dtype(*args)
     if func is aten._scaled_mm.out:
         return kwargs["out"]  # From compiled code; only the functional overload has a fake kernel.
     if _only_writes_lists(func):
         # Some (_fused_sgd_) have no fake kernel and would run for real on zeros of the model's size.
         return None
     return func(*args, **kwargs)
+
+
+def _product_of_dtype(*args: Any) -> Tensor:
+    """Return the product of the last two factors in the dtype that the last argument names."""
+    *_, a, b, dtype = args
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
 
 
 def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
