@@ -170,7 +170,11 @@ def carry_values(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: 
             setattr(out, ASSUMED, seen)
         return
     real_args, real_kwargs = tree_map_only(Tensor, carried_values, (args, kwargs))
-    setattr(out, VALUE, on_host(func, real_args, real_kwargs))
+    try:
+        setattr(out, VALUE, on_host(func, real_args, real_kwargs))
+    except NotImplementedError:  # A CPU has no kernel of some operations, such as products with out_dtype.
+        if func._schema.is_mutable:
+            forget_values(out)
 
 
 def _assumed(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Tensor) -> Tensor | None:
