@@ -68,14 +68,24 @@ def import_config(
 
 
 def predictable(recipe: Recipe) -> tuple[Recipe, str]:
-    """Return the recipe, or without bitsandbytes the nearest one that needs none, and a line that says so."""
-    name = recipe.optimizer.name
-    if name not in NEAREST or is_installed("bitsandbytes"):
+    """Return the recipe, or the nearest one without libraries that are missing, and a line that says so."""
+    changed: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    name, base = recipe.optimizer.name, recipe.base
+    package = "torchao" if name.startswith("torchao") else "bitsandbytes"
+    if name in NEAREST and not is_installed(package):
+        near = {"name": NEAREST[name], "implementation": "fused"}
+        changed["optimizer"] = recipe.optimizer.model_copy(update=near)
+        missing["optimizer.name"] = package
+    library = getattr(base, "library", "trainfit")
+    if base is not None and library != "trainfit" and not is_installed(library):
+        changed["quantize"] = base.model_copy(update={"library": "trainfit"})
+        missing["quantize.library"] = library
+    if not missing:
         return recipe, ""
-    near = {"name": NEAREST[name], "implementation": "fused"}
-    changed = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=near)})
-    installed = "pip install 'trainfit[bitsandbytes]' for its own"
-    return changed, f"predicted with optimizer.name: {NEAREST[name]}, as bitsandbytes is missing; {installed}"
+    packages = " and ".join(dict.fromkeys(missing.values()))
+    note = f"{packages} is missing here, so trainfit's own states and layout are predicted"
+    return recipe.model_copy(update=changed), f"{note}: {', '.join(missing)}"
 
 
 def imported(

@@ -28,8 +28,15 @@ FALLBACKS: dict[str, tuple[tuple[Change, ...], str]] = {
     "offload.weights": (("memory", "time"), ON_HOST),
     "offload.optimizer": (("memory", "time"), STATES_ON_HOST),
     "recompute": (("memory", "time"), "predicted without recomputation"),
+    "adapter.dora": (("memory", "time"), "DoRA adds a magnitude and a norm of each target"),
+    "adapter.rslora": (("numbers",), "scales by the root of the rank; no memory or time"),
+    "adapter.modules_to_save": (("memory", "time"), "modules that train whole next to the adapter"),
 }
 """Field of a recipe -> what is lost where the recipe cannot have it."""
+
+
+MAY_GO = ("adapter.dora", "adapter.rslora", "adapter.modules_to_save", "quantize.library")
+"""Of those fields the parts that may be left out."""
 
 
 def settle(draft: Draft) -> None:
@@ -260,7 +267,9 @@ def _given_up(draft: Draft, error: InputError) -> bool:
         )
 
     fields = {one.field for one in (*draft.taken, *draft.assumed) if is_of(one.field)}
-    if not refused or refused.partition(".")[0] in KEPT or refused in KEPT or not fields:
+    if refused in MAY_GO and refused in fields:
+        fields = {refused}
+    elif not refused or refused.partition(".")[0] in KEPT or refused in KEPT or not fields:
         return False
     nearest, lost = draft.nearest.pop(refused, (None, ""))
     for field in fields:
@@ -270,11 +279,11 @@ def _given_up(draft: Draft, error: InputError) -> bool:
     changes, instead = FALLBACKS.get(refused, (("memory", "time"), ""))
     note = lost or instead or f"no recipe has it: {error.problem}"
     for one in draft.taken:
-        if is_of(one.field):
+        if one.field in fields:
             draft.leave(one.name, one.given, changes, note)
     for one in draft.assumed:
-        if is_of(one.field):
+        if one.field in fields:
             draft.leave(one.name or one.field, one.value, changes, note)
-    draft.taken = [one for one in draft.taken if not is_of(one.field)]
-    draft.assumed = [one for one in draft.assumed if not is_of(one.field)]
+    draft.taken = [one for one in draft.taken if one.field not in fields]
+    draft.assumed = [one for one in draft.assumed if one.field not in fields]
     return True

@@ -19,9 +19,16 @@ FUSED = {"name": "adamw", "implementation": "fused"}
 FOREACH = {"name": "adamw", "implementation": "foreach"}
 PAGED = "its states move to host memory when the GPU is full; predicted as kept on the GPU"
 BITSANDBYTES = "predicted with torchao's 8-bit states: other blocks, less than 1 % of their bytes"
+TORCHAO = "predicted with states of torchao's layout, in trainfit's kernel"
 ONE_MOMENT = "keeps one moment of each weight; predicted as AdamW, which keeps two"
-NEAREST = {"bnb-adamw8bit": "adamw8bit", "paged-adamw8bit": "adamw8bit", "paged-adamw": "adamw"}
-"""bitsandbytes' optimizers -> those of equal states that need no bitsandbytes, and that shards have."""
+NEAREST = {
+    "bnb-adamw8bit": "adamw8bit",
+    "paged-adamw8bit": "adamw8bit",
+    "paged-adamw": "adamw",
+    "torchao-adamw8bit": "adamw8bit",
+    "torchao-adamw4bit": "adamw4bit",
+}
+"""Optimizers of other libraries -> those of equal states that need no library, and that shards have."""
 BNB_8BIT = OptimizerWord({"name": "bnb-adamw8bit"}, (), BITSANDBYTES)
 PAGED_32BIT = OptimizerWord({"name": "paged-adamw"}, (), PAGED)
 PAGED_8BIT = OptimizerWord({"name": "paged-adamw8bit"}, (), PAGED)
@@ -36,8 +43,8 @@ OPTIMIZERS: dict[str, OptimizerWord] = {
     "adam": OptimizerWord(
         FOREACH, ("numbers",), "Adam adds the decay to the gradient; AdamW's cost is equal"
     ),
-    "adamw_torch_8bit": OptimizerWord({"name": "adamw8bit"}),
-    "adamw_torch_4bit": OptimizerWord({"name": "adamw4bit"}),
+    "adamw_torch_8bit": OptimizerWord({"name": "torchao-adamw8bit"}, (), TORCHAO),
+    "adamw_torch_4bit": OptimizerWord({"name": "torchao-adamw4bit"}, (), TORCHAO),
     "adamw_bnb_8bit": BNB_8BIT,
     "adamw_8bit": BNB_8BIT,
     "adamw8bit": BNB_8BIT,
@@ -185,10 +192,16 @@ def targets_of(model_type: str) -> list[str]:
     return DEFAULT_TARGETS.get(model_type, ["q_proj", "v_proj"])
 
 
-def take_adapter_variants(reading: Reading, *, prefix: str = "") -> None:
-    """Name the variants of LoRA that a recipe does not have."""
-    reading.leave(f"{prefix}use_dora", ("memory", "time"), "DoRA adds a magnitude and a norm of each target")
-    reading.leave(f"{prefix}use_rslora", ("numbers",), "scales by the root of the rank; no memory or time")
+def take_adapter_variants(
+    reading: Reading, *, dora: str = "use_dora", rslora: str = "use_rslora", saved: str = "modules_to_save"
+) -> None:
+    """Set what LoRA has beyond its products: DoRA's magnitudes, another scale, modules that train whole."""
+    for name, field in ((dora, "adapter.dora"), (rslora, "adapter.rslora")):
+        if reading.flag(name):
+            reading.take(name, field, True)
+        reading.idle([name])
+    if modules := reading.texts(saved):
+        reading.take(saved, "adapter.modules_to_save", sorted(set(modules)))
 
 
 def take_bitsandbytes(
@@ -221,7 +234,7 @@ def take_bitsandbytes(
         if reading.has(kind):
             reading.leave(kind, ("numbers",), note)
         else:
-            reading.draft.assume(reading.full(kind), "quantize", "nf4", f"fp4 by default: {note}")
+            reading.draft.suppose(reading.full(kind), "fp4", f"predicted as nf4: {note}")
     doubled = reading.flag(double, default_double) if double else default_double
     value: dict[str, Any] = {"kind": "nf4", "double": doubled}
     computed = dtype(reading, compute) if compute else None
@@ -232,6 +245,8 @@ def take_bitsandbytes(
     reading.accounted(*(one for one in (kind, double) if one))
     reading.draft.idle += [reading.full(one) for one in (kind, double) if one and reading.has(one)]
     reading.take(by, "quantize", value)
+    reading.draft.nearest["quantize.library"] = (None, "predicted in trainfit's layout of nf4")
+    reading.draft.take(reading.full(by), reading.raw(by), "quantize.library", "bitsandbytes")
 
 
 def read_fsdp(reading: Reading) -> None:

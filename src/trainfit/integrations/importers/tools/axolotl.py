@@ -60,11 +60,8 @@ WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
     "eval_batch_size": (("memory",), "evaluation with larger batches than training may set the peak"),
     "eval_sequence_len": (("memory",), "evaluation with longer sequences than training may set the peak"),
     "group_by_length": (("time",), "sequences of like lengths; every sequence has batch.seq tokens"),
-    "lora_modules_to_save": (BOTH, "modules that train whole next to the adapter"),
     "lora_target_parameters": (BOTH, "expert weights with an adapter"),
     "peft_layers_to_transform": (BOTH, "an adapter on some layers; predicted on all"),
-    "peft_use_dora": (BOTH, "DoRA adds a magnitude and a norm of each target"),
-    "peft_use_rslora": (("numbers",), "scales by the root of the rank; no memory or time"),
     "unfrozen_parameters": (BOTH, "some weights are frozen; predicted with all trained"),
     "resize_token_embeddings_to_32x": (("memory",), "rows of the embedding up to a multiple of 32"),
     "shrink_embeddings": (("memory",), "fewer rows of the embedding"),
@@ -241,7 +238,10 @@ def _adapter(reading: Reading) -> None:
         for name in ("load_in_4bit", "load_in_8bit"):
             if reading.flag(name):
                 reading.leave(name, BOTH, "a quantised base without an adapter trains nothing")
-    take_adapter_variants(reading, prefix="")
+    if kind in ("lora", "qlora"):
+        take_adapter_variants(
+            reading, dora="peft_use_dora", rslora="peft_use_rslora", saved="lora_modules_to_save"
+        )
     reading.idle([*names, "load_in_4bit", "load_in_8bit"])
 
 

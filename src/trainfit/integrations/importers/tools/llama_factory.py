@@ -43,7 +43,6 @@ WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
     "use_muon": (BOTH, "set optimizer.name: muon"),
     "pissa_init": (("numbers",), "how the adapter begins"),
     "loraplus_lr_ratio": (("numbers",), "another learning rate of half the adapter"),
-    "additional_target": (BOTH, "modules that train whole next to the adapter"),
     "shift_attn": (("time", "numbers"), "shifted attention"),
     "mixture_of_depths": (BOTH, "tokens that skip layers"),
     "use_unsloth": (BOTH, "Unsloth's kernels keep fewer activations"),
@@ -147,7 +146,8 @@ def _adapter(reading: Reading, kind: str) -> None:
     reading.idle(["finetuning_type"])
     for name in ("freeze_trainable_layers", "freeze_trainable_modules"):
         reading.leave(name, BOTH, "some layers train; predicted with all")
-    take_adapter_variants(reading)
+    if kind == "lora":
+        take_adapter_variants(reading, saved="additional_target")
     bits = reading.whole("quantization_bit")
     if bits is None:
         return

@@ -16,7 +16,6 @@ velora_config lora_ga_config kasa_config monteclora_config
 """.split()
 BOTH: tuple[Change, ...] = ("memory", "time")
 WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
-    "modules_to_save": (BOTH, "modules that train whole next to the adapter"),
     "trainable_token_indices": (BOTH, "rows of the embedding that train next to the adapter"),
     "layers_to_transform": (BOTH, "an adapter on some layers; predicted on all"),
     "layers_pattern": (BOTH, "an adapter on some layers; predicted on all"),

@@ -101,10 +101,9 @@ def _model(reading: Reading) -> None:
     inner.know("model", known or model, COMPONENT)
     if kind:
         _adapter(inner, kind)
-    leave_all(inner, {"use_dora": (BOTH, "DoRA adds a magnitude and a norm of each target")})
     for trained in ("decoder_trainable", "encoder_trainable", "fusion_trainable"):
         inner.leave(trained, BOTH, "parts of a multimodal model; the text model alone is predicted")
-    inner.idle(["max_seq_len", "attn_dropout", "image_size", "quantize_base"])
+    inner.idle(["max_seq_len", "attn_dropout", "image_size", "quantize_base", "use_dora"])
     inner.finish()
     tokenizer = reading.inside("tokenizer")
     if tokenizer.has("max_seq_len"):
@@ -128,11 +127,11 @@ def _adapter(inner: Reading, kind: str) -> None:
     inner.draft.set("adapter.dtype", "base")
     if kind.startswith("q") or inner.flag("quantize_base", False):
         name = "quantize_base" if inner.has("quantize_base") else COMPONENT
-        inner.draft.take(inner.full(name), inner.raw(name), "quantize", {"kind": "nf4"}, "torchao's nf4")
-    if "dora" in kind:
-        inner.draft.leave(
-            inner.full(COMPONENT), inner.raw(COMPONENT), BOTH, "DoRA adds a magnitude of each target"
-        )
+        inner.draft.take(inner.full(name), inner.raw(name), "quantize", {"kind": "nf4"})
+        inner.draft.nearest["quantize.library"] = (None, "predicted in trainfit's layout of nf4")
+        inner.draft.take(inner.full(name), inner.raw(name), "quantize.library", "torchao")
+    if "dora" in kind or inner.flag("use_dora", False):
+        inner.draft.take(inner.full(COMPONENT), inner.raw(COMPONENT), "adapter.dora", True)
     inner.idle(["apply_lora_to_mlp", "apply_lora_to_output", "lora_dropout"])
 
 

@@ -83,7 +83,6 @@ WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
     "loss_type": (NUMBERS, "another loss than the cross-entropy"),
     "dft": (NUMBERS, "another loss than the cross-entropy"),
     "router_aux_loss_coef": (NUMBERS, "a term of the loss"),
-    "lora_modules_to_save": (BOTH, "modules that train whole next to the adapter"),
     "lora_target_parameters": (BOTH, "expert weights with an adapter"),
     "bnb_4bit_quant_storage": (BOTH, "predicted as bytes; sharded alike"),
     "max_prompt_length": (BOTH, "a part of the sequence's length"),
@@ -365,7 +364,7 @@ def _model_fields(reading: Reading) -> None:
         )
         if not take_targets(reading, "lora_target_modules"):
             reading.draft.know("targets", None, reading.full("lora_target_modules"), is_stated=False)
-    take_adapter_variants(reading)
+        take_adapter_variants(reading, saved="lora_modules_to_save")
     reading.idle(
         ["use_peft", *(["lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"] if not uses else [])]
     )
