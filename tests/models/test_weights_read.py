@@ -279,6 +279,8 @@ def test_names_of_folders_and_repositories(tmp_path: Path, monkeypatch: pytest.M
     for named in ("./nowhere", str(tmp_path / "nowhere"), "nowhere", "a/b/c"):
         with pytest.raises(InputError, match="no such folder"):
             located(named, fetch=True)
+    with pytest.raises(InputError, match="a repository such as openai-community/gpt2"):
+        located("gpt2", fetch=True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="neither in the local cache nor to be fetched"):
         located("owner/not-in-the-cache", fetch=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from saved_weights import config_of, saved_weights
 from tiny_training import LLAMA, Listener, options_for, tiny
@@ -59,6 +60,16 @@ def test_a_resumed_run_needs_no_folder(tmp_path: Path) -> None:
     assert first.losses + second.losses == straight.losses
     with pytest.raises(InputError, match="no such folder"):
         train(recipe, options_for(tmp_path / "new", 2))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    saved_weights(tmp_path / "model", "llama", CONFIG)
+    file = tmp_path / "model" / "model.safetensors"
+    values = load_file(file)
+    values["model.norm.weight"][3] = float("nan")
+    save_file(values, file)
+    with pytest.raises(InputError, match=r"model.weights = .*: model.norm.weight holds NaN or infinity"):
+        train(recipe_of(tmp_path / "model", "hf"), options_for(tmp_path / "run", 2))
 
 
 def trainfit(*words: object) -> int:
@@ -118,6 +129,8 @@ def test_paths_in_recipe_files(tmp_path: Path) -> None:
         "extends: a.yaml\nmodel: {config: model/config.json, weights: ./elsewhere}\n"
     )
     assert load_recipe(tmp_path / "b.yaml").model.weights == str(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"model.weights.*at least 1"):
+        tiny("model.weights=''", config=LLAMA)
     (tmp_path / "c.yaml").write_text("model: {weights: Qwen/Qwen3-8B@main}\n")
     assert load_recipe(tmp_path / "c.yaml").model.weights == "Qwen/Qwen3-8B@main"
     assert load_recipe(tmp_path / "c.yaml").model.config == "qwen3-8b"

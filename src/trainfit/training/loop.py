@@ -27,6 +27,7 @@ from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks, joined
 from trainfit.training.ranks.launch import launched_world_size, one_report
 from trainfit.training.session import Session
+from trainfit.training.state import first_not_finite
 
 
 def train(
@@ -92,6 +93,11 @@ def _session(
     if options.epochs is not None:
         options = options.over(plan.steps_of(options.epochs))
     progress = checkpoint.load(newest, step, ranks) if newest else Progress(0, None)
+    if step.weights is not None and (name := first_not_finite(step)) is not None:
+        remedy = "name weights that are finite"
+        raise InputError(
+            f"{name} holds NaN or infinity", remedy, field="model.weights", value=recipe.model.weights
+        )
     if progress.step > options.steps:
         problem, remedy = f"the run already has {progress.step} steps", "use at least as many"
         raise InputError(problem, remedy, field="steps", value=options.steps)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from trainfit.catalog.load import model
+from trainfit.catalog.names import find_model
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import parse_json, read_config
@@ -60,7 +62,9 @@ def located(weights: str, *, fetch: bool) -> Path | None:
         raise InputError("a file, and no folder of weights", remedy, field=FIELD, value=weights)
     owner, _, name = weights.partition("/")
     if weights.startswith((".", "/", "~")) or "\\" in weights or not owner or not name or "/" in name:
-        remedy = "name a folder with config.json and model.safetensors, or a repository such as owner/name"
+        known = find_model(weights)
+        repository = next(iter(model(known).hub), "owner/name") if known else "owner/name"
+        remedy = f"name a folder with config.json and model.safetensors, or a repository such as {repository}"
         raise InputError("no such folder", remedy, field=FIELD, value=weights)
     return _of_hub(weights, fetch=fetch)
 

@@ -338,7 +338,7 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _with_weights(model: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a model with the path of its weights, if it is one, made absolute."""
     weights = model.get("weights")
-    if not isinstance(weights, str) or weights == RANDOM or "\0" in weights:
+    if not isinstance(weights, str) or weights in ("", RANDOM) or "\0" in weights:
         return model
     path = folder / Path(weights).expanduser()
     is_path = path.is_dir() or weights.startswith((".", "/", "~"))
