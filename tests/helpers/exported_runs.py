@@ -55,4 +55,5 @@ def base_of(recipe: Recipe) -> Any:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = own.state_dict()
     model.load_state_dict({one.name: one.of(state[one.parameter]) for one in layout(own)}, strict=False)
+    model.tie_weights()
     return model

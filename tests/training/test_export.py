@@ -136,6 +136,8 @@ ADAPTERS = {
             for kind in ("lora", "prompt", "prefix", "p-tuning")
             for one in ("hf", "native")
         ),
+        ("lora", "native", LLAMA | {"model_type": "mistral"}),
+        ("lora", "native", LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True}),
         ("lora of some", "native", LLAMA | {"model_type": "qwen3", "head_dim": 32}),
         ("lora", "hf", GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     ],
