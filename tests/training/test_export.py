@@ -317,6 +317,19 @@ def test_what_stands_beside_a_given_tokenizer_comes_along(run: Path, tmp_path: P
     assert "chat_template.jinja" not in export(tmp_path / "other", tmp_path / "without").files
 
 
+def test_code_that_a_tokenizer_names_is_never_run(run: Path, tmp_path: Path) -> None:
+    given = shutil.copytree(run / "data", tmp_path / "given") / "tokenizer.json"
+    (given.parent / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (given.parent / "tokenizer_config.json").write_text(json.dumps(named))
+    trained(tmp_path / "run", NATIVE, config=LLAMA, steps=1, tokenizer=str(given))
+    found = export(tmp_path / "run", tmp_path / "model")
+    assert "tokenizer_config.json" in found.files
+    assert not (tmp_path / "ran").exists()
+    (note,) = found.notes
+    assert note.startswith("AutoTokenizer does not load the tokenizer (The repository of the folder contains")
+
+
 def test_a_tokenizer_class_that_splits_differently_is_named(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -152,11 +152,17 @@ def tokenizer_note(folder: Path, run: SavedRun) -> str | None:
         return "no tokenizer: the run's data folder is gone"
     tokens = opened(run.folder / DATA, run.recipe.batch.seq).train.tokens[:SAMPLE_TOKENS]
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-    loaded: Any = AutoTokenizer.from_pretrained(folder)
-    ids = loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+    remedy = f"load it with transformers.{LOADER}.from_pretrained"
+    try:
+        # A tokenizer_config.json that came along may name code of a repository, which is never run.
+        loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        ids = loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception as error:  # Of the class that the configuration names.
+        text = str(error).replace(str(folder), "of the folder") or type(error).__name__
+        reason = text.strip().partition("\n")[0].partition(". ")[0]
+        return f"AutoTokenizer does not load the tokenizer ({reason}): {remedy}"
     if ids == tokenizer.encode(text, add_special_tokens=False).ids:
         return None
-    remedy = f"load it with transformers.{LOADER}.from_pretrained"
     return (
         f"AutoTokenizer's {type(loaded).__name__} splits text differently from the run's tokenizer: {remedy}"
     )
