@@ -25,7 +25,7 @@ OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "--peak-flops", "--link-rate",
     ),
     ("predict", "RECIPE"): ("--tokens", "--price", "--batch", "--seq", "--count"),
-    ("explain", "RECIPE"): ("--top",),
+    ("explain", "RECIPE"): ("--top", "--eval-batch", "--longest"),
 }  # fmt: skip
 REFUSED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("plan", "RECIPE"): ("--memory-gib", "--host-memory-gib", "--tokens", "--tokens-per-step", "--margin"),

@@ -3,6 +3,7 @@
 Recipe -> its step on the virtual GPU, then that forward -> the peak of each.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 from trainfit.prediction.device_overhead import overhead_bytes
@@ -29,11 +30,12 @@ def evaluation_peak(
     Raises:
         InputError: as ``predict``.
     """
-    from trainfit.prediction.trace import EVALUATION, trace
+    from trainfit.prediction.trace import EVALUATION, run_evaluation, trace
 
     assert 0 < sequences <= MOST_COUNT
     machine = machine or machine_of(recipe.hardware)
-    ledger = trace(recipe, machine.row, deterministic=deterministic, evaluates=sequences)
+    evaluates = partial(run_evaluation, sequences=sequences)
+    ledger = trace(recipe, machine.row, deterministic=deterministic, after=evaluates)
     found, _ = replay_on(machine.gpu, ledger)
     of_evaluation = [segment.step == EVALUATION for segment in ledger.segments]
     in_steps = [segment.step not in ("init", "setup", EVALUATION) for segment in ledger.segments]

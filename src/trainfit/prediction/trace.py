@@ -3,9 +3,9 @@
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ def trace(
     shorten: bool = False,
     deterministic: bool = False,
     stage: Stage | None = None,
-    evaluates: int = 0,
+    after: "After | None" = None,
 ) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
@@ -80,22 +80,27 @@ def trace(
             enough to compare recipes; not where they differ much.
         deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
         stage: the stage of the recipe's pipeline that is traced, one micro-batch after the other.
-        evaluates: sequences of a forward without gradients after the steps, in a segment of its own; 0: none.
+        after: called with the step and the virtual GPU after the steady step, to run what follows it.
 
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     gpu = gpu or find_gpu(recipe.hardware.gpu)
     with exclusive():
-        return _traced(
-            recipe, gpu, stage, whole=whole, shorten=shorten, deterministic=deterministic, evaluates=evaluates
-        )
+        ends = _Ends(stage, after)
+        return _traced(recipe, gpu, ends, whole=whole, shorten=shorten, deterministic=deterministic)
+
+
+class _Ends(NamedTuple):
+    """The part of a model that is traced, and what runs after its steps."""
+
+    stage: Stage | None = None
+    after: "After | None" = None
 
 
 def _traced(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, shorten: bool, deterministic: bool,
-    evaluates: int,
-) -> Ledger:  # fmt: skip
+    recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, shorten: bool, deterministic: bool
+) -> Ledger:
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
@@ -106,9 +111,9 @@ def _traced(
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
             if whole:
-                ledger = _trace(recipe, gpu, stage, whole=True, evaluates=evaluates)
+                ledger = _trace(recipe, gpu, ends, whole=True)
             else:
-                ledger = _shortened(recipe, gpu, stage, shorten=shorten, evaluates=evaluates)
+                ledger = _shortened(recipe, gpu, ends, shorten=shorten)
         except InputError:
             raise
         except Exception as error:
@@ -132,7 +137,7 @@ def _unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-def _shortened(recipe: Recipe, gpu: Gpu, stage: Stage | None, *, shorten: bool, evaluates: int) -> Ledger:
+def _shortened(recipe: Recipe, gpu: Gpu, ends: _Ends, *, shorten: bool) -> Ledger:
     """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
     reason = ", ".join(
         f"technique {one.name} makes equal layers act differently" for one in _tracing_whole(recipe)
@@ -140,12 +145,12 @@ def _shortened(recipe: Recipe, gpu: Gpu, stage: Stage | None, *, shorten: bool, 
     if not reason or (shorten and _may_shorten(recipe)):
         margin = PROGRAM_MARGIN if recipe.compile == "model" else (0, 0)
         try:
-            ledger = _trace(recipe, gpu, stage, whole=False, margin=margin, evaluates=evaluates)
+            ledger = _trace(recipe, gpu, ends, whole=False, margin=margin)
             ledger.expand()
             return ledger
         except RepeatError as error:
             reason = f"layers that look alike are not: {error}"
-    ledger = _trace(recipe, gpu, stage, whole=True, evaluates=evaluates)
+    ledger = _trace(recipe, gpu, ends, whole=True)
     ledger.traced_whole = reason
     return ledger
 
@@ -192,23 +197,19 @@ def gpu_of(recipe: Recipe, gpu: Gpu) -> Iterator[tuple[VirtualGpu, "VirtualRanks
         yield stack.enter_context(rank_of(recipe, traits, prefers_cudnn=prefers_cudnn(gpu)))
 
 
+After = Callable[[Step, VirtualGpu], None]
+
 _kept: dict[str, frozenset[int]] = {}
 """Structure of a model that is shortened -> the numbers of the blocks that are traced."""
 
 
-def _trace(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None = None, *, whole: bool, margin: tuple[int, int] = (0, 0),
-    evaluates: int = 0,
-) -> Ledger:  # fmt: skip
-    def blocks() -> Ledger:
-        return _trace_blocks(recipe, gpu, stage, whole=whole, margin=margin, evaluates=evaluates)
-
+def _trace(recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[int, int] = (0, 0)) -> Ledger:
     if whole:
-        return blocks()
+        return _trace_blocks(recipe, gpu, ends, whole=True, margin=margin)
     content = recipe.content()
     for name in ("batch", "loss", "optimizer", "seed"):
         del content[name]
-    structure = canonical_json([content, margin, stage])
+    structure = canonical_json([content, margin, ends.stage])
     numbers = _kept.get(structure)
     lead, period = int(_first_differs(recipe)), _least_period(recipe)
 
@@ -221,27 +222,24 @@ def _trace(
 
     try:
         with few_blocks(is_kept):
-            return blocks()
+            return _trace_blocks(recipe, gpu, ends, whole=False, margin=margin)
     except OutlinesLeftError as left:
         numbers = _kept[structure] = left.numbers
     with few_blocks(is_kept):
-        return blocks()
+        return _trace_blocks(recipe, gpu, ends, whole=False, margin=margin)
 
 
-def _trace_blocks(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int], evaluates: int
-) -> Ledger:
-    options = {"whole": whole, "margin": margin, "evaluates": evaluates}
+def _trace_blocks(recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[int, int]) -> Ledger:
     try:
-        return _trace_once(recipe, gpu, stage, **options, lowers_ahead=True)
+        return _trace_once(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=True)
     except OtherStridesError:
-        return _trace_once(recipe, gpu, stage, **options, lowers_ahead=False)
+        return _trace_once(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=False)
 
 
 def _trace_once(
-    recipe: Recipe, gpu: Gpu, stage: Stage | None, *, whole: bool, margin: tuple[int, int], evaluates: int,
-    lowers_ahead: bool,
-) -> Ledger:  # fmt: skip
+    recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
+) -> Ledger:
+    stage = ends.stage
     with gpu_of(recipe, gpu) as (virtual, ranks):
         virtual.compiler.lowers_ahead = lowers_ahead
         layers = _TracedLayers(recipe, virtual)
@@ -268,8 +266,8 @@ def _trace_once(
         freeze_more()
         with paused_gc():
             run_steps(step, virtual)
-            if evaluates:
-                run_evaluation(step, virtual, evaluates)
+            if ends.after is not None:
+                ends.after(step, virtual)
         if not whole:
             virtual.compiler.check_layers()
         ledger = virtual.finish()

@@ -134,6 +134,72 @@ class SnapshotFacts(Value):
     failed: FailedRequest | None = None  # The last one
 
 
+class LaterSpike(Value):
+    """Memory of what comes later in a run than its steady step."""
+
+    name: str
+    what: str
+    """In words: how it was run."""
+    peak_allocated_bytes: Bytes
+    peak_device_bytes: Bytes | None = None  # None: only allocated bytes are known
+    more_bytes: int
+    """Allocated bytes beyond the step's own peak; negative: it stays below."""
+    fits: bool
+
+
+class LengthsRun(Value):
+    """Steps of varied lengths, one after another, through the caching allocator."""
+
+    num_steps: Count
+    lengths: tuple[Count, Count, Count]
+    """Tokens of a sequence: the shortest, the median and the longest."""
+    num_lengths: Count  # Distinct ones; each has a prediction of its own
+    longest_alone_bytes: Bytes
+    """Reserved where every step has the longest length."""
+    reserved_bytes: dict[int, Bytes]
+    """Number of steps -> reserved bytes after them."""
+    expandable_bytes: Bytes
+    """After the last step, with ``expandable_segments:True``."""
+    num_retries: Count  # How often the cache was emptied to make room
+    failed: Count | None = None  # The step that ran out of memory, from 1 on
+    expandable_failed: Count | None = None
+    late_length: Count
+    """Tokens of the longest sample, which comes late."""
+    late_after: Count  # Steps before it
+    late_alone_fits: bool
+    """It fits as the first step of a run."""
+    late_fits: bool
+    late_expandable_fits: bool
+    late_reserved_bytes: Bytes
+
+
+class Later(Value):
+    """What comes later in a run than its steady step."""
+
+    spikes: tuple[LaterSpike, ...]
+    lengths: LengthsRun | None
+    notes: tuple[str, ...] = ()
+
+
+class Saving(Value):
+    """A change of a recipe, and what it saves."""
+
+    change: str  # As a recipe writes it
+    saved_bytes: int  # On the device; negative: it takes more
+    peak_device_bytes: Bytes
+    fits: bool
+    time_ratio: float | None  # Of the step's time over the recipe's, for as many tokens; None: no speed known
+    numerics: str = ""  # What of the mathematics it changes
+
+
+class Savings(Value):
+    """What each change of a recipe would save, the most first."""
+
+    peak_device_bytes: Bytes  # The recipe's own
+    changes: tuple[Saving, ...]
+    is_complete: bool  # False: the time was over before everything had been tried
+
+
 class Explanation(Value):
     """The peak of a recipe, or of a memory snapshot, explained."""
 
@@ -160,3 +226,5 @@ class Explanation(Value):
     most: MemoryBreakdown
     """Maximum of each category over the peak's step; not of one moment, so no sum."""
     communication: CommunicationBound | None = None  # None: of one GPU
+    later: Later | None = None  # None: not asked for
+    savings: Savings | None = None

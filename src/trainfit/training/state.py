@@ -174,15 +174,19 @@ def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain
 
 def first_not_finite(step: Step) -> str | None:
     """Return the name of a parameter that holds NaN or infinity."""
-    values = step.model.state_dict()  # The state dict has the values of offloaded blocks too.
+    return next((name for name, is_finite in finite_checks(step) if not is_finite), None)
+
+
+def finite_checks(step: Step) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter's name, and whether all of it is finite (bool scalar), one at a time."""
+    values = step.model.state_dict()  # It has the values of offloaded blocks too.
     codes = code_parameters(step.model)
     for name, parameter in step.model.named_parameters():
         if parameter in codes:
             continue
         value = values.get(name, parameter)
-        if value.is_floating_point() and not torch.isfinite(local(value)).all():
-            return name
-    return None
+        if value.is_floating_point():
+            yield name, torch.isfinite(local(value)).all()
 
 
 def kept_by_others(step: Step) -> set[str]:

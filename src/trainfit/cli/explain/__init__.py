@@ -16,6 +16,7 @@ from trainfit.cli.options import Json, RecipeArgument, Settings, at_most
 from trainfit.spec.errors import InputError
 
 if TYPE_CHECKING:
+    from trainfit.cli.explain.more import More
     from trainfit.cli.explain.outputs import Files
     from trainfit.cli.explain.subjects import Subject
     from trainfit.explanation.peak import Explained
@@ -26,6 +27,10 @@ SCRIPT_HELP = 'The same, the command line of a script: "train.py --lr 1e-4".'
 PLOT_HELP = "Draw the memory of the step by category: .html, .svg, .png or .pdf."
 SNAPSHOT_HELP = "Write the ledger as a memory snapshot (.pickle) for pytorch.org/memory_viz."
 PERFETTO_HELP = "Write the predicted step as a trace (.json, .json.gz) for ui.perfetto.dev."
+CHANGES_HELP = "Also predict what each single change of the recipe would save, and its time."
+LATER_HELP = "Also predict what comes later: evaluation, checkpoints, longer samples, varied lengths."
+EVAL_HELP = "Sequences of an evaluation's batch, with --later (the recipe's batch.micro)."
+LONGEST_HELP = "Tokens of the longest sample, with --later (twice the recipe's batch.seq)."
 ONE_KIND = "name two ledgers, which predict --verbose prints, or two recipes"
 
 
@@ -45,6 +50,10 @@ def run(
     plot: Annotated[Path | None, Option(metavar="FILE", help=PLOT_HELP)] = None,
     snapshot: Annotated[Path | None, Option(metavar="FILE", help=SNAPSHOT_HELP)] = None,
     perfetto: Annotated[Path | None, Option(metavar="FILE", help=PERFETTO_HELP)] = None,
+    changes: Annotated[bool, Option("--changes", help=CHANGES_HELP)] = False,
+    later: Annotated[bool, Option("--later", help=LATER_HELP)] = False,
+    eval_batch: Annotated[int | None, Option(min=1, callback=at_most, metavar="B", help=EVAL_HELP)] = None,
+    longest: Annotated[int | None, Option(metavar="S", parser=options.length, help=LONGEST_HELP)] = None,
     json: Json = False,
 ) -> None:
     """Show what holds memory at the peak of a recipe, a script (.py) or a snapshot (.pickle). Needs no GPU.
@@ -53,6 +62,7 @@ def run(
     or a Trainer's log: how busy the GPU was, with what, and MFU. Also reads the message of an
     OutOfMemoryError (.txt, .log, - for standard input), and compares two ledgers (files of the cache).
     """
+    from trainfit.cli.explain.more import More
     from trainfit.cli.explain.outputs import Files
     from trainfit.cli.explain.subjects import subjects
 
@@ -60,6 +70,8 @@ def run(
     files = Files(plot, snapshot, perfetto)
     files.check()
     given = settings or []
+    more = More(changes, later, eval_batch, longest)
+    more.check(first, second)
     if first.kind in ("text", "trace", "trainer state"):
         files.refuse(first)
         _explain_run(first, second, given, device, json=json)
@@ -67,7 +79,7 @@ def run(
         files.refuse(first)
         _compare_ledgers(first, second, given, top, json=json)
     else:
-        _explain_memory(first, second, given, device, top, files, json=json)
+        _explain_memory(first, second, given, device, top, files, more, json=json)
 
 
 def _explain_run(
@@ -105,6 +117,7 @@ def _explain_memory(
     device: int | None,
     top: int,
     files: "Files",
+    more: "More",
     *,
     json: bool,
 ) -> None:
@@ -117,6 +130,7 @@ def _explain_memory(
     if device is not None and all(one.kind != "snapshot" for one in both):
         raise InputError("only a snapshot has several GPUs", "leave it out", field="--device", value=device)
     found = [explain(one, settings, device, json=json) for one in both]
+    found[0] = more.added(found[0], json=json)
     failure = options.attempt(lambda: files.write(found[0]))
     explanations = [one.explanation for one in found]
     if json:

@@ -6,6 +6,7 @@ from itertools import groupby
 
 from rich.console import Console
 
+from trainfit.cli.text.later import show_later, show_savings
 from trainfit.explanation.ledgers import Comparison, Entry
 from trainfit.explanation.oom_text import OutOfMemoryText
 from trainfit.explanation.peak import difference
@@ -14,7 +15,14 @@ from trainfit.ledger.segments import rounded
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
 from trainfit.report.prediction_text import two_peaks
 from trainfit.report.words import describe, holds_for
-from trainfit.spec.explanation import CommunicationBound, CurvePoint, Explanation, FailedRequest, Moment
+from trainfit.spec.explanation import (
+    CommunicationBound,
+    CurvePoint,
+    Explanation,
+    FailedRequest,
+    Holder,
+    Moment,
+)
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, MemoryBreakdown
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
@@ -34,9 +42,22 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
         out.print(line)
     _chart(out, explanation)
     _categories(out, explanation)
+    _modules(out, explanation, top)
     _holders(out, explanation, top)
     if explanation.communication is not None:
         _communication(out, explanation.communication, recipe.hardware.count)
+    if explanation.savings is not None:
+        show_savings(out, explanation.savings)
+    if explanation.later is not None:
+        show_later(out, explanation.later)
+    missing = [
+        option
+        for option, found in (("--changes", explanation.savings), ("--later", explanation.later))
+        if found is None
+    ]
+    if missing:
+        words = {"--changes": "what each change would save", "--later": "what needs memory later in the run"}
+        rows(out, [["; ".join(f"{option}: {words[option]}" for option in missing)]], "wrap")
     out.print()
 
 
@@ -229,6 +250,34 @@ def _categories(out: Console, explanation: Explanation) -> None:
             share = size / explanation.peak_allocated_bytes
             lines.append([name, format_bytes(size), f"{share:.1%}", bar(share, width, blocks=blocks)])
     rows(out, lines, "left", "right", "right", "left")
+
+
+def _modules(out: Console, explanation: Explanation, top: int) -> None:
+    """Print bytes by module and category."""
+    heading(out, "By module and category (equal layers together)")
+    found: dict[str, dict[str, int]] = {}
+    for one in explanation.holders:
+        row = found.setdefault(_module_of(one), {})
+        row[one.category] = row.get(one.category, 0) + one.num_bytes
+    used = [name for name in CATEGORIES if any(name in row for row in found.values())]
+    ranked = sorted(found.items(), key=lambda item: -sum(item[1].values()))
+    shown, rest = ranked[: max(4, top // 2)], ranked[max(4, top // 2) :]
+    if rest:
+        others = {name: sum(row.get(name, 0) for _, row in rest) for name in used}
+        shown.append((f"{len(rest)} more", others))
+    lines = [["module", *(name[:11] for name in used), "all"]]
+    for module, row in shown:
+        sizes = [format_bytes(row[name]) if row.get(name) else "" for name in used]
+        lines.append([broken(module, 34), *sizes, format_bytes(sum(row.values()))])
+    rows(out, lines, "left", *(["right"] * (len(used) + 1)))
+
+
+def _module_of(holder: Holder) -> str:
+    """Return the module that a holder belongs to; of a parameter, the one that has it."""
+    path = holder.path
+    if holder.category in ("weights", "optimizer") and "." in path:
+        path = path.rpartition(".")[0]
+    return path or "no module"
 
 
 def _holders(out: Console, explanation: Explanation, top: int) -> None:

@@ -1,0 +1,1 @@
+"""What needs memory later in a run than its steady step: spikes, and steps of varied lengths."""
