@@ -1,6 +1,7 @@
 """PEFT models on real and fake parameters."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +24,30 @@ def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:
     with fake_parameters_convert(), warnings.catch_warnings():
         # PEFT uses a name that transformers 5.23 deprecates.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # See ``untied``.
+        # ``untied`` says so in one line.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         base: Any = model
         return peft.get_peft_model(base, config, **options)
+
+
+def untied(model: nn.Module) -> tuple[str, ...]:
+    """Return a line if an adapter trains a tied weight in one of the modules that share it."""
+    wrapped: dict[str, nn.Module] = {}
+    shared = Counter[int]()
+    for name, module in model.named_modules():
+        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+        if isinstance(inner, nn.Module):
+            wrapped[name.rpartition(".")[2]] = inner
+        weight = module._parameters.get("weight")
+        shared[id(weight)] += weight is not None
+    apart = [name for name, inner in wrapped.items() if shared[id(inner._parameters.get("weight"))] > 1]
+    if not apart:
+        return ()
+    return (
+        f"the model ties its embeddings, and the adapter on {' and '.join(apart)} changes one side: merged, the "
+        "model needs tie_word_embeddings: false",
+    )
 
 
 @contextmanager

@@ -83,6 +83,8 @@ def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
 
 
 def _linear(layer: Any, loss: str) -> nn.Linear:
+    if hasattr(layer, "modules_to_save"):  # PEFT's wrapper: the copy trains.
+        (layer,) = layer.modules_to_save.values()
     if isinstance(layer, nn.Linear):
         return layer
     problem = f"the model's output layer is a {type(layer).__name__}, not a plain linear layer"

@@ -119,9 +119,14 @@ class QuantizedLinear(nn.Linear):
         """Number of weights stored as codes."""
         return self.out_features * self.in_features
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight, [out, in]."""
-        like = torch.empty(0, dtype=dtype, device=self.weight.device)
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """The codes: PEFT's DoRA calls ``dequantize`` of layers with this name, which is HQQ's."""
+        return self.weight
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the dequantised weight, [out, in], by default in the original weight's dtype."""
+        like = torch.empty(0, dtype=dtype or self.compute_dtype, device=self.weight.device)
         return _dequantize(like, self._parts(), self.shape)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.ledger.slices import check_slices
+from trainfit.models.adapted import untied
 from trainfit.models.deferred_init import deferred
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import active_shares, code_parameters, layer_lists, slow_layers
@@ -281,7 +282,7 @@ def _trace_once(
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
         _count_parameters(step.model, ledger, virtual, layers.groups)
-        ledger.warnings = slow_layers(step.model)
+        ledger.warnings = (*slow_layers(step.model), *untied(step.model))
     return ledger
 
 

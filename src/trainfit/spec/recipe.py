@@ -178,7 +178,15 @@ Targets = Annotated[
 
 
 class Adapter(Value):
-    """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains."""
+    """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains.
+
+    Attributes:
+        targets: modules that LoRA adapts: linear layers, and embeddings by name.
+        dora: LoRA's direction and a trained magnitude of each output (DoRA).
+        rslora: products are scaled by alpha / sqrt(rank) instead of alpha / rank.
+        modules_to_save: names of modules of which a copy trains whole, next to LoRA.
+        tokens: virtual tokens of prompt tuning, prefix tuning and p-tuning.
+    """
 
     kind: Annotated[Literal["lora", "prompt", "prefix", "p-tuning"], Extensible("adapter.kind")]
     rank: Annotated[int, Field(ge=1, le=2**14)] = 16
@@ -186,7 +194,10 @@ class Adapter(Value):
     targets: Targets = "all-linear"
     dtype: Literal["fp32", "base"] = "fp32"
     dropout: Annotated[float, Field(ge=0, lt=1), FromPercent] = 0.0
-    tokens: PositiveInt = 20  # Virtual tokens of prompt tuning, prefix tuning and p-tuning
+    dora: bool = False
+    rslora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    tokens: PositiveInt = 20
 
 
 class Parallel(Value):

@@ -27,6 +27,7 @@ from trainfit.virtual.trace.host_tensors import (
     FACTORIES,
     HostTensorMode,
     PlacementState,
+    deep_copy,
     on_host,
     seen_values,
 )
@@ -196,16 +197,7 @@ class UserTensorMode(HostTensorMode):
         if not isinstance(t, FakeTensor):
             # With the modes on, the copy of a real tensor would be fake.
             return on_host(type(t).__deepcopy__, (t, memo), {})
-        if id(t) not in memo:
-            with torch.no_grad():
-                copied = t.detach().clone()
-            if isinstance(t, torch.nn.Parameter):
-                copied = torch.nn.Parameter(copied, t.requires_grad)
-            copied.requires_grad_(t.requires_grad)
-            for name, value in vars(t).items():
-                vars(copied).setdefault(name, value)
-            memo[id(t)] = copied
-        return memo[id(t)]
+        return deep_copy(t, memo)
 
 
 def real_of(t: Tensor) -> Tensor:

@@ -27,6 +27,12 @@ MAIN_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
     "data": ("train", (str,)),
 }
 """Field that holds a mapping -> the key that a bare value of these types stands for."""
+LORA_KINDS: dict[str, dict[str, bool]] = {
+    "qlora": {}, "dora": {"dora": True}, "qdora": {"dora": True}, "rslora": {"rslora": True},
+}  # fmt: skip
+"""Words for ``adapter.kind`` -> the fields of LoRA that they stand for; q: with a 4-bit base."""
+SAME_KEYS = {"use_dora": "dora", "use_rslora": "rslora"}
+"""PEFT's names of an adapter's fields, which are taken as well."""
 NULLABLE = ("adapter", "quantize")
 """Fields whose word none means null."""
 
@@ -67,9 +73,13 @@ def written_out(data: dict[str, Any], *, replaces_count: bool = False) -> dict[s
         whole["optimizer"] = {**known, **optimizer, "name": known.get("name", optimizer["name"])}
     if isinstance(batch, dict) and "seq" in batch:
         whole["batch"] = {**batch, "seq": tokens_of(batch["seq"])}
-    if isinstance(adapter, dict) and str(adapter.get("kind")).lower() == "qlora":
-        whole["adapter"] = {**adapter, "kind": "lora"}
-        whole["quantize"] = whole.get("quantize") or "nf4"
+    if isinstance(adapter, dict):
+        whole["adapter"] = {SAME_KEYS.get(key, key): value for key, value in adapter.items()}
+        if str(adapter.get("kind")).lower() in LORA_KINDS:
+            options = LORA_KINDS[adapter["kind"].lower()]
+            whole["adapter"] = {**whole["adapter"], "kind": "lora", **options}
+            if adapter["kind"].lower().startswith("q"):
+                whole["quantize"] = whole.get("quantize") or "nf4"
     if isinstance(hardware, dict):
         whole["hardware"] = _with_count(hardware, replaces_count=replaces_count)
     return whole

@@ -1,11 +1,15 @@
-"""LoRA through PEFT: a frozen base with a trainable low-rank product B A next to each targeted linear layer.
+"""LoRA through PEFT: a frozen base with a trainable low-rank product B A next to each targeted layer.
 
 Hu et al., arXiv:2106.09685. Alpha is the rank unless the recipe sets it. ``all-linear`` is PEFT's rule on
-``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``.
+``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``. Embeddings are adapted
+where ``targets`` names them. With ``dora`` PEFT writes out the adapted weight in every forward, for its norm
+(Liu et al., arXiv:2402.09353); of a quantised layer it dequantises the base once more. ``rslora`` scales by
+alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732). Of ``modules_to_save`` a copy trains whole.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import random
 import re
@@ -53,8 +57,12 @@ def refused_by_peft(recipe: Recipe, field: str, remedy: str) -> Iterator[None]:
     """Convert an error that PEFT raises inside to an InputError of the field."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         problem = f"PEFT refuses it: {str(error).splitlines()[0][:200]}"
+        if "dora" in str(error).lower():
+            field, remedy = "adapter.dora", "leave dora out, or leave these modules out of adapter.targets"
+        elif "modules_to_save" in str(error):
+            field, remedy = "adapter.modules_to_save", "name single layers, outside of adapter.targets"
         raise refusal(recipe, field, problem, remedy) from error
 
 
@@ -70,10 +78,14 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     if not is_hf:
         # Without this attribute PEFT assumes checkpointing and makes the embedding require a gradient.
         model.is_gradient_checkpointing = False
+    _check_saved(recipe, model)
     config = peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha or adapter.rank,
         lora_dropout=adapter.dropout,
+        use_dora=adapter.dora,
+        use_rslora=adapter.rslora,
+        modules_to_save=list(adapter.modules_to_save) or None,
         target_modules=_targets(adapter, model, is_hf),
         # GPT-2's Conv1D keeps its weight transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
@@ -82,6 +94,28 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     remedy = "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]"
     with refused_by_peft(recipe, "adapter.targets", remedy):
         draft.model = wrap(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
+
+
+def _check_saved(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse names in ``modules_to_save`` that no module has, which PEFT passes over, and what cannot train."""
+    from trainfit.models.layers import num_quantized
+
+    assert recipe.adapter is not None
+    for name in recipe.adapter.modules_to_save:
+        found = {path: module for path, module in model.named_modules() if name and path.endswith(name)}
+        problem = remedy = ""
+        if not found:
+            known = {path.rpartition(".")[2] for path, _ in model.named_modules()} - {""}
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+            problem = f"the model has no module {name}"
+            remedy = f"write one of its names, such as {', '.join(close) or 'lm_head'}"
+        elif any(map(num_quantized, found.values())):
+            problem = f"{name} holds quantised weights, which do not train"
+            remedy = "name modules outside the quantised blocks, or use quantize: null"
+        elif not any([*module.parameters()] for module in found.values()):
+            problem, remedy = f"{name} has no weights", "leave it out"
+        if problem:
+            raise refusal(recipe, "adapter.modules_to_save", problem, remedy)
 
 
 def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]:
@@ -140,10 +174,20 @@ def _options(chance: random.Random) -> Data:
     return {"rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
 
 
+def _describe(recipe: Recipe) -> str:
+    adapter = recipe.adapter
+    if adapter is None:
+        return ""
+    text = f"{'rs' * adapter.rslora}{'dora' if adapter.dora else 'lora'} {adapter.rank}"
+    return f"{text} and {', '.join(adapter.modules_to_save)}" if adapter.modules_to_save else text
+
+
 def _names_layers(recipe: Recipe) -> bool:
-    """Return whether ``targets`` names layers by their numbers, or by a pattern of numbers."""
-    targets = recipe.adapter.targets if recipe.adapter is not None else ()
-    named = (targets,) if isinstance(targets, str) else targets
+    """Return whether modules are named by their layers' numbers, or by a pattern of numbers."""
+    if recipe.adapter is None:
+        return False
+    targets = recipe.adapter.targets
+    named = *((targets,) if isinstance(targets, str) else targets), *recipe.adapter.modules_to_save
     # Not a number within a name such as fc1 or dense_4h_to_h.
     return any(re.search(r"(?<![A-Za-z0-9_])\d|\\d|\[\^?\d", target) for target in named)
 
@@ -156,8 +200,12 @@ TECHNIQUE = Technique(
     covers={"adapter.kind": ("lora",)},
     check=needs_peft,
     apply=apply,
-    describe=lambda recipe: f"lora {recipe.adapter.rank if recipe.adapter else 0}",
-    variants=({"adapter": {"kind": "lora", "dtype": "base"}},),
+    describe=_describe,
+    variants=(
+        {"adapter": {"kind": "lora", "dtype": "base"}},
+        {"adapter": {"kind": "lora", "dora": True}},
+        {"adapter": {"kind": "lora", "rslora": True, "modules_to_save": ["lm_head"]}},
+    ),
     draw=Draw(weights={"adapter.kind": {"lora": 1}}, share=0.15, options=_options),
     trace_whole=_names_layers,
 )

@@ -32,7 +32,7 @@ def has_no_matrices(recipe: Recipe) -> None:
     """Refuse fields that only LoRA has."""
     assert recipe.adapter is not None
     kind = recipe.adapter.kind
-    for field in ("rank", "alpha", "targets", "dropout"):
+    for field in ("rank", "alpha", "targets", "dropout", "dora", "rslora", "modules_to_save"):
         if getattr(recipe.adapter, field) != getattr(Adapter(kind=kind), field):
             remedy = "leave it out, or use adapter.kind: lora"
             raise refusal(recipe, f"adapter.{field}", f"{kind} has virtual tokens and no {field}", remedy)

@@ -81,6 +81,8 @@ class HostTensorMode(TorchFunctionMode):
         if func in MOVES and is_host(args[0]) and (is_cuda or _names_device(args[1:], kwargs)):
             with self._placement.moving():
                 return args[0].clone() if is_cuda else args[0].to(*args[1:], **{**kwargs, "copy": True})
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            return deep_copy(*args)
         if func in BACKWARDS:
             with self._in_engine((args[:1], kwargs)):
                 return func(*args, **kwargs)
@@ -103,6 +105,20 @@ class HostTensorMode(TorchFunctionMode):
 
         with replaced(module, "_engine_run_backward", run):
             yield
+
+
+def deep_copy(t: Tensor, memo: dict[int, Any]) -> Any:
+    """Return ``copy.deepcopy`` of a fake tensor or parameter, for which PyTorch reads its address."""
+    if id(t) not in memo:
+        with torch.no_grad():
+            copied = t.detach().clone()
+        if isinstance(t, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, t.requires_grad)
+        copied.requires_grad_(t.requires_grad)
+        for name, value in vars(t).items():
+            vars(copied).setdefault(name, value)
+        memo[id(t)] = copied
+    return memo[id(t)]
 
 
 class PlacementState:
