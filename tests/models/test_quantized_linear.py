@@ -12,6 +12,7 @@ from tiny_step import BASE, FAMILIES, KINDS, aot_eager, learned, quantized_layer
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.models.quantized import QuantizedLinear
+from trainfit.models.quantized_libraries import TorchaoLinear, nf4_tensor
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -89,6 +90,73 @@ def test_a_recipe_with_only_defaults_is_the_short_form():
     for wrong, named in (({"kind": "int8", "block": 32}, "quantize.block"), ("nf5", "quantize = 'nf5'")):
         with pytest.raises(InputError, match=named):
             of(wrong)
+
+
+def test_words_for_layouts_of_libraries():
+    def of(quantize: Any) -> Any:
+        return recipe_from(tiny_recipe(adapter=LORA, quantize="nf4").content() | {"quantize": quantize})
+
+    assert of("nf4-dq") == of("NF4") == of("nf4")
+    assert of("bnb-nf4") == of({"kind": "nf4", "double": False, "library": "bitsandbytes"})
+    assert of("BNB_NF4_DQ") == of({"kind": "nf4", "library": "bitsandbytes"})
+    assert of("torchao-nf4").base == Quantized(kind="nf4", library="torchao")
+    assert of({"kind": "nf4", "skip_modules": []}) == of("nf4")
+    assert "by bitsandbytes" in str(of("bnb-nf4").base)
+    for wrong, named in (
+        ({"kind": "int8", "library": "bitsandbytes"}, "quantize.library"),
+        ({"kind": "nf4", "library": "torchao", "double": False}, "quantize.double"),
+        ("bitsandbytes", "here it is quantize: bnb-nf4"),
+    ):
+        with pytest.raises(InputError, match=named):
+            of(wrong)
+
+
+WIDE_LLAMA = {**TINY_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+"""Of whose layers each has a multiple of 16,384 weights, as torchao's layout needs."""
+
+
+def test_torchaos_layer_is_its_tensors():
+    """Output and gradient of ``F.linear`` with an ``NF4Tensor``; nothing of the weight's size is kept."""
+    torch.manual_seed(0)
+    weight = torch.randn(128, 256)
+    made = TorchaoLinear(256, 128, False, Quantized(kind="nf4", library="torchao"), torch.float32, "cpu")
+    made.load(weight, None)
+    theirs = nf4_tensor().from_tensor(weight, 64, 256)
+    inputs = [torch.ones(3, 256).requires_grad_() for _ in range(2)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ours = made(inputs[0])
+    assert {t.data_ptr() for t in kept} == {part.data_ptr() for part in made.buffers()}
+    expected = nn.functional.linear(inputs[1], theirs)
+    assert torch.equal(ours, expected)
+    ours.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_recipe_learns_over_torchaos_layout_and_is_predicted():
+    recipe = tiny_recipe(adapter=LORA, quantize=Quantized(kind="nf4", library="torchao"), precision="bf16")
+    with pytest.raises(InputError, match=r"quantize.library.*multiples of 16,384 weights.*32 x 32"):
+        learned(recipe, 1)
+    wide = recipe.model_copy(update={"model": ModelSpec(config=WIDE_LLAMA), "optimizer": Optimizer(lr=1e-2)})
+    _, losses = learned(wide, 4)
+    assert losses[-1] < losses[0]
+    ledger = trace(wide)
+    assert not ledger.ops_without_flops
+    assert "torchao" in ledger.versions
+    with pytest.raises(InputError, match="compile = 'block': torch.compile of torchao's"):
+        registry.check(wide.model_copy(update={"compile": "block"}))
+
+
+def test_modules_that_are_not_quantised():
+    base = Quantized(kind="nf4", skip_modules=("down_proj", "lm_head"))
+    model = build_model(ModelSpec(config=TINY_LLAMA), dtype=torch.float32, device="cpu", quantize=base)
+    names = {name.rpartition(".")[2] for name, one in model.named_modules() if type(one) is nn.Linear}
+    assert names == {"down_proj", "lm_head"}
+    for wrong in ("down_pro", ""):
+        base = Quantized(kind="nf4", skip_modules=(wrong,))
+        with pytest.raises(InputError, match="quantize.skip_modules"):
+            build_model(ModelSpec(config=TINY_LLAMA), dtype=torch.float32, device="cpu", quantize=base)
 
 
 def test_another_shape_is_refused():

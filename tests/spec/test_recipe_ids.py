@@ -72,9 +72,11 @@ OTHERS: dict[str, list[Any]] = {
     "adapter": [{"kind": kind} for kind in ("lora", "prompt", "prefix", "p-tuning")],
     "adapter.rank": [8], "adapter.alpha": [8, 16], "adapter.targets": ["q_proj", ["q_proj"]],
     "adapter.dtype": ["base"], "adapter.dropout": [0.1], "adapter.tokens": [8], "adapter.kind": [],
+    "adapter.dora": [True], "adapter.rslora": [True], "adapter.modules_to_save": [["lm_head"], ["norm"]],
     "quantize": [
         "nf4", "int8", {"kind": "nf4", "double": False}, {"kind": "nf4", "block": 128},
-        {"kind": "nf4", "compute": "fp32"}, {"kind": "int8", "compute": "fp32"},
+        {"kind": "nf4", "compute": "fp32"}, {"kind": "int8", "compute": "fp32"}, "bnb-nf4", "bnb-nf4-dq",
+        "torchao-nf4", {"kind": "nf4", "skip_modules": ["q_proj"]},
     ],
     "offload.activations": [True], "offload.weights": [True],
     "loader.workers": [1], "loader.prefetch": [3], "loader.pin_memory": [False], "empty_cache_every": [1, 2],
@@ -195,9 +197,11 @@ def test_defaults_are_what_they_were() -> None:
 
     check(DEFAULTS, parse(Recipe, PLAIN).content())
     lora = {"rank": 16, "alpha": None, "targets": "all-linear", "dtype": "fp32", "dropout": 0.0, "tokens": 20}
+    lora |= {"dora": False, "rslora": False, "modules_to_save": []}
     check(lora, Adapter(kind="lora").model_dump(mode="json"))
     check({"recompute": "none", "offload": 0.0, "every": 1, "count": 1}, LayerRun().model_dump(mode="json"))
-    check({"double": True, "block": 64, "compute": None}, Quantized(kind="nf4").model_dump(mode="json"))
+    nf4 = {"double": True, "block": 64, "compute": None, "library": "trainfit", "skip_modules": []}
+    check(nf4, Quantized(kind="nf4").model_dump(mode="json"))
 
 
 def test_an_older_record_is_read_under_todays_id(tmp_path: Path) -> None:

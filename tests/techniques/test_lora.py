@@ -68,7 +68,7 @@ def test_an_option_learns_and_is_predicted(code: str, name: str):
 
 def test_rslora_scales_by_the_root_of_the_rank():
     for rslora, expected in ((False, 32 / 4), (True, 32 / math.sqrt(4))):
-        model = assemble(lora(rslora=rslora, alpha=32), CPU).model
+        model: Any = assemble(lora(rslora=rslora, alpha=32), CPU).model
         scales = {module.scaling["default"] for module in model.modules() if hasattr(module, "lora_A")}
         assert scales == {expected}
 
@@ -118,7 +118,7 @@ def test_training_stops_and_goes_on_to_the_last_bit(tmp_path: Path):
 
 
 def test_dora_costs_the_memory_of_written_out_weights():
-    """At the peak of each layer's forward: the adapted weight in fp32, as large as the base; and more time."""
+    """In each layer's forward the adapted weight in fp32; and its products' FLOPs."""
     config = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8}
     model = ModelSpec(config={"model_type": "llama", "vocab_size": 512, **config})
     options = {"model": model, "recompute": "full", "precision": "bf16", "quantize": "nf4"}

@@ -45,8 +45,8 @@ def untied(model: nn.Module) -> tuple[str, ...]:
     if not apart:
         return ()
     return (
-        f"the model ties its embeddings, and the adapter on {' and '.join(apart)} changes one side: merged, the "
-        "model needs tie_word_embeddings: false",
+        f"the model ties its embeddings, and the adapter on {' and '.join(apart)} changes one side: "
+        "merged, the model needs tie_word_embeddings: false",
     )
 
 

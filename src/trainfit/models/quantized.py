@@ -58,12 +58,7 @@ class QuantizedLinear(nn.Linear):
         self.compute_dtype = dtype  # The name that PEFT reads.
         own_bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.bias = None if own_bias is None else nn.Parameter(own_bias, requires_grad=False)
-        if self.kind == "nf4":
-            nf4.register()
-            parts: Any = nf4.empty_nf4(self.num_quantized, device, base.block, double=base.double)
-        else:
-            rows.register()
-            parts = rows.empty_rows(out_features, in_features, ROW_CODES[self.kind], device)
+        parts = self._empty(device)
         self._fields = parts._fields
         self._viewed = dict[str, torch.dtype]()  # Codes that are parameters of another dtype
         for name, part in zip(parts._fields, parts, strict=True):
@@ -74,15 +69,25 @@ class QuantizedLinear(nn.Linear):
         """Quantise a weight ([out, in], on the layer's device) into the layer's memory, and copy the bias."""
         if weight.shape != self.shape:
             raise ValueError(f"weight {list(weight.shape)}: the layer has {self.shape[0]} x {self.shape[1]}")
-        own = weight.contiguous()
-        if self.kind == "nf4":
-            parts: Any = nf4.quantize_nf4(own, self.base.block, double=self.base.double)
-        else:
-            parts = rows.quantize_rows(own, ROW_CODES[self.kind])
-        for memory, part in zip(self._parts(), parts, strict=True):
-            memory.copy_(part)
+        for memory, part in zip(self._parts(), self._quantize(weight.contiguous()), strict=True):
+            if memory is not part:
+                memory.copy_(part)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
+
+    def _empty(self, device: torch.device | str) -> Any:
+        """Allocate the tensors of the layout, a named tuple."""
+        if self.kind == "nf4":
+            nf4.register()
+            return nf4.empty_nf4(self.num_quantized, device, self.base.block, double=self.base.double)
+        rows.register()
+        return rows.empty_rows(*self.shape, ROW_CODES[self.kind], device)
+
+    def _quantize(self, weight: Tensor) -> Any:
+        """Return the layout's tensors of a contiguous weight."""
+        if self.kind == "nf4":
+            return nf4.quantize_nf4(weight, self.base.block, double=self.base.double)
+        return rows.quantize_rows(weight, ROW_CODES[self.kind])
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -237,15 +242,16 @@ def fill_quantized(
         InputError: No decoder blocks, or blocks with matrices outside linear layers.
     """
     blocks = require_blocks(model, "quantize", str(base), "use quantize: null")
+    _refuse_unknown_names(model, base)
     _refuse_other_weights(blocks, base)
     # Allocated before the temporary weights, which would otherwise leave holes in the allocator's segments.
-    quantized = {child: _quantized(child, base, device) for _, _, child in _linears(blocks)}
+    quantized = {child: _quantized(child, base, device) for _, _, child in _linears(blocks, base)}
     for block in blocks:
         with within_block(block):
             _materialize(block, device, waiting)
             for module in _children_first(block):
                 initialize(module)
-            for parent, name, child in _linears([block]):
+            for parent, name, child in _linears([block], base):
                 setattr(parent, name, quantized[child])
                 quantized.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
     _materialize(model, device, waiting, initialize)
@@ -255,7 +261,7 @@ def replace_linears(blocks: list[nn.Module], base: Quantized) -> dict[nn.Module,
     """Replace the blocks' linear layers by quantised ones on meta; return the new layer of each old one."""
     _refuse_other_weights(blocks, base)
     new: dict[nn.Module, QuantizedLinear] = {}
-    for parent, name, child in _linears(blocks):
+    for parent, name, child in _linears(blocks, base):
         new[child] = _quantized(child, base, "meta")
         setattr(parent, name, new[child])
     return new
@@ -272,15 +278,31 @@ def load_filled(
     linear._parameters.update(on_meta)
 
 
-def _linears(blocks: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return parent, name and linear layer of every linear layer in the blocks."""
+def _linears(blocks: list[nn.Module], base: Quantized) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return parent, name and linear layer of every linear layer in the blocks that is quantised."""
     return [
         (parent, name, child)
         for block in blocks
-        for parent in block.modules()
+        for path, parent in block.named_modules()
         for name, child in parent.named_children()
-        if _is_linear(child)
+        if _is_linear(child) and not _is_skipped(f"{path}.{name}".strip("."), base)
     ]
+
+
+def _refuse_unknown_names(model: nn.Module, base: Quantized) -> None:
+    """Refuse names in ``skip_modules`` that no module of the model has."""
+    paths = [f".{path}." for path, _ in model.named_modules()]
+    for name in base.skip_modules:
+        if not name or not any(f".{name}." in path for path in paths):
+            remedy = "write names of its linear layers, such as down_proj"
+            raise InputError(
+                "the model has no such module", remedy, field="quantize.skip_modules", value=name
+            )
+
+
+def _is_skipped(path: str, base: Quantized) -> bool:
+    """Return whether ``skip_modules`` names a layer or a module around it, within its block."""
+    return any(f".{name}." in f".{path}." for name in base.skip_modules)
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -290,8 +312,10 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _quantized(linear: Any, base: Quantized, device: torch.device | str) -> QuantizedLinear:
+    from trainfit.models.quantized_libraries import CLASSES  # Its classes derive from the one here.
+
     num_out, num_in = _weight(linear).shape
-    return QuantizedLinear(num_in, num_out, linear.bias is not None, base, linear.weight.dtype, device)
+    return CLASSES[base.library](num_in, num_out, linear.bias is not None, base, linear.weight.dtype, device)
 
 
 def _weight(linear: Any) -> Tensor:

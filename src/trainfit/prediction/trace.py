@@ -19,6 +19,7 @@ from trainfit.models.adapted import untied
 from trainfit.models.deferred_init import deferred
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import active_shares, code_parameters, layer_lists, slow_layers
+from trainfit.models.quantized_libraries import import_library
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
@@ -109,6 +110,8 @@ def _traced(
         if technique.library is not None:
             field = technique.fields[0]
             optional(*technique.library, field=field, value=value_at(recipe, field))
+    if recipe.base is not None:
+        import_library(recipe.base)
     with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
             if whole:

@@ -19,7 +19,8 @@ def libraries_of(recipe: Recipe, ledger: Ledger) -> tuple[str, ...]:
         "transformers": recipe.model.implementation == "hf" or recipe.optimizer.name == "adafactor",
         "peft": recipe.adapter is not None,
         "triton": any(op.name.startswith(TRITON_OPS) for op in ledger.ops),
-        "torchao": recipe.precision == "fp8",
+        "torchao": recipe.precision == "fp8"
+        or (recipe.base is not None and recipe.base.library == "torchao"),
         "bitsandbytes": any(op.name.startswith("bitsandbytes") for op in ledger.ops),
     }
     return tuple(name for name in LIBRARIES if uses[name])

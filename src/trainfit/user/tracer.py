@@ -40,7 +40,6 @@ INDEXING = tuple(
 )
 ACROSS_SIDES = (*INDEXING, "aten::copy_", "aten::_to_copy", "aten::set_", "aten::is_same_size", "aten::equal")
 """Operations whose tensors may be on different devices."""
-AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 ALL_SELECTED = "a mask that depends on the data is assumed to select all elements"
 
 
@@ -61,8 +60,6 @@ class UserTracer(Tracer):
         self.notes: set[str] = set()  # Deviations of the trace from a real run
         self.functions: AbstractContextManager[Any] = nullcontext()
         """The mode that translates calls above autograd (``UserTensorMode``)."""
-        self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
-        """Namespace of a library's operators -> the function that runs them on device tensors."""
         super().__init__(gpu, scopes, placement, observers)  # Last: it attaches the observers.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,19 +84,12 @@ class UserTracer(Tracer):
 
     @contextmanager
     def python_body(self) -> Iterator[None]:
-        """Trace the Python code of an operator, which runs below its dispatch, as other code of the user.
-
-        Autograd's keys are entered again, without gradients: they decompose composite operations.
-        """
-        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD)
+        """Trace the Python code of an operator, which runs below its dispatch, as other code of the user."""
         with ExitStack() as stack:
-            stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, AUTOGRAD, excluded)
-            torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, False)
-            stack.enter_context(torch.no_grad())
             stack.enter_context(self.inside(False))
             if self.functions not in torch.overrides._get_current_function_mode_stack():
                 stack.enter_context(self.functions)
-            stack.enter_context(self)
+            stack.enter_context(super().python_body())
             yield
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

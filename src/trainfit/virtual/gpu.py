@@ -11,6 +11,8 @@ from torch import nn
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.virtual import torch_internals
+from trainfit.virtual.bitsandbytes_library import NAME as BITSANDBYTES
+from trainfit.virtual.bitsandbytes_library import RecipeOperators
 from trainfit.virtual.compile import VirtualCompiler
 from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
@@ -104,6 +106,8 @@ def virtual_gpu(
         stack.enter_context(CpuFakeMode(allow_non_fake_inputs=True))
         placement = PlacementState()
         tracer = Tracer(traits, scopes, placement, observers)
+        if traits is not None:
+            tracer.libraries[BITSANDBYTES] = RecipeOperators(tracer, stack).run
         stack.enter_context(HostTensorMode(placement))
         stack.enter_context(scopes)
         stack.enter_context(tracer)

@@ -1,10 +1,10 @@
 """LoRA through PEFT: a frozen base with a trainable low-rank product B A next to each targeted layer.
 
 Hu et al., arXiv:2106.09685. Alpha is the rank unless the recipe sets it. ``all-linear`` is PEFT's rule on
-``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``. Embeddings are adapted
-where ``targets`` names them. With ``dora`` PEFT writes out the adapted weight in every forward, for its norm
-(Liu et al., arXiv:2402.09353); of a quantised layer it dequantises the base once more. ``rslora`` scales by
-alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732). Of ``modules_to_save`` a copy trains whole.
+``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``. Embeddings are
+adapted where ``targets`` names them. With ``dora`` PEFT writes out the adapted weight in every forward, for
+its norm (Liu et al., arXiv:2402.09353); a quantised base is dequantised for it once more. ``rslora`` scales
+by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732). Of ``modules_to_save`` a copy trains whole.
 """
 
 from __future__ import annotations
@@ -91,13 +91,17 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type="CAUSAL_LM" if is_hf else None,
     )
+    if recipe.base is not None and recipe.base.library == "bitsandbytes":
+        from trainfit.models.quantized_libraries import peft_layers
+
+        config._register_custom_module(peft_layers())
     remedy = "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]"
     with refused_by_peft(recipe, "adapter.targets", remedy):
         draft.model = wrap(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
 
 
 def _check_saved(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse names in ``modules_to_save`` that no module has, which PEFT passes over, and what cannot train."""
+    """Refuse ``modules_to_save`` that no module is named, which PEFT passes over, or that cannot train."""
     from trainfit.models.layers import num_quantized
 
     assert recipe.adapter is not None

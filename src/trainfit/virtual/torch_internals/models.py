@@ -62,4 +62,8 @@ MODELS = (
         "initialising the blocks that are traced, and no others", "(self, module, is_custom_code=)",
         call=calls.skips_initialised, result=["_is_hf_initialized"],
     ),
+    entry(
+        "peft.tuners.lora.config:LoraConfig._register_custom_module",
+        "PEFT's own layers for bitsandbytes over layers whose tensors are buffers", "(self, mapping)",
+    ),
 )

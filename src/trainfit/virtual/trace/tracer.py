@@ -1,7 +1,8 @@
 """The tracer: a dispatch mode that records every operation of a step on fake tensors in a ledger."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -33,6 +34,7 @@ aten = torch.ops.aten
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """Last operations of ``torch.tensor``: their input is a real tensor, on whichever device the result is."""
 CONVERSIONS = {aten._to_copy.default, aten.clone.default}
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 DEVICE = torch.ops.prim.device.default
 """The device query, more than half of all calls."""
 
@@ -62,6 +64,8 @@ class Tracer(TorchDispatchMode):
         self.visible_share: Fraction | None = None
         """In compiled code: the share of query-key pairs of the running product that a mask leaves
         visible."""
+        self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
+        """Namespace of a library's operators -> the function that runs them, or returns NotImplemented."""
         self._unknown: set[str] = set()
         self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = self._in_mode = 0
         self._host: dict[int, tuple[Any, int]] = {}
@@ -144,6 +148,20 @@ class Tracer(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # HostTensorMode would take each attribute read from a tensor.
             return self._run(func, types, args, kwargs or {})
 
+    @contextmanager
+    def python_body(self) -> Iterator[None]:
+        """Trace the Python code of an operator, which runs below its dispatch.
+
+        Autograd's keys are entered again, without gradients: they decompose composite operations.
+        """
+        excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD)
+        with ExitStack() as stack:
+            stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, AUTOGRAD, excluded)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, False)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self)
+            yield
+
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._in_mode += CountedMode.num_entered > 0
         tensors = tensors_of((args, kwargs)) if kwargs else tensors_of(args)
@@ -157,6 +175,10 @@ class Tracer(TorchDispatchMode):
             if self.gpu is None:
                 self._record(func, args, kwargs, out)  # The device of a virtual CPU is the host.
             return out
+        if func.namespace in self.libraries:
+            found = self.libraries[func.namespace](func, args, kwargs)
+            if found is not NotImplemented:
+                return found
         if func in READS_VALUE:
             self.count_read()
             if known_value(args[0]) is None:
