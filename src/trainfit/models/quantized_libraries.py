@@ -5,7 +5,6 @@ trainfit's own. The libraries' ``Params4bit`` and ``NF4Tensor`` hold the same te
 """
 
 import importlib
-import logging
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,14 +24,8 @@ GROUP = 256  # Magnitudes of one scale, in both libraries
 
 @cache
 def bitsandbytes() -> Any:
-    """Import bitsandbytes, which on a machine without a GPU reports each library that it does not find."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        return optional("bitsandbytes", "bitsandbytes", field="quantize.library", value="bitsandbytes")
-    finally:
-        logger.setLevel(level)
+    """Import bitsandbytes."""
+    return optional("bitsandbytes", "bitsandbytes", field="quantize.library", value="bitsandbytes")
 
 
 @cache
