@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainfit.kernels.quantize import nf4, rowwise
 from trainfit.models.build import build_model
-from trainfit.models.quantized import QuantizedLinear
+from trainfit.models.quantized import replace_linears
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
@@ -73,28 +72,28 @@ class TrainedWeights:
                     shape = tuple(stored[source].shape)
                     raise _unlike(checkpoint, name, f"{shape}, the model has {tuple(form.shape)}")
             elif parts := self._parts(source):
-                used |= set(parts.values())
+                used |= set(parts)
             else:
                 raise _unlike(checkpoint, name, "not in the checkpoint")
         if more := sorted(set(stored) - used):
             raise _unlike(checkpoint, more[0], "not in the model")
 
-    def _parts(self, name: str) -> dict[str, str]:
-        """Return the names of a quantised weight's parts by field; empty: it is not quantised."""
-        base, layer = self.recipe.base, name.removesuffix(".weight")
-        if base is None or f"{layer}.codes" not in self._tensors.forms:
-            return {}
-        fields = nf4.Nf4._fields if base.kind == "nf4" else rowwise.Rows._fields
-        return {field: f"{layer}.{field}" for field in fields}
+    def _parts(self, name: str) -> list[str]:
+        """Return the names of a quantised weight's parts; none: it is not quantised."""
+        layer, stored = name.removesuffix(".weight"), self._tensors.forms
+        if self.recipe.base is None or f"{layer}.codes" not in stored:
+            return []
+        return [one for one in stored if one.rpartition(".")[0] == layer and not one.endswith(".bias")]
 
     def _dequantized(self, name: str) -> Tensor:
-        module, form = self.model.get_submodule(name.rpartition(".")[0]), self._forms[name]
-        is_transposed = type(module).__name__ == "Conv1D"
-        rows, columns = reversed(form.shape) if is_transposed else form.shape
+        holder = nn.Module()
+        holder.layer = self.model.get_submodule(name.rpartition(".")[0])
+        is_transposed = type(holder.layer).__name__ == "Conv1D"
         assert self.recipe.base is not None
-        layer = QuantizedLinear(columns, rows, False, self.recipe.base, form.dtype, "cpu")
-        for field, part in self._parts(name).items():
-            memory, stored = getattr(layer, field), self._tensors.read(part)
+        (layer,) = replace_linears([holder], self.recipe.base).values()
+        buffers = dict(layer.to_empty(device="cpu").named_buffers())
+        for part in self._parts(name):
+            memory, stored = buffers[part.rpartition(".")[2]], self._tensors.read(part)
             # Sharded codes have another dtype than whole ones.
             memory.copy_(stored if stored.dtype == memory.dtype else stored.view(memory.dtype))
         weight = layer.dequantize(torch.float32)
