@@ -177,7 +177,7 @@ def test_a_rank_of_the_callers_process_group_trains_without_mfu(tmp_path: Path) 
     recipe = recipe_from({"model": {"config": TINY_LLAMA}, "hardware": {"count": 2}})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        assert training_flops(recipe, train_options("stories", out=str(tmp_path)), None) is None
+        assert training_flops(recipe, train_options("stories", recipe.data, out=str(tmp_path)), None) is None
         assert dist.get_world_size() == 2
     finally:
         dist.destroy_process_group()

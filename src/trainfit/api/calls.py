@@ -4,13 +4,13 @@ Torch is imported by the function that needs it: ``predict`` only where the reci
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from trainfit.api.planned import planned
-from trainfit.api.recipes import RecipeFields, Source, errors_name, unread_weights, wanted
+from trainfit.api.recipes import FieldsButData, RecipeFields, Source, errors_name, unread_weights, wanted
 from trainfit.api.results import Measured, Prediction, TrainingRun
 from trainfit.catalog.config_notes import random_base_note
 from trainfit.report.console import progress as show_progress
@@ -150,7 +150,7 @@ def train(
     steps: int | None = None,
     epochs: float | None = None,
     resume: bool = False,
-    data: str | None = None,
+    data: str | Mapping[str, Any] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tokenizer: str | os.PathLike[str] | None = None,
     eval_fraction: float | None = None,
@@ -171,7 +171,7 @@ def train(
     progress: bool = False,
     observers: "Sequence[Observer]" = (),
     force: bool = False,
-    **fields: Unpack[RecipeFields],
+    **fields: Unpack[FieldsButData],
 ) -> TrainingRun:
     """Train a recipe on data in this process and return how the run went.
 
@@ -182,7 +182,8 @@ def train(
         recipe, fields: as ``predict`` takes them.
         out: the run's folder: checkpoints, logs, tokenizer.
         steps: optimizer steps of the whole run; None: 100, or those of ``epochs`` passes over the data.
-        data: ``stories``, ``stories:N``, ``hub:NAME``, a file or a folder; None: the recipe's ``data.train``.
+        data: ``stories``, ``stories:N``, ``hub:NAME``, a file or a folder; None: the recipe's
+            ``data.train``. A mapping is laid on the recipe's ``data``.
         tokenizer: a tokenizer.json, a folder or a name on the Hub; None: the recipe's, else one is trained.
         eval_fraction: share of documents kept for evaluation, every ``eval_every`` steps and at the end.
             None: the recipe's ``data.eval_share``.
@@ -204,16 +205,18 @@ def train(
         InputError: as ``predict``, or bad data, a damaged checkpoint, a folder that holds another run.
         OSError: the disk does not take a file.
     """
-    chosen = wanted(recipe, fields, stacklevel=3)
+    section: RecipeFields = {**fields, "data": data} if isinstance(data, Mapping) else {**fields}
+    chosen = wanted(recipe, section, stacklevel=3)
     options = train_options(
-        data, chosen.data, out=os.fspath(out), steps=steps, epochs=epochs, resume=resume, device=device,
+        data if isinstance(data, str) else None, chosen.data, out=os.fspath(out), steps=steps,
+        epochs=epochs, resume=resume, device=device,
         eval_fraction=eval_fraction, tokenizer=None if tokenizer is None else os.fspath(tokenizer),
         eval_every=eval_every, eval_batch=eval_batch, save_every=save_every, keep=keep, keep_best=keep_best,
         patience=patience, schedule=schedule, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio,
         min_lr_share=min_lr_share, decay_steps=decay_steps, deterministic=deterministic,
         tensorboard=is_installed("tensorboard") if tensorboard is None else tensorboard,
     )  # fmt: skip
-    with errors_name(recipe, fields):
+    with errors_name(recipe, section):
         built, notes = planned(chosen, device)
         notes += (*random_base_note(chosen), *unread_weights(recipe, chosen))
         return train_built(

@@ -31,7 +31,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 """Sources of a recipe."""
 
 
-class RecipeFields(TypedDict, total=False):
+class FieldsButData(TypedDict, total=False):
     """Keyword arguments that set fields of a recipe: short names of some, and the recipe's own fields.
 
     ``set`` takes any field by its dotted name: ``{"batch.micro": 8}``, or one or a list of the command line's
@@ -67,6 +67,13 @@ class RecipeFields(TypedDict, total=False):
     parallel: Mapping[str, Any]
     hardware: str | Mapping[str, Any]
     seed: int
+
+
+class RecipeFields(FieldsButData, total=False):
+    """Keyword arguments that set fields of a recipe, its data too."""
+
+    data: str | Mapping[str, Any]
+    """A text is data.train."""
 
 
 SHORT = {

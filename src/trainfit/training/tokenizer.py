@@ -121,6 +121,7 @@ def open_tokenizer(given: str, chat_template: str | None) -> RunTokenizer:
 
 def _pretrained(name: str, text: str | None, *, is_folder: bool) -> RunTokenizer:
     """Load a tokenizer by transformers, of a folder or from the Hub, whose cache is asked first."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -128,8 +129,9 @@ def _pretrained(name: str, text: str | None, *, is_folder: bool) -> RunTokenizer
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
 
     remedy = "name a folder with a tokenizer.json, or a tokenizer of the Hub that needs no code of its own"
-    before = logging.get_verbosity()
+    before, hub_before = logging.get_verbosity(), hub_logging.get_verbosity()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # It reports each try to reach the Hub.
     try:
         try:
             found = load(local_files_only=True)
@@ -142,6 +144,7 @@ def _pretrained(name: str, text: str | None, *, is_folder: bool) -> RunTokenizer
         raise InputError(f"no tokenizer ({reason})", remedy, field="tokenizer", value=name) from None
     finally:
         logging.set_verbosity(before)
+        hub_logging.set_verbosity(hub_before)
     tokenizer = getattr(found, "backend_tokenizer", None)
     if tokenizer is None:
         problem = "a tokenizer written in Python, which gives no character offsets of its tokens"
