@@ -179,3 +179,16 @@ def test_adapters_that_untie_embeddings_are_named():
     assert ["embed_tokens changes one side" in line for line in trace(tied).warnings] == [True]
     assert not trace(recipe).warnings
     assert not trace(tied.model_copy(update={"adapter": Adapter(kind="lora")})).warnings
+
+
+def test_no_closed_form_of_flops_stands_for_what_is_no_product_of_tokens():
+    """DoRA multiplies weights with each other; a table that is looked up takes no FLOPs."""
+    from trainfit.api.mfu import _trains_more_than_products as is_more
+
+    for options in (
+        {"dora": True},
+        {"modules_to_save": ("lm_head",)},
+        {"targets": ("q_proj", "embed_tokens")},
+    ):
+        assert is_more(Adapter(kind="lora", **options))
+    assert not is_more(Adapter(kind="lora", rslora=True, targets=("q_proj", "lm_head")))

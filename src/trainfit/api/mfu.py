@@ -21,7 +21,7 @@ from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.parsing.recipe_file import recipe_from
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import Adapter, Recipe
 
 Attention = Literal["causal", "full"]
 ClosedForm = Literal["products", "6n"]
@@ -155,12 +155,21 @@ def step_usage(
     }  # fmt: skip
 
 
+def _trains_more_than_products(adapter: Adapter) -> bool:
+    """Return whether an adapter has weights that are in no product, or in products of weights."""
+    targets = (adapter.targets,) if isinstance(adapter.targets, str) else adapter.targets
+    embeds = any("emb" in name or name.endswith(("wte", "wpe")) for name in targets)
+    return adapter.dora or bool(adapter.modules_to_save) or embeds
+
+
 def _closed_form(
     recipe: Recipe, batch: int, ledger: Ledger, attention: Attention, closed_form: ClosedForm
 ) -> StepFlops | None:
-    """Return the step's FLOPs by the closed form; None for a model whose shape it does not cover."""
+    """Return the step's FLOPs by the closed form; None for a model or an adapter that it does not cover."""
     config, adapter_params = model_config(recipe.model.config), 0
     if recipe.adapter is not None:
+        if _trains_more_than_products(recipe.adapter):
+            return None
         adapter_params = ledger.trainable_params
     options: Any = {
         "batch": batch, "seq": recipe.batch.seq, "attention": attention,
