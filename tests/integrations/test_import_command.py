@@ -61,6 +61,8 @@ def test_an_imported_recipe_is_predicted(
 @pytest.mark.parametrize("verb", ["predict", "plan", "explain"])
 @pytest.mark.parametrize("file", ["axolotl/lora-1b.yaml", "deepspeed/ds_z3_config.json", "trl/sft_script.py"])
 def test_other_verbs_name_the_command(verb: str, file: str, capsys: Captured) -> None:
+    if verb == "explain" and file.endswith(".py"):
+        pytest.skip("explain runs a script")
     path = str(FOLDER / file)
     assert main([verb, path]) == EXIT_BAD_INPUT
     assert f"trainfit import {path}" in capsys.readouterr().err
