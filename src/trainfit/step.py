@@ -204,6 +204,9 @@ class Step:
         self.hosted = draft.hosted
         """The decoder blocks whose weights are on the host; None: all weights are on the device."""
 
+        self.host_state = draft.host_state
+        """The optimizers' state that is on the host between updates; None: it stays on the device."""
+
     def random_batches(self, seed: int = 0, sequences: int | None = None) -> list[Batch]:
         """Return ``accumulate`` micro-batches of uniform token ids, equal for a seed on every device.
 
@@ -300,15 +303,19 @@ class Step:
 
     def settle(self) -> None:
         """Wait for background copies to the host."""
-        if self.hosted is not None:
-            self.hosted.copy_streams.synchronize()
+        for each in (self.hosted, self.host_state):
+            if each is not None:
+                each.copy_streams.synchronize()
 
-    def parameters_on_host(self) -> set[int]:
-        """Return the ``id`` of each parameter whose value is on the host."""
-        if self.hosted is None:
+    def parameters_with_host_state(self) -> set[int]:
+        """Return the ``id`` of each parameter whose optimizer state is on the host between updates."""
+        if self.hosted is not None:
+            indices = range(len(self.hosted.blocks))
+            return {id(parameter) for index in indices for parameter in self.hosted.parameters(index)}
+        if self.host_state is None:
             return set()
-        indices = range(len(self.hosted.blocks))
-        return {id(parameter) for index in indices for parameter in self.hosted.parameters(index)}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizers and scaler by reference, without random generators and data."""

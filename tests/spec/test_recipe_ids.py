@@ -32,7 +32,7 @@ DEFAULTS = {
         "name": "adamw", "implementation": "fused", "lr": 1e-4, "weight_decay": 0.01, "momentum": 0.0,
         "in_backward": False, "stochastic_rounding": False, "clip_norm": None,
     },
-    "adapter": None, "quantize": None, "offload": {"activations": False, "weights": False},
+    "adapter": None, "quantize": None, "offload": {"activations": False, "weights": False, "optimizer": False},
     "loader": {"workers": 0, "prefetch": 2, "pin_memory": True}, "empty_cache_every": None,
     "parallel": {
         "replicate": 1, "shard": 1, "tensor": 1, "context": 1, "expert": 1, "pipeline": 1,
@@ -78,7 +78,7 @@ OTHERS: dict[str, list[Any]] = {
         {"kind": "nf4", "compute": "fp32"}, {"kind": "int8", "compute": "fp32"}, "bnb-nf4", "bnb-nf4-dq",
         "torchao-nf4", {"kind": "nf4", "skip_modules": ["q_proj"]},
     ],
-    "offload.activations": [True], "offload.weights": [True],
+    "offload.activations": [True], "offload.weights": [True], "offload.optimizer": [True],
     "loader.workers": [1], "loader.prefetch": [3], "loader.pin_memory": [False], "empty_cache_every": [1, 2],
     **{f"parallel.{name}": [2] for name in ("replicate", "shard", "tensor", "context", "expert", "pipeline")},
     "parallel.strategy": ["fsdp", "ddp"], "parallel.reshard_after_forward": [False],

@@ -1,20 +1,23 @@
-"""Offloading of the optimizer state of weights that live on the host, for optimizers that step in backward.
+"""Offloading of the optimizer state: of weights that live on the host, or of all weights.
 
-State matrices of their weight's shape (AdamW's two moments, a momentum) move to the host when their block is
-released and back for the block's backward. In between ``optimizer.state`` holds the host tensors, so state is
-saved and loaded as usual. Step counts, Adafactor's rows and columns and the state of vectors stay on the
-device.
+State matrices of their weight's shape (AdamW's two moments, master weights, a momentum) are on the device while
+their part of the weights is updated. In between ``optimizer.state`` holds the host tensors, so state is saved
+and loaded as usual. Step counts, Adafactor's rows and columns and the state of vectors stay on the device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainfit.offload.blocks import HostBlocks, is_moment
-from trainfit.offload.copies import wait
-from trainfit.offload.device_ring import padded, view
+from trainfit.offload.blocks import is_moment
+from trainfit.offload.copies import CopyStreams, wait
+from trainfit.offload.device_ring import DeviceRing, padded, view
+
+STREAMED_BUFFERS = 3
+"""Parts of a streamed state on the device: one is updated, one arrives, one goes back."""
 
 
 class _Moment(NamedTuple):
@@ -27,20 +30,31 @@ class _Moment(NamedTuple):
 
 
 class HostMoments:
-    """The optimizer state of the weights of ``hosted``.
+    """The optimizer state of the weights in numbered parts, such as decoder blocks.
 
     Args:
+        parameters: Returns the weights of a part.
         optimizers: Returns all optimizers, once the step is assembled.
     """
 
-    def __init__(self, hosted: HostBlocks, optimizers: Callable[[], list[torch.optim.Optimizer]]):
-        self._hosted, self._find_optimizers = hosted, optimizers
-        self._ring = hosted.moments
+    def __init__(
+        self,
+        parameters: Callable[[int], Sequence[nn.Parameter]],
+        ring: DeviceRing,
+        copy_streams: CopyStreams,
+        optimizers: Callable[[], list[torch.optim.Optimizer]],
+    ):
+        self._parameters, self._ring, self.copy_streams = parameters, ring, copy_streams
+        self._find_optimizers = optimizers
         self._moments: dict[int, list[_Moment]] = {}
         self._optimizers: dict[nn.Parameter, torch.optim.Optimizer] = {}
 
+    def buffers(self) -> list[Tensor]:
+        """Return the device memory that holds state while it is updated."""
+        return self._ring.buffers()
+
     def acquire(self, index: int, then: int | None) -> None:
-        """Wait until block ``index``'s state can be updated; start to copy in that of block ``then``."""
+        """Wait until part ``index``'s state can be updated; start to copy in that of part ``then``."""
         self._adopt(index)
         if index in self._ring:
             self._ring.acquire(index, then, to_write=True)
@@ -48,7 +62,7 @@ class HostMoments:
             self._state(moment.parameter)[moment.key] = self._on_device(index, moment)
 
     def release(self, index: int) -> None:
-        """Copy block ``index``'s updated state back to the host."""
+        """Copy part ``index``'s updated state back to the host."""
         for moment in self._moments.get(index, ()):
             state = self._state(moment.parameter)
             value, target = state[moment.key], self._on_device(index, moment)
@@ -71,7 +85,7 @@ class HostMoments:
         starts = [0]
         for _, _, value in found:
             starts.append(starts[-1] + padded(value.numel() * value.element_size()))
-        streams = self._hosted.copy_streams
+        streams = self.copy_streams
         streams.synchronize()
         host = self._ring.add(index, starts[-1])
         self._moments[index] = []
@@ -91,7 +105,7 @@ class HostMoments:
         return view(self._ring.buffer(index), moment.start, moment.host)
 
     def _found(self, index: int) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-        for parameter in self._hosted.parameters(index):
+        for parameter in self._parameters(index):
             for key, value in self._state(parameter).items() if parameter.requires_grad else ():
                 if is_moment(value, parameter):
                     assert isinstance(value, Tensor)
@@ -106,3 +120,33 @@ class HostMoments:
                 for p in group["params"]
             }
         return self._optimizers[parameter].state[parameter]
+
+
+def streamed(
+    optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, last_first: bool
+) -> HostMoments:
+    """Keep the optimizers' state on the host, and bring each one's to the device while it steps.
+
+    Args:
+        last_first: They step from the last to the first.
+
+    Returns:
+        The state, one part for each optimizer.
+    """
+    copy_streams = CopyStreams(device)
+    parts = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
+    ring = DeviceRing(copy_streams, STREAMED_BUFFERS)
+    moments = HostMoments(parts.__getitem__, ring, copy_streams, lambda: list(optimizers))
+    for index, optimizer in enumerate(optimizers):
+        following = index - 1 if last_first else index + 1
+        optimizer.register_step_pre_hook(partial(_acquire, moments, index, following))
+        optimizer.register_step_post_hook(partial(_release, moments, index))
+    return moments
+
+
+def _acquire(moments: HostMoments, index: int, following: int, *_: object) -> None:
+    moments.acquire(index, following)
+
+
+def _release(moments: HostMoments, index: int, *_: object) -> None:
+    moments.release(index)

@@ -366,7 +366,7 @@ def run_steps(step: Step, virtual: VirtualGpu) -> None:
         del batches  # Before those of the next step are made, or the steady step frees two steps' batches.
         for optimizer in step.optimizers:
             virtual.own_state(optimizer)
-        for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
+        for memory in step.host_state.buffers() if step.host_state is not None else ():
             virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
 
 

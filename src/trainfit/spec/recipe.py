@@ -113,6 +113,8 @@ class Offload(Value):
     activations: bool = False  # Tensors that the forward saves for the backward
     weights: bool = False
     """Blocks' weights and optimizer state, a few blocks at a time on the GPU, for models larger than it."""
+    optimizer: bool = False
+    """The optimizer's state of all weights, a part at a time on the GPU while it is updated there."""
 
 
 class Loader(Value):

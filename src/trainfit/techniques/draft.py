@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainfit.offload.blocks import HostBlocks
+    from trainfit.offload.optimizer_state import HostMoments
     from trainfit.parallel.cluster import Cluster
     from trainfit.parallel.context_parallel import SequenceShards
     from trainfit.spec.pipeline import Stage
@@ -61,6 +62,8 @@ class Draft:
     groups: Callable[[list[nn.Parameter]], list[Any]] = lambda parameters: parameters
     """Splits the parameters of one optimizer into groups with settings of their own."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    host_state: HostMoments | None = None
+    """The optimizers' state that is on the host between updates; None: it stays on the device."""
     steps_in_backward: bool = False  # The optimizers run in backward hooks; the step does not call them
     loss: LossFunction | None = None  # None: the model's own
     cross_entropy: LossFunction | None = None

@@ -133,7 +133,7 @@ def check_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None
 
 def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
     """Load the saved state with its dtypes, which ``Optimizer.load_state_dict`` would change."""
-    names, on_host = _names(step), step.parameters_on_host()
+    names, on_host = _names(step), step.parameters_with_host_state()
     owners: dict[str, tuple[Any, dict[str, Any], Tensor]] = {}
     for optimizer, group, saved in _groups(step, plain):
         for key, value in saved.items():
@@ -143,7 +143,7 @@ def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
     for path, value in (*tensors.items(), *plain.scalars.items()):
         name, _, key = path.rpartition("/")
         optimizer, group, parameter = owners[name]
-        # A moment of offloaded weights stays on the host (offload/optimizer_state.py).
+        # An offloaded moment stays on the host (offload/optimizer_state.py).
         stays = id(parameter) in on_host and is_moment(value, parameter)
         _states(optimizer)[parameter][key] = value if stays else _on_device(value, key, group, parameter)
 

@@ -47,9 +47,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     hosted, inputs = draft.hosted, recipe.offload.activations
     assert hosted is not None, "step.assemble builds the model on the host"
-    moments = None if recipe.adapter else HostMoments(hosted, lambda: draft.optimizers)
+    if recipe.adapter is None:
+        draft.host_state = HostMoments(
+            hosted.parameters, hosted.moments, hosted.copy_streams, lambda: draft.optimizers
+        )
     BlockRecompute(
-        hosted.blocks, hosted.copy_streams, weights=hosted, moments=moments, offload=inputs
+        hosted.blocks, hosted.copy_streams, weights=hosted, moments=draft.host_state, offload=inputs
     ).install()
 
 

@@ -59,7 +59,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse paged moments on a real GPU."""
     if is_paged(recipe) and device_type == "cuda":
         problem = "paged optimizers are predicted, not run: managed memory can hang a GPU that others use"
-        remedy = "use optimizer.name: bnb-adamw8bit"
+        remedy = "use optimizer.name: bnb-adamw8bit, with offload.optimizer: true for states on the host"
         raise refusal(recipe, "optimizer.name", problem, remedy)
 
 
