@@ -1,8 +1,9 @@
 """Offloading of the optimizer state: of weights that live on the host, or of all weights.
 
-State matrices of their weight's shape (AdamW's two moments, master weights, a momentum) are on the device while
-their part of the weights is updated. In between ``optimizer.state`` holds the host tensors, so state is saved
-and loaded as usual. Step counts, Adafactor's rows and columns and the state of vectors stay on the device.
+State matrices of their weight's shape (AdamW's two moments, master weights, a momentum) are on the device
+while their part of the weights is updated. In between ``optimizer.state`` holds the host tensors, so state is
+saved and loaded as usual. Step counts, Adafactor's rows and columns and the state of vectors stay on the
+device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
