@@ -63,7 +63,7 @@ COMBINED: tuple[Data, ...] = (
 """Combinations, merged into the reference: fast ones, small ones, and each technique at least once."""
 
 
-NOT_MEASURED = ("adamw_bitsandbytes", "offload_optimizer")
+NOT_MEASURED = ("adamw_bitsandbytes", "adamw_torchao", "offload_optimizer")
 """Techniques that are younger than the measurements of the page."""
 
 

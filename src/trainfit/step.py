@@ -88,7 +88,7 @@ def assemble(
         _check_positions(recipe, model)
         if weights is not None:
             _seed(recipe.seed)  # As on several ranks, which draw none for these weights either.
-        compiler = compiler or (lambda module: module.compile())
+        compiler = compiler or (lambda module, **settings: module.compile(**settings))
         draft = Draft(model, device, compiler, hosted, mesh=mesh, cluster=cluster or REAL, stage=stage)
         for technique in registry.in_order():
             if technique.applies(recipe):

@@ -34,7 +34,7 @@ def script(name: str) -> None:
 
     model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16()
     model.cuda().train()
-    optimizer = getattr(bnb.optim, CLASSES[name])(model.parameters(), lr=1e-4)
+    optimizer = getattr(bnb.optim, name)(model.parameters(), lr=1e-4)
     for _ in range(2):
         ids = torch.randint(0, 8000, (2, 512), device="cuda")
         loss = model(input_ids=ids, labels=ids).loss
@@ -43,16 +43,19 @@ def script(name: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_recipe_has_the_bytes_of_the_usual_script(name: str) -> None:
-    traced = trainfit.trace(lambda: script(name), gpu="h200", steps=2)
-    recipe = {
+def recipe_of(name: str) -> dict[str, Any]:
+    return {
         "model": {"config": {"model_type": "llama", **CONFIG}},
         "batch": {"micro": 2, "seq": 512},
         "optimizer": {"name": name},
         "hardware": {"gpu": "h200"},
     }
-    estimate = trainfit.predict(recipe)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_recipe_has_the_bytes_of_the_usual_script(name: str) -> None:
+    traced = trainfit.trace(lambda: script(CLASSES[name]), gpu="h200", steps=2)
+    estimate = trainfit.predict(recipe_of(name))
     assert estimate.peak_allocated_bytes == pytest.approx(traced.peak_allocated_bytes, rel=1e-3)
     assert estimate.breakdown.optimizer == pytest.approx(traced.breakdown.optimizer, rel=1e-3)
     assert estimate.host_bytes == traced.host_bytes

@@ -356,6 +356,7 @@ def test_the_model_alone_is_its_config(tmp_path: Path) -> None:
         ("paged-adamw-8bit", "paged-adamw8bit", "fused"),
         ("paged_adamw_32bit", "paged-adamw", "fused"),
         ("paged_adamw", "paged-adamw", "fused"),
+        ("adamw_torch_8bit", "torchao-adamw8bit", "fused"),
     ],
 )
 def test_the_trainers_words_for_optimizers(word: str, name: str, implementation: str) -> None:

@@ -32,7 +32,8 @@ DEFAULTS = {
         "name": "adamw", "implementation": "fused", "lr": 1e-4, "weight_decay": 0.01, "momentum": 0.0,
         "in_backward": False, "stochastic_rounding": False, "clip_norm": None,
     },
-    "adapter": None, "quantize": None, "offload": {"activations": False, "weights": False, "optimizer": False},
+    "adapter": None, "quantize": None,
+    "offload": {"activations": False, "weights": False, "optimizer": False},
     "loader": {"workers": 0, "prefetch": 2, "pin_memory": True}, "empty_cache_every": None,
     "parallel": {
         "replicate": 1, "shard": 1, "tensor": 1, "context": 1, "expert": 1, "pipeline": 1,
@@ -56,7 +57,7 @@ OTHERS: dict[str, list[Any]] = {
         {"layers": [{"offload": 0.5, "every": 2, "count": 4}]}, {"layers": [{"offload": 0.5, "count": 4}]},
     ],
     "compile": ["block", "model"],
-    "optimizer.name": ["sgd", "adafactor", "muon", "bnb-adamw8bit"],
+    "optimizer.name": ["sgd", "adafactor", "muon", "bnb-adamw8bit", "torchao-adamw4bit"],
     "optimizer.implementation": ["foreach", "forloop"],
     "optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0], "optimizer.momentum": [0.5],
     "optimizer.in_backward": [True, "block"], "optimizer.stochastic_rounding": [True],

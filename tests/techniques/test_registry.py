@@ -144,7 +144,7 @@ def test_the_order_of_application() -> None:
         "loss_terms", "pipeline_parallel", "compile_block",
         "compile_model", "offload_weights", "offload_activations", "precision", "attention",
         "packed_documents", "accumulation", "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit",
-        "adamw_bitsandbytes", "sgd", "adafactor", "muon",
+        "adamw_bitsandbytes", "adamw_torchao", "sgd", "adafactor", "muon",
         "stochastic_rounding", "decay_groups", "optimizer_in_backward", "offload_optimizer",
         "gradient_clipping", "data_parallel",
     ]  # fmt: skip

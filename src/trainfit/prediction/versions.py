@@ -20,6 +20,7 @@ def libraries_of(recipe: Recipe, ledger: Ledger) -> tuple[str, ...]:
         "peft": recipe.adapter is not None,
         "triton": any(op.name.startswith(TRITON_OPS) for op in ledger.ops),
         "torchao": recipe.precision == "fp8"
+        or recipe.optimizer.name.startswith("torchao-")
         or (recipe.base is not None and recipe.base.library == "torchao"),
         "bitsandbytes": any(op.name.startswith("bitsandbytes") for op in ledger.ops),
     }

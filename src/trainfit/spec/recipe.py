@@ -23,10 +23,10 @@ Attention = Literal[AttentionKernel, "best"]
 Loss = Literal["standard", "chunked", "fused"]
 BlockKernels = Literal["standard", "triton"]
 OptimizerName = Literal[
-    "adamw", "adamw8bit", "adamw4bit", "bnb-adamw8bit", "paged-adamw8bit", "paged-adamw", "adafactor", "sgd",
-    "muon",
+    "adamw", "adamw8bit", "adamw4bit", "bnb-adamw8bit", "paged-adamw8bit", "paged-adamw", "torchao-adamw8bit",
+    "torchao-adamw4bit", "adafactor", "sgd", "muon",
 ]  # fmt: skip
-"""``bnb-`` and ``paged-``: bitsandbytes' own classes."""
+"""``bnb-``, ``paged-`` and ``torchao-``: bitsandbytes' and torchao's own classes."""
 Strategy = Literal["auto", "fsdp", "ddp", "naive", "flat", "overlapped", "bucketed", "zero1"]
 """auto: fsdp. ddp: torch's. naive, flat, overlapped, bucketed: those of ``trainfit.parallel.DataParallel``.
 zero1: torch's DDP with a sharded optimizer."""

@@ -102,7 +102,8 @@ class OptimizerFacts:
     moments: Callable[[Recipe, float], tuple[float, ...]]
     """(recipe, bytes of a trained weight) -> bytes per parameter of each state of the weight's size."""
     states: tuple[dict[str, StateKind], ...]
-    """States of one weight after an update, name -> kind; one entry for each case of weights and settings."""
+    """States of one weight after an update, name -> kind; one entry for each case of weights and settings.
+    Empty: a checkpoint cannot hold it, and ``train`` refuses it."""
     constants: tuple[str, ...] = ()
     """Further keys of the state: tables that all weights share. They are not saved, as the optimizer makes
     them again."""

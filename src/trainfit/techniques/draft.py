@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainfit.spec.pipeline import Stage
     from trainfit.spec.recipe import Recipe
 
-Compiler = Callable[["nn.Module"], None]  # Compiles a module in place
+Compiler = Callable[..., None]  # (module, **settings of torch.compile): compiles the module in place
 LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
 """(model, micro-batch) -> mean next-token loss, fp32 scalar."""
 Forward = Callable[["dict[str, torch.Tensor]"], "torch.Tensor"]  # (micro-batch) -> training loss, fp32 scalar

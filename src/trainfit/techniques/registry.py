@@ -23,7 +23,8 @@ from trainfit.techniques.base import OptimizerFacts, Technique, refusal, value_a
 
 DESCRIBED = (
     "precision", "model.implementation", "attention", "block_kernels", "loss", "loss_terms", "recompute",
-    "offload.activations", "offload.weights", "offload.optimizer", "compile", "optimizer", "adapter", "quantize",
+    "offload.activations", "offload.weights", "offload.optimizer", "compile", "optimizer", "adapter",
+    "quantize",
 )  # fmt: skip
 """Order of the recipe's fields in a description; techniques of other fields follow."""
 

@@ -136,7 +136,7 @@ def _session(
 
 
 def _refuse_unsavable(recipe: Recipe) -> None:
-    """Refuse recipes whose state checkpoints of several ranks cannot hold.
+    """Refuse recipes whose state checkpoints cannot hold.
 
     Tensor parallel reorders the rows of the native decoder's fused projections. Codes of FSDP2's shards are
     plain tensors that differ by rank under one name.
@@ -147,6 +147,10 @@ def _refuse_unsavable(recipe: Recipe) -> None:
         raise InputError(problem, remedy, field="parallel.tensor", value=recipe.mesh.tensor)
     name, shards_weights = recipe.optimizer.name, recipe.hardware.count > 1 and recipe.mesh.shards_weights
     facts = registry.optimizer_facts(name)
+    if facts is not None and not facts.states:
+        problem = "checkpoints cannot hold its state, whose tensors consist of several"
+        remedy = "use optimizer.name: adamw8bit or adamw4bit, whose moments are equal"
+        raise InputError(problem, remedy, field="optimizer.name", value=name)
     if shards_weights and facts and any("codes" in state.values() for state in facts.states):
         problem = "checkpoints cannot hold the 8-bit or 4-bit moments of FSDP2's shards"
         remedy = "use optimizer.name: adamw, or parallel.strategy: zero1"

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.virtual import torch_internals
@@ -72,12 +73,19 @@ class VirtualGpu:
         for parameter, state in optimizer.state.items():
             scope = self._scopes.of_parameter(parameter)
             for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    self.tracer.live.own(value, "optimizer", scope)
+                for part in _parts(value) if isinstance(value, torch.Tensor) else ():
+                    self.tracer.live.own(part, "optimizer", scope)
 
     def finish(self) -> Ledger:
         """Return the ledger."""
         return self.tracer.finish()
+
+
+def _parts(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a wrapper subclass, such as torchao's, consists of; of others the tensor."""
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
 
 
 @contextmanager

@@ -51,6 +51,8 @@ OPTIMIZERS: dict[str, dict[str, str]] = {
     "adamw_bnb_8bit": {"name": "bnb-adamw8bit"},
     "paged_adamw_8bit": {"name": "paged-adamw8bit"},
     "paged_adamw_32bit": {"name": "paged-adamw"},
+    "adamw_torch_8bit": {"name": "torchao-adamw8bit"},
+    "adamw_torch_4bit": {"name": "torchao-adamw4bit"},
 }
 """The Trainer's words (``OptimizerNames`` of transformers) for optimizers that recipes have -> the recipe's.
 

@@ -46,10 +46,10 @@ class VirtualCompiler:
         self._programs: list[Program] = []
         self._signatures: set[Any] = set()
 
-    def __call__(self, module: nn.Module) -> None:
+    def __call__(self, module: nn.Module, **settings: Any) -> None:
         self._begin()
         self._signatures.add(signature(module))
-        module.compile(backend=self._backend)
+        module.compile(backend=self._backend, **settings)
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = partial(self._run, module, compiled)
 
