@@ -63,7 +63,9 @@ COMBINED: tuple[Data, ...] = (
 """Combinations, merged into the reference: fast ones, small ones, and each technique at least once."""
 
 
-NOT_MEASURED = ("adamw_bitsandbytes", "adamw_torchao", "offload_optimizer")
+NOT_MEASURED = (
+    "adamw_bitsandbytes", "adamw_torchao", "decay_groups", "offload_optimizer", "packed_documents",
+)  # fmt: skip
 """Techniques that are younger than the measurements of the page."""
 
 

@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"attention": "cudnn"}, "attention = 'cudnn'", "precision: bf16"),
     ({"attention": "best"}, "attention = 'best'", "planning.attention.choose"),
     ({"recompute": Selective(selective=SavedOps(save=("attention",), every=2))},
-     "recompute.selective.every = 2: it counts matrix products", "add mm to save"),
+     "recompute.selective.every = 2: it counts kept matrix products", "add mm to save"),
     # offload
     ({"recompute": "selective", "offload": Offload(activations=True)}, "offload.act", "set recompute: full"),
     ({"recompute": Every(every=2), **STREAMED}, "offload.weights = true", "set recompute: full"),

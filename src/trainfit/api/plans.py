@@ -15,7 +15,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import apply_settings
 from trainfit.spec.parsing.synonyms import written_out
 from trainfit.spec.plan import flat
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import RANDOM, Recipe
 from trainfit.spec.units import GIB, is_usual
 from trainfit.spec.value import texts
 
@@ -66,7 +66,7 @@ def plan(
 ) -> Plan:
     """Return the fastest recipes that fit, the frontier of memory against speed, and why others lost.
 
-    Fields that are given stay as they are; every other field may vary. Where all weights are trained and
+    Fields that are given stay as they are; every other field may vary. Where new weights are trained and
     neither a precision nor ``vary`` is given, it is bf16-master; where nothing fits with it, bf16.
 
     Args:
@@ -177,11 +177,12 @@ def plan_recipe(
 def _with_master(recipe: Recipe) -> Recipe | None:
     """Return the recipe with the precision of pretraining: fp32 master weights.
 
-    None where that is not its precision: an adapter trains, or its optimizer keeps none.
+    None where that is not its precision: an adapter or given weights train, or its optimizer keeps none.
     """
     from trainfit.techniques.registry import check
 
-    if recipe.adapter is not None or recipe.precision != "bf16":
+    is_new = recipe.adapter is None and recipe.model.weights == RANDOM
+    if not is_new or recipe.precision != "bf16":
         return None
     found = recipe.model_copy(update={"precision": "bf16-master"})
     try:

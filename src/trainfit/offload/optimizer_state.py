@@ -135,7 +135,7 @@ def streamed(
         The state, one part for each optimizer.
     """
     copy_streams = CopyStreams(device)
-    parts = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
+    parts = [parameters_of(one) for one in optimizers]
     ring = DeviceRing(copy_streams, STREAMED_BUFFERS)
     moments = HostMoments(parts.__getitem__, ring, copy_streams, lambda: list(optimizers))
     for index, optimizer in enumerate(optimizers):
@@ -143,6 +143,11 @@ def streamed(
         optimizer.register_step_pre_hook(partial(_acquire, moments, index, following))
         optimizer.register_step_post_hook(partial(_release, moments, index))
     return moments
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the weights that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _acquire(moments: HostMoments, index: int, following: int, *_: object) -> None:

@@ -35,7 +35,7 @@ def check(recipe: Recipe) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Make an optimizer for each block and each other weight, and stream their state."""
-    from trainfit.offload.optimizer_state import streamed
+    from trainfit.offload.optimizer_state import parameters_of, streamed
 
     place = {id(parameter): number for number, parameter in enumerate(draft.trainable())}
     if not draft.steps_in_backward:
@@ -44,7 +44,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         groups.sort(key=lambda group: place[id(group[0])])
         draft.optimizers = [one for group in groups for one in draft.optimizers_for(group)]
     # A backward reaches the model's last weights first.
-    in_order = sorted(draft.optimizers, key=lambda one: place[id(one.param_groups[0]["params"][0])])
+    in_order = sorted(draft.optimizers, key=lambda one: min(place[id(p)] for p in parameters_of(one)))
     draft.host_state = streamed(in_order, draft.device, last_first=draft.steps_in_backward)
 
 
