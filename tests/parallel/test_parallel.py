@@ -113,6 +113,8 @@ LORA = {"kind": "lora", "rank": 4}
         {"parallel": {"copy_engines": True, "reshard_after_forward": False}, "loss": "fused"},
         {"loss": "chunked", "adapter": LORA, "parallel": {"prefetch": 1}},
         {"quantize": "nf4", "adapter": LORA, "optimizer": {"clip_norm": 0.1}},
+        {"quantize": "nf4", "adapter": LORA | {"dora": True, "modules_to_save": ("lm_head",)}},
+        {"adapter": LORA | {"dora": True, "targets": ("qkv", "embed")}, "loss": "fused"},
         {"quantize": "fp8", "adapter": LORA, "recompute": "full"},
         {"quantize": "int8", "adapter": LORA, "parallel": {"reshard_after_forward": False}},
         {"optimizer": {"name": "adamw8bit"}, "precision": "bf16"},
