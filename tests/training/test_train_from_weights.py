@@ -29,7 +29,8 @@ def recipe_of(folder: Path, implementation: str, *settings: str) -> Recipe:
 
 def loss_of_step(theirs: torch.nn.Module, out: Path, recipe: Recipe) -> float:
     """Return transformers' loss of the run's first batch."""
-    ids = step_sequences(opened(out / DATA, recipe.batch.seq).train, recipe.seed, recipe.batch.micro, 0)
+    corpus = opened(out / DATA, recipe.batch.seq).train
+    ids = step_sequences(corpus, recipe.seed, recipe.batch.micro, 0)["input_ids"]
     with torch.no_grad():
         return theirs(input_ids=ids, labels=ids).loss.item()
 
