@@ -4,13 +4,14 @@ import json
 
 import pytest
 
+from chat_data import MESSAGES, PLAIN, saved_tokenizer, written
 from tiny_training import Listener, options_for, stop_at, tiny
 from trainfit.api.calls import train_options
 from trainfit.prediction.evaluation import evaluation_peak
 from trainfit.prediction.predict import predict
 from trainfit.spec.data import Data
 from trainfit.spec.errors import InputError
-from trainfit.training import session
+from trainfit.training import durable, session
 from trainfit.training.folder import best_checkpoint, existing
 from trainfit.training.loop import train
 
@@ -77,12 +78,46 @@ def test_an_evaluation_of_more_sequences_changes_no_result(tmp_path):
     assert many[0].loss == pytest.approx(one[0].loss, rel=1e-5)
 
 
-def test_the_peak_of_an_evaluation_is_predicted():
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_peak_of_an_evaluation_is_predicted(count: int):
     """Of as many sequences as a step it is lower, as nothing is saved for a backward."""
-    recipe = tiny("hardware.gpu=h100-sxm", "batch.micro=2")
+    recipe = tiny("hardware.gpu=h100-sxm", "batch.micro=2", f"hardware.count={count}")
     small, large = evaluation_peak(recipe, 2), evaluation_peak(recipe, 64)
     step = predict(recipe).peak_allocated_bytes
     assert small.step_allocated_bytes == large.step_allocated_bytes == step
     assert small.allocated_bytes < step < large.allocated_bytes
     logits = 62 * 32 * 384 * 4
     assert large.allocated_bytes - small.allocated_bytes > logits
+
+
+def test_conversations_apart_resume_bit_for_bit(tmp_path):
+    """Labels, position ids and weights of micro-batches are functions of the step, too."""
+    tokenizer = saved_tokenizer(tmp_path / "tokenizer", PLAIN)
+    answers = [{**MESSAGES[1], "content": "x " * number} for number in range(1, 30)]
+    rows = [{"messages": [MESSAGES[0], answer, *MESSAGES[2:]]} for answer in answers]
+    common = {"data": written(tmp_path / "rows.jsonl", rows), "tokenizer": tokenizer, "eval_fraction": 0.0}
+    recipe = tiny("data.pack=documents", "batch.micro=2", "batch.accumulate=2", "batch.seq=48")
+    whole = train(recipe, options_for(tmp_path / "whole", 6, **common)).losses
+    out = tmp_path / "parts"
+    first = train(recipe, options_for(out, 6, **common), observers=[Listener(stop_at(3))])
+    assert first.status == "stopped"
+    rest = train(recipe, options_for(out, 6, **common, resume=True))
+    assert first.losses + rest.losses == whole
+    with pytest.raises(InputError, match=r"data\.pack = true: the run was started with 'documents'"):
+        train(recipe.model_copy(update={"data": Data()}), options_for(out, 7, **common, resume=True))
+
+
+def test_a_cosine_of_an_older_version_is_not_resumed(tmp_path):
+    """It ended at a tenth of the rate; its losses would differ from those of the unbroken run."""
+    options = options_for(tmp_path, 4, schedule="cosine")
+    train(tiny(), options, observers=[Listener(stop_at(2))])
+    (newest,) = existing(tmp_path / "checkpoints")
+    for folder in (tmp_path, newest):
+        run = json.loads((folder / "run.json").read_text())
+        newer = ("min_lr_share", "warmup_ratio", "eval_batch", "keep_best", "patience", "epochs", "eval_data")
+        run["options"] = {name: one for name, one in run["options"].items() if name not in newer}
+        durable.write_json(folder / "run.json", run)
+    (newest / durable.MANIFEST).unlink()
+    durable._seal(newest)
+    with pytest.raises(InputError, match="cosine of an older version"):
+        train(tiny(), options.model_copy(update={"resume": True}))

@@ -3,11 +3,14 @@
 Recipe -> its step on the virtual GPU, then that forward -> the peak of each.
 """
 
+import os
 from functools import partial
 from typing import NamedTuple
 
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.allocator_settings import allocator_settings
+from trainfit.ledger.replay import UncachedAllocator, replay
 from trainfit.prediction.device_overhead import overhead_bytes
-from trainfit.prediction.estimate import replay_on
 from trainfit.prediction.machine import Machine, machine_of
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import MOST_COUNT
@@ -36,7 +39,11 @@ def evaluation_peak(
     machine = machine or machine_of(recipe.hardware)
     evaluates = partial(run_evaluation, sequences=sequences)
     ledger = trace(recipe, machine.row, deterministic=deterministic, after=evaluates)
-    found, _ = replay_on(machine.gpu, ledger)
+    # Steady steps are not repeated: the evaluation may have freed what the last one left.
+    is_host = machine.gpu.vendor == "host"
+    expandable = allocator_settings(os.environ).expandable_segments
+    allocator = UncachedAllocator() if is_host else CachingAllocator(None, expandable)
+    found = replay(ledger, allocator, empty_cache_after_init=True)
     of_evaluation = [segment.step == EVALUATION for segment in ledger.segments]
     in_steps = [segment.step not in ("init", "setup", EVALUATION) for segment in ledger.segments]
     peaks = found.segment_peaks
