@@ -82,8 +82,11 @@ class VirtualGpu:
 
 
 def _parts(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a wrapper subclass, such as torchao's, consists of; of others the tensor."""
-    if not is_traceable_wrapper_subclass(value):
+    """Return the tensors that a wrapper subclass, such as torchao's, consists of; of others the tensor.
+
+    A DTensor is itself: its owner and category are those of its local tensor.
+    """
+    if not is_traceable_wrapper_subclass(value) or hasattr(value, "_local_tensor"):
         return [value]
     return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
 
