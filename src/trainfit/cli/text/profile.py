@@ -21,7 +21,10 @@ def show_trace(found: TraceFacts) -> None:
     out = console()
     gpu = found.gpu or f"GPU {found.device}"
     steps = f"{found.num_steps} steps" if found.num_steps else "no steps marked"
-    out.print(f"{found.file}: {gpu}, {steps}, {found.num_kernels:,} kernels", style="bold")
+    out.print(
+        f"{found.file}: {gpu}, {steps}, {found.num_kernels:,} kernel{'s' * (found.num_kernels != 1)}",
+        style="bold",
+    )
     rows(out, [[line] for line in _answer(found)], "wrap")
     _window(out, found)
     _kinds(out, found)
