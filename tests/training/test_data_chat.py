@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chat_data import ANSWERED, ASKED, MESSAGES, PLAIN, TURN, opened, written
+from chat_data import ANSWERED, ASKED, MESSAGES, PLAIN, TURN, opened, saved_tokenizer, written
 from trainfit.spec.data import Data
 from trainfit.spec.errors import InputError
 from trainfit.training import documents
@@ -228,3 +228,16 @@ def test_held_out_data_of_its_own(tmp_path):
     assert (corpora.index.train.documents, corpora.index.eval.documents) == (1, 1)
     with pytest.raises(InputError, match=r"data\.eval = '/no/such'"):
         train_options(None, Data(eval="/no/such"), out=str(tmp_path))
+
+
+def test_weights_bring_their_tokenizer(tmp_path):
+    from trainfit.api.calls import train_options
+
+    given = saved_tokenizer(tmp_path / "weights", PLAIN)
+    (tmp_path / "alone").mkdir()
+    for weights, own, expected in (
+        (given, None, given), (given, "mine", "mine"), ("random", None, None),
+        (str(tmp_path / "alone"), None, None),
+    ):  # fmt: skip
+        options = train_options(None, Data(tokenizer=own), weights=weights, out=str(tmp_path))
+        assert options.tokenizer == expected

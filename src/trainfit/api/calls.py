@@ -20,7 +20,7 @@ from trainfit.spec.data import Data
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import is_installed
 from trainfit.spec.parsing.parse import parse
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import RANDOM, Recipe
 from trainfit.spec.schedule import ScheduleName
 
 if TYPE_CHECKING:
@@ -208,8 +208,8 @@ def train(
     section: RecipeFields = {**fields, "data": data} if isinstance(data, Mapping) else {**fields}
     chosen = wanted(recipe, section, stacklevel=3)
     options = train_options(
-        data if isinstance(data, str) else None, chosen.data, out=os.fspath(out), steps=steps,
-        epochs=epochs, resume=resume, device=device,
+        data if isinstance(data, str) else None, chosen.data, weights=chosen.model.weights,
+        out=os.fspath(out), steps=steps, epochs=epochs, resume=resume, device=device,
         eval_fraction=eval_fraction, tokenizer=None if tokenizer is None else os.fspath(tokenizer),
         eval_every=eval_every, eval_batch=eval_batch, save_every=save_every, keep=keep, keep_best=keep_best,
         patience=patience, schedule=schedule, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio,
@@ -224,12 +224,13 @@ def train(
         )
 
 
-def train_options(data: str | None, section: Data, **fields: Any) -> "TrainOptions":
+def train_options(data: str | None, section: Data, *, weights: str = RANDOM, **fields: Any) -> "TrainOptions":
     """Return a run's options, checked.
 
     Args:
         data: as the command line writes it, in place of the section's ``train``.
         section: the recipe's ``data``, for what is not given.
+        weights: the recipe's ``model.weights``, whose tokenizer is taken where none is given.
         fields: of TrainOptions; None: the section's, or the default.
 
     Raises:
@@ -240,11 +241,23 @@ def train_options(data: str | None, section: Data, **fields: Any) -> "TrainOptio
     given = {name: value for name, value in fields.items() if value is not None}
     if "steps" in given and "epochs" in given:
         raise InputError("steps and epochs both set the run's length", "keep one of them", field="epochs")
-    more = {
-        "eval_fraction": section.eval_share, "tokenizer": section.tokenizer,
-        "chat_template": section.chat_template,
-    }  # fmt: skip
+    more: dict[str, Any] = {"eval_fraction": section.eval_share, "chat_template": section.chat_template}
+    if "tokenizer" not in given:
+        more["tokenizer"] = section.tokenizer or _tokenizer_of(weights)
     return parse(TrainOptions, {**more, **sources(section, data), **given})
+
+
+def _tokenizer_of(weights: str) -> str | None:
+    """Return the folder or the name of the tokenizer that weights were trained with; None: none is known."""
+    if weights == RANDOM:
+        return None
+    from trainfit.models.weights.folder import located
+
+    path = located(weights, fetch=False)
+    if path is None:  # On the Hub, not in this machine's cache.
+        return weights.partition("@")[0]
+    files = ("tokenizer.json", "tokenizer_config.json")
+    return str(path) if any((path / name).is_file() for name in files) else None
 
 
 def train_built(

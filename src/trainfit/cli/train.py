@@ -94,7 +94,8 @@ def run(
         float, Option(parser=share, metavar="SHARE", help="Warm-up as a share of the steps.")
     ] = 0.0,
     min_lr_share: Annotated[
-        float | None, Option(parser=share, metavar="SHARE", help="Last rate of a decay; default: 0.")
+        float | None,
+        Option(parser=share, metavar="SHARE", help="Last rate of a decay; default: the schedule's."),
     ] = None,
     decay_steps: Annotated[
         int | None, Option(min=1, callback=at_most, metavar="N", help="Of warmup_stable_decay.")
@@ -167,7 +168,7 @@ def _train(
     with one_report():
         requested, recipe_notes = read(recipe, settings or [])
         options.print_notes(f"note: {note}" for note in recipe_notes if first)
-        wanted = train_options(data, requested.data, **given)
+        wanted = train_options(data, requested.data, weights=requested.model.weights, **given)
     record = record if first else None
     out = Path(given["out"])
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):
@@ -196,7 +197,7 @@ def _dry_run(
     given = given | {"tensorboard": False}
     with options.work(recipe, settings, json=json, record=None):
         requested = options.read_recipe(recipe, settings)
-        wanted = train_options(data, requested.data, **given)
+        wanted = train_options(data, requested.data, weights=requested.model.weights, **given)
         built, notes = planned(requested, given["device"])
         options.print_notes(notes)
         with progress(f"reading the data, and predicting a step of {requested.model.display_name}"):

@@ -29,6 +29,10 @@ from trainfit.training.ranks.launch import launched_world_size, one_report
 from trainfit.training.session import Session
 from trainfit.training.state import first_not_finite
 
+OTHER_TOKENIZER = (
+    "the tokenizer is trained on this data, and the weights know other tokens: name theirs by --tokenizer"
+)
+
 
 def train(
     recipe: Recipe,
@@ -126,6 +130,7 @@ def _session(
         resumed_from=newest and str(newest),
         notes=(
             *([step.weights.note()] if step.weights else ()),
+            *((OTHER_TOKENIZER,) if step.weights and options.tokenizer is None else ()),
             *_changes(before, environment),
             *_other_schedule(before, options),
             *corpora.index.notes,
