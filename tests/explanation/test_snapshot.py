@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from trainfit.cli.main import main
-from trainfit.explanation.snapshot.explain import explain_snapshot
+from trainfit.explanation.peak import difference
+from trainfit.explanation.snapshot.explain import explain_snapshot, explained_snapshot
 from trainfit.explanation.snapshot.read import Frame, read_snapshot
 from trainfit.explanation.snapshot.stacks import made_by
 from trainfit.explanation.snapshot.unpickle import NotPlainError, loads
+from trainfit.integrations.exporters.memory_viz import write_snapshot
 from trainfit.spec.errors import InputError
 from trainfit.spec.explanation import Explanation
 from trainfit.spec.units import GIB, MIB
@@ -80,6 +82,18 @@ def test_it_is_compared_with_a_prediction_by_category(
     assert found["breakdown"]["workspace"] == 64 * MIB, "cuBLAS keeps 32 MiB for each thread"
     for category, measured in found["breakdown"].items():
         assert predicted["breakdown"][category] == pytest.approx(measured, rel=0.01), category
+
+
+def test_an_exported_snapshot_equals_the_run_that_it_is_of(
+    snapshots: dict[str, Path], whole: Explanation, tmp_path: Path
+) -> None:
+    exported = tmp_path / "a.pickle"
+    found = explained_snapshot(snapshots["whole"])
+    write_snapshot(found.ledger, exported, found.capacity_bytes, expandable=found.expandable)
+    again = explain_snapshot(exported)
+    assert again.peak_allocated_bytes == whole.peak_allocated_bytes
+    assert again.breakdown == whole.breakdown
+    assert difference(whole, again) == []
 
 
 def test_a_failed_request_is_told_apart_from_its_unwinding(

@@ -22,8 +22,8 @@ from trainfit.virtual import torch_internals
 PACKAGE = Path(__file__).parents[1]
 SOURCES = {".py", ".json", ".toml"}
 NOT_OF_AN_ESTIMATE = (
-    "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "measurement/",
-    "records.py", "report/", "sweeps/", "training/", "verification/",
+    "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "integrations/",
+    "measurement/", "records.py", "report/", "sweeps/", "training/", "verification/",
 )  # fmt: skip
 """Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
 NOT_OF_A_LEDGER = (

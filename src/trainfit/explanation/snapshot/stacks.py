@@ -100,7 +100,7 @@ def place(stack: Sequence[Frame]) -> str:
     """
     if known_of(stack) is not None:
         inner = [one.function for one in stack if not one.function.startswith((CATEGORY, PHASE))]
-        return " ".join(inner[1::-1]) if inner else LIBRARY_WORKSPACE
+        return " ".join(filter(None, inner[1::-1])) if inner else LIBRARY_WORKSPACE
     calls = [frame for frame in stack if is_python(frame)]
     if not calls:
         return NO_PYTHON
