@@ -121,11 +121,14 @@ def differences(recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str
     Model, hardware, seed, the size of the batch, learning rate and weight decay are left out.
     """
     data = recipe.model_dump(mode="json", exclude_defaults=True, exclude=LEFT_OUT)
-    plain = Optimizer(name=recipe.optimizer.name)  # Its implementation and momentum follow from its name.
+    # The implementation and the momentum follow from the name.
+    named, default = (
+        one.model_dump(mode="json") for one in (Optimizer(name=recipe.optimizer.name), Optimizer())
+    )
     data["optimizer"] = {
         name: value
         for name, value in recipe.optimizer.model_dump(mode="json", exclude=LEFT_OUT_OF_OPTIMIZER).items()
-        if value != getattr(plain if name != "name" else Optimizer(), name)
+        if value != (named if name != "name" else default)[name]
     }
     if recipe.batch.accumulate > 1:
         data["batch"] = {"micro": recipe.batch.micro, "accumulate": recipe.batch.accumulate}

@@ -69,7 +69,7 @@ REFUSED = {
     ),
     "text for mapping": (
         "model: [gpt2]",
-        "['gpt2']: should be a mapping with config, implementation, name; write its",
+        "['gpt2']: should be a mapping with config, implementation, name, weights; write its",
     ),
     "missing": ("seed: 1", "model: missing; add 'model'"),
     "missing nested": (MODEL + "adapter: {}", "adapter.kind: missing; add 'kind'"),

@@ -37,6 +37,7 @@ OWN_STRINGS = set(
     _c10d_functional _c10d_functional_autograd
     _amp _scaled_dot_product_
     _from_model_config _name_or_path _diffusers_version
+    _component_ _hybrid_shard_zero2 _id
 """.split()
 )
 """Parts of our own names and of operators' names, and keys of files, that are written as strings."""

@@ -50,6 +50,10 @@ MODELS = (
         "models with attention of their own", "bool",
     ),
     entry(
+        "transformers.modeling_utils:PreTrainedModel._is_stateful",
+        "models that carry a state along a sequence, which packed documents would share", "bool",
+    ),
+    entry(
         "transformers.initialization:no_init_weights",
         "finding what a config lacks, and reading weights, without making any", "()",
     ),
