@@ -42,10 +42,11 @@ def spikes(
     usable = found.capacity_bytes
     fits = usable is None or phases.first.optimizer <= usable
     more = phases.first.optimizer - phases.steady.optimizer
+    above = f", {format_bytes(more)} above later updates" if more > 0 else ""
     results = [
         LaterSpike(
             name="first update",
-            what=f"the optimizer's states are made, {format_bytes(max(0, more))} above later updates",
+            what="the optimizer's states are made" + above,
             peak_allocated_bytes=phases.first.optimizer,
             more_bytes=phases.first.optimizer - own,
             fits=fits,
