@@ -145,7 +145,7 @@ def test_a_run_that_is_ended_at_every_stage_has_the_losses_of_an_unbroken_one(
         assert not list((tmp_path / "run").rglob(".unfinished*"))
 
     stopped_in("loop", "assemble", NOTHING_SAVED)
-    stopped_in("corpus", "_tokenize", NOTHING_SAVED)
+    stopped_in("corpus", "_split", NOTHING_SAVED)
     ended = go("--save-every", "2", first=TWICE)
     assert ended.code == 75, ended.err
     assert json.loads(ended.out)["message"] == "SIGTERM after step 2 of 6; --resume goes on from it"
