@@ -25,6 +25,7 @@ LAST_THINKS = PLAIN.replace(
 )
 """As Qwen3's: the last answer is written in another way than those before it."""
 COUNTS = "{% for m in messages %}{{ loop.length ~ m['content'] }}{% endfor %}"
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 STRICT = "{{ raise_exception('Roles must alternate') }}"
 
 
@@ -73,6 +74,8 @@ def test_a_template_that_writes_the_last_turn_differently(tmp_path):
         ({"messages": MESSAGES}, None, "has no chat template"),
         ({"messages": MESSAGES}, STRICT, "refuses it .Roles must alternate"),
         ({"messages": MESSAGES[:1]}, PLAIN, "line 1 has no answer"),
+        ({"messages": [MESSAGES[0], CALL]}, PLAIN, "line 1 has tool_calls, which the chat template does not"),
+        ({"messages": MESSAGES, "tools": [{"name": "f"}]}, PLAIN, "line 1 has tools, which"),
         ({"messages": []}, PLAIN, "messages that is an empty list"),
         ({"messages": "hello"}, PLAIN, "text, not messages"),
         ({"messages": [{"role": 3, "content": "x"}]}, PLAIN, "message 1 of messages without a role"),

@@ -64,6 +64,7 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses it, it has no answer, or its answers cannot be found in the text.
         """
+        self._refuse_lost_tools(conversation)
         if not answers_only:
             return self._text(conversation, conversation.messages), None
         answers = conversation.answers()
@@ -75,6 +76,15 @@ class ChatTemplate:
         text = self._text(conversation, conversation.messages)
         spans = [self._trimmed(text, self._span(conversation, text, index)) for index in answers]
         return text, spans
+
+    def _refuse_lost_tools(self, conversation: Conversation) -> None:
+        """Refuse tools and calls of them that the template never reads: answers would be empty."""
+        calls = any(message.get("tool_calls") for message in conversation.messages)
+        for key, is_there in (("tool_calls", calls), ("tools", bool(conversation.tools))):
+            if is_there and key not in self.text:
+                problem = f"{conversation.place} has {key}, which the chat template does not write"
+                remedy = f"name a template that writes {key}, or remove them from the data"
+                raise InputError(problem, remedy, field="data.chat_template")
 
     def _marked(self, conversation: Conversation, answers: list[int]) -> tuple[str, list[Span]]:
         """Return the text and the spans that the template marks, one for each message of the assistant."""
