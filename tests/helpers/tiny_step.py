@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tiny_recipe import tiny_recipe
-from trainfit.models.quantized import QuantizedLinear
+from trainfit.models.quantized_linear import QuantizedLinear
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 

@@ -11,8 +11,8 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from tiny_step import BASE, FAMILIES, KINDS, aot_eager, learned, quantized_layer, trajectory
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists, num_quantized
-from trainfit.models.quantized import QuantizedLinear
 from trainfit.models.quantized_libraries import TorchaoLinear, nf4_tensor
+from trainfit.models.quantized_linear import QuantizedLinear
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from

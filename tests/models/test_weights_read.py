@@ -98,7 +98,7 @@ def test_with_techniques_that_rename_or_move_weights(
 @pytest.mark.parametrize("implementation", ["hf", "native"])
 def test_quantised_while_reading(implementation: str, kind: str, tmp_path: Path) -> None:
     """The codes are those of the same weights that were quantised by themselves."""
-    from trainfit.models.quantized import QuantizedLinear
+    from trainfit.models.quantized_linear import QuantizedLinear
 
     saved_weights(tmp_path, "llama")
     step = started(tmp_path, implementation, quantize=kind, adapter={"kind": "lora"})

@@ -1,4 +1,4 @@
-"""Frozen linear layers with weights in 4 or 8 bits, and models built with them.
+"""Models built with quantised linear layers (quantized_linear.py, quantized_libraries.py).
 
 A model is built with its linear layers on meta; then the decoder blocks are initialised and quantised one at
 a time, so at most one block is in full precision. Embeddings, norms, biases and the output layer are not
@@ -11,181 +11,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainfit.kernels.quantize import nf4
-from trainfit.kernels.quantize import rowwise as rows
 from trainfit.models.layers import require_blocks
+from trainfit.models.quantized_libraries import CLASSES
+from trainfit.models.quantized_linear import QuantizedLinear
 from trainfit.spec.errors import InputError
 from trainfit.spec.quantize import Quantized
 
 Initialize = Callable[[nn.Module], None]  # Initialises one module's own weights, or reads them
 WithinBlock = Callable[[nn.Module], AbstractContextManager[None]]
-
-ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-SHARDED = ("codes", "block_codes")
-"""Buffers of a quantised layer that FSDP2 shards. The others are under 0.02 bits a weight, or magnitudes in
-fp32, which bitsandbytes keeps whole on every rank as well."""
-SHARDED_AS = torch.bfloat16
-"""Dtype as which FSDP2 holds codes: torch 2.11 makes parameters that could require gradients, so of a
-floating dtype, and a mixed-precision policy casts every other one. Bytes are only copied."""
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class QuantizedLinear(nn.Linear):
-    """``y = x W^T + b`` with frozen, quantised W, in x's dtype (autocast's under autocast).
-
-    Forward and backward dequantise W for their product each, so nothing of its size is saved.
-
-    Args:
-        base: The kind (nf4, int8 or fp8), or also its blocks and the dtype of its products.
-        dtype: Dtype of the original weight, which adapters and the frozen bias take.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        base: str | Quantized,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        nn.Module.__init__(self)  # nn.Linear would allocate a full-precision weight.
-        self.base = base = Quantized.of(base)
-        self.in_features, self.out_features, self.kind = in_features, out_features, base.kind
-        self.compute_dtype = dtype  # The name that PEFT reads.
-        own_bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self.bias = None if own_bias is None else nn.Parameter(own_bias, requires_grad=False)
-        parts = self._empty(device)
-        self._fields = parts._fields
-        self._viewed = dict[str, torch.dtype]()  # Codes that are parameters of another dtype
-        for name, part in zip(parts._fields, parts, strict=True):
-            self.register_buffer(name, part)
-
-    @torch.no_grad()
-    def load(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Quantise a weight ([out, in], on the layer's device) into the layer's memory, and copy the bias."""
-        if weight.shape != self.shape:
-            raise ValueError(f"weight {list(weight.shape)}: the layer has {self.shape[0]} x {self.shape[1]}")
-        for memory, part in zip(self._parts(), self._quantize(weight.contiguous()), strict=True):
-            if memory is not part:
-                memory.copy_(part)
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
-
-    def _empty(self, device: torch.device | str) -> Any:
-        """Allocate the tensors of the layout, a named tuple."""
-        if self.kind == "nf4":
-            nf4.register()
-            return nf4.empty_nf4(self.num_quantized, device, self.base.block, double=self.base.double)
-        rows.register()
-        return rows.empty_rows(*self.shape, ROW_CODES[self.kind], device)
-
-    def _quantize(self, weight: Tensor) -> Any:
-        """Return the layout's tensors of a contiguous weight."""
-        if self.kind == "nf4":
-            return nf4.quantize_nf4(weight, self.base.block, double=self.base.double)
-        return rows.quantize_rows(weight, ROW_CODES[self.kind])
-
-    @property
-    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The codes, for code that reads the device of a layer's weight."""
-        return self.codes  # pyright: ignore[reportReturnType]
-
-    @torch.no_grad()
-    def codes_to_parameters(self) -> None:
-        """Make the codes frozen parameters, which FSDP2 shards; an odd number of bytes stays a buffer."""
-        for name in SHARDED:
-            codes = self._buffers.get(name)
-            if codes is None or codes.dtype == torch.float32 or codes.shape[-1] % SHARDED_AS.itemsize:
-                continue
-            del self._buffers[name]
-            self._viewed[name] = codes.dtype
-            self.register_parameter(name, nn.Parameter(codes.view(SHARDED_AS), requires_grad=False))
-
-    @property
-    def sharded_names(self) -> list[str]:
-        """Names of the codes that FSDP2 shards."""
-        return [name for name in SHARDED if name in self._fields]
-
-    @property
-    def code_parameters(self) -> list[nn.Parameter]:
-        """Codes that are parameters."""
-        return [self._parameters[name] for name in self._viewed]  # pyright: ignore[reportReturnType]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
-
-    @property
-    def num_quantized(self) -> int:
-        """Number of weights stored as codes."""
-        return self.out_features * self.in_features
-
-    @property
-    def W_q(self) -> Tensor:  # noqa: N802
-        """The codes: PEFT's DoRA calls ``dequantize`` of layers with this name, which is HQQ's."""
-        return self.weight
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the dequantised weight, [out, in], by default in the original weight's dtype."""
-        like = torch.empty(0, dtype=dtype or self.compute_dtype, device=self.weight.device)
-        return _dequantize(like, self._parts(), self.shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        if self.base.compute is not None:
-            with torch.autocast(device, enabled=False) if autocast else nullcontext():
-                return self._product(x.to(COMPUTE[self.base.compute])).to(x.dtype)
-        if autocast:
-            x = x.to(torch.get_autocast_dtype(device))
-        return self._product(x)
-
-    def _product(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return _Product.apply(x, bias, self.shape, *self._parts())  # pyright: ignore[reportReturnType]
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.base}"
-
-    def _parts(self) -> list[Tensor]:
-        return [self._part(name) for name in self._fields]
-
-    def _part(self, name: str) -> Tensor:
-        part = getattr(self, name)
-        return part.view(self._viewed[name]) if name in self._viewed else part
-
-
-class _Product(torch.autograd.Function):
-    """x W^T + b, whose backward dequantises W again. Only x gets a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        # (bias, shape, *parts): Dynamo decides by the number of parameters whether a function takes ctx.
-        bias, shape, *parts = others
-        ctx.shape = shape
-        ctx.save_for_backward(*parts)
-        return F.linear(x, _dequantize(x, parts, shape), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient, parts = gradients[0], ctx.saved_tensors  # read once: checkpointing unpacks once
-        dx = gradient @ _dequantize(gradient, parts, ctx.shape)
-        return dx, None, None, *(None for _ in parts)
-
-
-def _dequantize(like: Tensor, parts: Any, shape: tuple[int, int]) -> Tensor:
-    """Return the weight in the dtype of ``like``.
-
-    ``like`` is a tensor so that in the backward a compiler does not reuse the forward's result.
-    """
-    if len(parts) == len(rows.Rows._fields):
-        codes, scales = parts
-        return torch.ops.trainfit.dequantize_rows(like, codes, scales)
-    return torch.ops.trainfit.dequantize_nf4(like, *parts, *shape)
 
 
 @contextmanager
@@ -312,8 +147,6 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _quantized(linear: Any, base: Quantized, device: torch.device | str) -> QuantizedLinear:
-    from trainfit.models.quantized_libraries import CLASSES  # Its classes derive from the one here.
-
     num_out, num_in = _weight(linear).shape
     return CLASSES[base.library](num_in, num_out, linear.bias is not None, base, linear.weight.dtype, device)
 

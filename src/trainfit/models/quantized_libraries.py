@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfit.kernels.quantize import nf4
-from trainfit.models.quantized import COMPUTE, QuantizedLinear
+from trainfit.models.quantized_linear import COMPUTE, QuantizedLinear
 from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional

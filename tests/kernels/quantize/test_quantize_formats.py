@@ -10,7 +10,7 @@ from tiny_step import KINDS
 from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
 from trainfit.kernels.quantize.codebook import levels
-from trainfit.models.quantized import QuantizedLinear
+from trainfit.models.quantized_linear import QuantizedLinear
 
 
 def test_normal_floats_are_the_papers():

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tiny_recipe import tiny_recipe
+from trainfit.api.explanation_text import show
 from trainfit.catalog.load import gpu
 from trainfit.cli.main import main
-from trainfit.cli.text.explain import show
 from trainfit.explanation.communication import communication_bound
 from trainfit.explanation.peak import explain
 from trainfit.flops import layer_times as closed

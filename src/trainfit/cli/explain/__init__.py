@@ -144,7 +144,7 @@ def _explain_memory(
 
 
 def _show(found: "list[Explained]", top: int) -> None:
-    from trainfit.cli.text.explain import show, show_difference, show_script, show_snapshot
+    from trainfit.api.explanation_text import show, show_difference, show_script, show_snapshot
 
     for one in found:
         if one.recipe is not None:
@@ -161,7 +161,7 @@ def _explain_message(
     text: str, file: str, second: "Subject | None", settings: list[str], *, json: bool
 ) -> None:
     """Print what the message of an OutOfMemoryError says."""
-    from trainfit.cli.text.explain import show_message
+    from trainfit.api.explanation_text import show_message
     from trainfit.explanation.oom_text import read_message
 
     if second is not None or settings:
@@ -199,6 +199,6 @@ def _compare_ledgers(
         tables = {key: [one._asdict() for one in table] for key, table in found._asdict().items()}
         options.print_json(tables)
         return
-    from trainfit.cli.text.explain import show_ledgers
+    from trainfit.api.explanation_text import show_ledgers
 
     show_ledgers(found, top)

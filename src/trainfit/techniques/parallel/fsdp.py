@@ -106,7 +106,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     from trainfit.models.layers import decoder_blocks
-    from trainfit.models.quantized import QuantizedLinear
+    from trainfit.models.quantized_linear import QuantizedLinear
     from trainfit.parallel.expert_parallel import fully_shard_experts, prefetch
 
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"

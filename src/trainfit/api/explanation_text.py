@@ -6,7 +6,7 @@ from itertools import groupby
 
 from rich.console import Console
 
-from trainfit.cli.text.later import show_later, show_savings
+from trainfit.api.later_text import show_later, show_savings
 from trainfit.explanation.ledgers import Comparison, Entry
 from trainfit.explanation.oom_text import OutOfMemoryText
 from trainfit.explanation.peak import difference
@@ -30,9 +30,9 @@ from trainfit.spec.units import format_bytes, format_flops, format_seconds
 CHART_ROWS = 8
 
 
-def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
+def show(recipe: Recipe, explanation: Explanation, top: int, *, out: Console | None = None) -> None:
     """Print the peak, a chart of the step's memory, and what is alive by category and by holder."""
-    out = console()
+    out = out or console()
     out.print(describe(recipe), style="bold")
     each = " of one GPU" * (recipe.hardware.count > 1)
     out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}{each}: {_moment(explanation.moment)}")
@@ -61,9 +61,9 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     out.print()
 
 
-def show_script(explanation: Explanation, top: int) -> None:
+def show_script(explanation: Explanation, top: int, *, out: Console | None = None) -> None:
     """Print the peak of a traced script, and what holds memory there."""
-    out = console()
+    out = out or console()
     out.print(f"{explanation.script}, on 1 x {explanation.gpu}", style="bold")
     out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {_moment(explanation.moment)}")
     if explanation.two_peaks is not None:
@@ -81,9 +81,9 @@ def _moment(at: Moment) -> str:
     return f"{at.step} step, {at.phase}" + f", at {at.op}{where}" * bool(at.op or at.module)
 
 
-def show_snapshot(explanation: Explanation, top: int) -> None:
+def show_snapshot(explanation: Explanation, top: int, *, out: Console | None = None) -> None:
     """Print the peak of a memory snapshot, what held memory there, and what else would have fitted."""
-    out, facts = console(), explanation.snapshot
+    out, facts = out or console(), explanation.snapshot
     assert facts is not None
     out.print(f"{facts.file}: GPU {facts.device}, {facts.num_events:,} events", style="bold")
     out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {_moment(explanation.moment)}")
@@ -338,9 +338,9 @@ def _what(path: str, op: str) -> str:
     return f"{path} {op}".strip() or "-"
 
 
-def show_difference(first: Explanation, second: Explanation, top: int) -> None:
+def show_difference(first: Explanation, second: Explanation, top: int, *, out: Console | None = None) -> None:
     """Print the bytes of the second minus the first's, each at its own peak."""
-    out = console()
+    out = out or console()
     heading(out, "The second's peak minus the first's")
     lines = [["peak", _signed(second.peak_allocated_bytes - first.peak_allocated_bytes)]]
     for name in CATEGORIES:
