@@ -1,7 +1,8 @@
 """Import public configurations of other tools, and predict the recipes.
 
 ``python -m evidence.scripts.imported_configs`` writes ``evidence/records/imported-configs.jsonl``, a line for
-each run of RUNS, without a GPU. The files in ``tests/data/imports`` have fields and values of public ones.
+each run of RUNS, without a GPU. It needs bitsandbytes and torchao. The files in ``tests/data/imports`` have
+fields and values of public ones.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ def recipe_of(run: Run) -> ImportedConfig:
 def predicted(run: Run, found: ImportedConfig) -> dict[str, Any]:
     """Return the account of a run's files and the prediction of its recipe."""
     from trainfit.api.calls import predict_recipe
-    from trainfit.integrations.importers.run import predictable
+    from trainfit.spec.provenance import commit
 
-    estimate = predict_recipe(predictable(found.recipe)[0])
+    estimate = predict_recipe(found.recipe)
     return {
         "origin": run.origin,
         "files": run.files,
@@ -147,6 +148,7 @@ def predicted(run: Run, found: ImportedConfig) -> dict[str, Any]:
         "fields": found.num_fields,
         "taken": len({one.name for one in found.taken}),
         "without": [one.name for one in found.without],
+        "not_in_memory": [one.name for one in found.without if "memory" in one.changes],
         "unread": [one.name for one in found.unread],
         "idle": len(found.idle),
         "peak_allocated_bytes": estimate.peak_allocated_bytes,
@@ -154,6 +156,7 @@ def predicted(run: Run, found: ImportedConfig) -> dict[str, Any]:
         "fits": estimate.fits,
         "step_s": estimate.step_s,
         "versions": estimate.versions,
+        "commit": commit(),
     }
 
 

@@ -12,6 +12,7 @@ from trainfit.integrations.importers.run import ImportedConfig, imported
 from trainfit.integrations.importers.source import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.quantize import Quantized
 
 FOLDER = Path(__file__).parents[1] / "data" / "imports"
 DDP = {"parallel.strategy": "ddp"}
@@ -31,6 +32,8 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
             "attention": "flash",
             "recompute": "full",
             "quantize.kind": "nf4",
+            "quantize.library": "bitsandbytes",
+            "quantize.double": True,
             "adapter.rank": 8,
             "adapter.alpha": 16,
             "adapter.targets": "all-linear",
@@ -572,14 +575,67 @@ def test_two_main_files_are_refused() -> None:
         imported(paths)
 
 
-def test_variants_of_lora_are_values_or_named(tmp_path: Path) -> None:
-    """DoRA, rsLoRA and modules that train whole are in the recipe, or listed with what they would change."""
-    (tmp_path / "train.py").write_text(
-        "SFTConfig(max_length=64)\nAutoModelForCausalLM.from_pretrained('gpt2')\n"
-        "LoraConfig(use_dora=True, use_rslora=True, modules_to_save=['lm_head'], r=4)\n"
+def of_script(folder: Path, *lines: str, settings: tuple[str, ...] = ()) -> ImportedConfig:
+    (folder / "train.py").write_text("\n".join(lines))
+    return imported([str(folder / "train.py")], settings)
+
+
+def test_variants_of_lora_are_values(tmp_path: Path) -> None:
+    lora = "LoraConfig(use_dora=True, use_rslora=True, modules_to_save=['lm_head'], r=4)"
+    model = "AutoModelForCausalLM.from_pretrained('gpt2')"
+    adapter = of_script(tmp_path, "SFTConfig(max_length=64)", model, lora).recipe.adapter
+    assert adapter is not None
+    assert (adapter.dora, adapter.rslora, adapter.modules_to_save) == (True, True, ("lm_head",))
+    assert adapter.targets == ("c_attn",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "autocast", "expected"),
+    [
+        ("", False, {"double": False, "compute": "fp32"}),
+        ("", True, {"double": False}),
+        ("bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype='bfloat16'", False, {"compute": "bf16"}),
+        ("llm_int8_skip_modules=['lm_head', 'q_proj']", True, {"double": False, "skip_modules": ("q_proj",)}),
+    ],
+)
+def test_bitsandbytes_defaults_are_those_of_transformers(
+    arguments: str, autocast: bool, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """No second quantisation, and products in fp32 but under autocast."""
+    found = of_script(
+        tmp_path, f"SFTConfig(max_length=64, bf16={autocast})", "LoraConfig(r=4)",
+        "AutoModelForCausalLM.from_pretrained('gpt2')", f"BitsAndBytesConfig(load_in_4bit=True, {arguments})",
+    )  # fmt: skip
+    assert found.recipe.base == Quantized(kind="nf4", library="bitsandbytes", **expected)
+    assert found.without == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "expected"),
+    [
+        ("optim: adamw_torch", 1, ("bf16-master", "adamw", "fused")),
+        ("optim: adamw_torch", 2, ("bf16-master", "adamw", "foreach")),
+        ("optim: adamw_bnb_8bit", 1, ("amp-bf16", "bnb-adamw8bit", "fused")),
+        ("optim: adamw_bnb_8bit", 2, ("bf16-master", "adamw8bit", "fused")),
+        ("optim: sgd", 2, ("bf16-master", "sgd", "foreach")),
+    ],
+)
+def test_what_master_weights_and_shards_exclude_is_the_nearest(
+    words: str, count: int, expected: tuple[str, str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(
+        f"per_device_train_batch_size: 1\nbf16: true\n{words}\n"
+        "deepspeed: {zero_optimization: {stage: 3}}\n"
     )
-    found = imported([str(tmp_path / "train.py")])
-    named = {one.name for one in (*found.taken, *found.without)}
-    assert {f"LoraConfig.{one}" for one in ("use_dora", "use_rslora", "modules_to_save")} <= named
-    assert found.recipe.adapter is not None
-    assert found.recipe.adapter.targets == ("c_attn",)
+    recipe = imported([str(tmp_path / "run.yaml")], [f"hardware.count={count}"], "smollm-135m").recipe
+    assert (recipe.precision, recipe.optimizer.name, recipe.optimizer.implementation) == expected
+
+
+@pytest.mark.parametrize(("count", "is_host"), [(1, True), (2, False)])
+def test_host_memory_of_the_optimizer_is_that_of_one_gpu(count: int, is_host: bool) -> None:
+    files = [
+        str(FOLDER / one) for one in ("trl/training_args.json", "deepspeed/zero_stage2_offload_config.json")
+    ]
+    found = imported(files, [f"hardware.count={count}"], "qwen3-0.6b")
+    assert found.recipe.offload.optimizer is is_host
+    assert any("offload_optimizer" in one.name for one in found.without) is not is_host

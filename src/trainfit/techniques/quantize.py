@@ -6,7 +6,6 @@ are those of the weights that the seed gives unquantised.
 
 import random
 
-from trainfit.spec.optional import require
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
 
@@ -17,10 +16,7 @@ def check(recipe: Recipe) -> None:
         problem = "fp8 products quantise whole weights at each step, and these are stored quantised"
         raise refusal(recipe, "quantize", problem, "use precision: bf16 with quantize: fp8")
     library = recipe.base.library if recipe.base is not None else "trainfit"
-    if library == "trainfit":
-        return
-    require(library, library, field="quantize.library", value=library)
-    if recipe.compile:
+    if recipe.compile and library != "trainfit":
         problem = f"torch.compile of {library}'s 4-bit layers is not modelled"
         raise refusal(recipe, "compile", problem, "use compile: false, or leave quantize.library out")
 

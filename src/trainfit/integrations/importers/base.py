@@ -73,13 +73,11 @@ class Draft:
         referred: further files that a field names, with the tool they belong to.
         first: path of the first file; fields of others begin with the name of their file.
         tools: names of the tools of the files that the user gave.
-        nearest: recipe's field -> the value to use, and what is lost, where no recipe can have the one set.
     """
 
     count: int | None = None
     first: str = ""
     tools: frozenset[str] = frozenset()
-    nearest: dict[str, tuple[Any, str]] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
     taken: list[TakenField] = field(default_factory=list)
@@ -125,8 +123,7 @@ class Draft:
         for one in self.taken:
             if one.field == dotted:
                 self.leave(one.name, one.given, ("memory", "time"), note)
-        self.taken = [one for one in self.taken if one.field != dotted]
-        self.remove(dotted)
+        self.forget(dotted)
         self.assume("", dotted, value, note)
 
     def take(self, name: str, given: Any, dotted: str, value: Any, note: str = "") -> None:

@@ -14,7 +14,6 @@ from trainfit.integrations.importers import models, settle
 from trainfit.integrations.importers.base import Draft, Importer, Reading
 from trainfit.integrations.importers.registry import importer, importers, recognised
 from trainfit.integrations.importers.source import Source, read
-from trainfit.integrations.importers.vocabulary import NEAREST
 from trainfit.spec.errors import InputError
 from trainfit.spec.imported import ConfigFile, Imported
 from trainfit.spec.optional import is_installed
@@ -73,9 +72,9 @@ def predictable(recipe: Recipe) -> tuple[Recipe, str]:
     missing: dict[str, str] = {}
     name, base = recipe.optimizer.name, recipe.base
     package = "torchao" if name.startswith("torchao") else "bitsandbytes"
-    if name in NEAREST and not is_installed(package):
-        near = {"name": NEAREST[name], "implementation": "fused"}
-        changed["optimizer"] = recipe.optimizer.model_copy(update=near)
+    nearest = settle.NEAREST["optimizer.name"].get(name)
+    if nearest is not None and not is_installed(package):
+        changed["optimizer"] = recipe.optimizer.model_copy(update={"name": nearest[0]})
         missing["optimizer.name"] = package
     library = getattr(base, "library", "trainfit")
     if base is not None and library != "trainfit" and not is_installed(library):

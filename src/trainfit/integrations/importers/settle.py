@@ -14,11 +14,31 @@ from trainfit.techniques import registry
 
 ON_HOST = "sharded weights, gradients and optimizer states wait in host memory: less on the GPU, more time"
 STATES_ON_HOST = "optimizer states wait in host memory and are updated there: less on the GPU, more time"
-MASTER = "bf16-master"
-"""DeepSpeed's: bf16 weights, with fp32 master weights and moments next to them."""
+TORCHAO = "states of torchao's layout and equal size, in trainfit's kernel"
 COUNT = "no file states it"
 OF_CHECKPOINT = "the checkpoint's dtype, as transformers 5 loads it"
 MAX_REFUSALS = 12
+NEAREST: dict[str, dict[Any, tuple[str, str]]] = {
+    "optimizer.name": {
+        "bnb-adamw8bit": ("adamw8bit", TORCHAO),
+        "paged-adamw8bit": ("adamw8bit", TORCHAO),
+        "torchao-adamw8bit": ("adamw8bit", TORCHAO),
+        "torchao-adamw4bit": ("adamw4bit", TORCHAO),
+        "paged-adamw": ("adamw", "its states stay on the GPU"),
+    },
+    "optimizer.implementation": {
+        "foreach": ("fused", "the kernel that has these states"),
+        "forloop": ("fused", "the kernel that has these states"),
+    },
+    "precision": {
+        "bf16-master": ("amp-bf16", "fp32 weights that compute in bf16"),
+        "mixed-bf16": ("amp-bf16", "fp32 weights that compute in bf16"),
+    },
+}
+"""Field of a recipe -> value -> the nearest where the others of the recipe exclude it, and what that is.
+
+bitsandbytes' and torchao's states do not follow shards, and AdamW alone has fp32 master weights.
+"""
 KEPT = (
     "model", "batch", "hardware", "adapter", "quantize", *(f"parallel.{axis}" for axis in MESH_DIMENSIONS),
     "parallel.expert",
@@ -28,15 +48,8 @@ FALLBACKS: dict[str, tuple[tuple[Change, ...], str]] = {
     "offload.weights": (("memory", "time"), ON_HOST),
     "offload.optimizer": (("memory", "time"), STATES_ON_HOST),
     "recompute": (("memory", "time"), "predicted without recomputation"),
-    "adapter.dora": (("memory", "time"), "DoRA adds a magnitude and a norm of each target"),
-    "adapter.rslora": (("numbers",), "scales by the root of the rank; no memory or time"),
-    "adapter.modules_to_save": (("memory", "time"), "modules that train whole next to the adapter"),
 }
 """Field of a recipe -> what is lost where the recipe cannot have it."""
-
-
-MAY_GO = ("adapter.dora", "adapter.rslora", "adapter.modules_to_save", "quantize.library")
-"""Of those fields the parts that may be left out."""
 
 
 def settle(draft: Draft) -> None:
@@ -171,9 +184,6 @@ def _precision(draft: Draft) -> None:
         weights, why = _of_checkpoint(draft), OF_CHECKPOINT
     deepspeed = sharding in ("zero1", "zero2", "zero3") or draft.fact("deepspeed")
     found = _precision_of(draft, weights, compute, bool(deepspeed))
-    if found == MASTER:
-        near = "mixed-bf16" if draft.value("hardware.count") > 1 and sharding != "zero1" else "amp-bf16"
-        draft.nearest["precision"] = (near, "predicted as fp32 weights that compute in bf16")
     if deepspeed and compute == "fp16":
         fact = draft.facts["compute"]
         draft.leave(fact.name, fact.given, ("numbers",), "predicted in bf16, whose sizes are equal")
@@ -200,9 +210,7 @@ def _precision_of(draft: Draft, weights: str, compute: str | None, deepspeed: bo
     if compute == "fp8":
         return "fp8"
     if deepspeed and compute in ("bf16", "fp16"):
-        if not adapter:
-            return MASTER
-        return "bf16"
+        return "bf16" if adapter else "bf16-master"  # fp32 master weights and moments next to bf16 weights
     if compute == "bf16" and sharded and not adapter and (weights == "fp32" or draft.fact("upcasts")):
         return "mixed-bf16" if count > 1 else "amp-bf16"
     if compute in (None, "no", "fp32"):
@@ -260,6 +268,11 @@ def build(draft: Draft, settings: list[str]) -> Recipe:
 def _given_up(draft: Draft, error: InputError) -> bool:
     """Leave the refused field at its default, and list the fields that set it; False: no file set it."""
     refused = error.field
+    value = draft.value(refused)
+    if isinstance(value, str) and value in NEAREST.get(refused, {}):
+        nearest, what = NEAREST[refused][value]
+        draft.replace(refused, nearest, f"{value} does not go with the rest of the recipe; predicted: {what}")
+        return True
 
     def is_of(field: str) -> bool:
         return bool(field) and (
@@ -267,17 +280,12 @@ def _given_up(draft: Draft, error: InputError) -> bool:
         )
 
     fields = {one.field for one in (*draft.taken, *draft.assumed) if is_of(one.field)}
-    if refused in MAY_GO and refused in fields:
-        fields = {refused}
-    elif not refused or refused.partition(".")[0] in KEPT or refused in KEPT or not fields:
+    if not refused or refused.partition(".")[0] in KEPT or refused in KEPT or not fields:
         return False
-    nearest, lost = draft.nearest.pop(refused, (None, ""))
     for field in fields:
         draft.remove(field)
-    if nearest is not None:
-        draft.set(refused, nearest)
     changes, instead = FALLBACKS.get(refused, (("memory", "time"), ""))
-    note = lost or instead or f"no recipe has it: {error.problem}"
+    note = instead or f"no recipe has it: {error.problem}"
     for one in draft.taken:
         if one.field in fields:
             draft.leave(one.name, one.given, changes, note)

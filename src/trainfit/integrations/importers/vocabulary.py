@@ -5,54 +5,32 @@ from typing import Any, NamedTuple
 
 from trainfit.integrations.importers.base import OFF, Reading
 from trainfit.spec.imported import Change
+from trainfit.spec.parsing.synonyms import OPTIMIZERS as RECIPES_WORDS
 
 
 class OptimizerWord(NamedTuple):
-    """What a tool's name of an optimizer is in a recipe, and what is lost, or would be with the nearest."""
+    """What a tool's name of an optimizer is in a recipe, and what is lost."""
 
     fields: Mapping[str, Any]
     changes: tuple[Change, ...] = ()
     note: str = ""
 
 
-FUSED = {"name": "adamw", "implementation": "fused"}
-FOREACH = {"name": "adamw", "implementation": "foreach"}
-PAGED = "its states move to host memory when the GPU is full; predicted as kept on the GPU"
-BITSANDBYTES = "predicted with torchao's 8-bit states: other blocks, less than 1 % of their bytes"
-TORCHAO = "predicted with states of torchao's layout, in trainfit's kernel"
+FUSED, FOREACH = RECIPES_WORDS["adamw_torch_fused"], RECIPES_WORDS["adamw_torch"]
 ONE_MOMENT = "keeps one moment of each weight; predicted as AdamW, which keeps two"
-NEAREST = {
-    "bnb-adamw8bit": "adamw8bit",
-    "paged-adamw8bit": "adamw8bit",
-    "paged-adamw": "adamw",
-    "torchao-adamw8bit": "adamw8bit",
-    "torchao-adamw4bit": "adamw4bit",
-}
-"""Optimizers of other libraries -> those of equal states that need no library, and that shards have."""
-BNB_8BIT = OptimizerWord({"name": "bnb-adamw8bit"}, (), BITSANDBYTES)
-PAGED_32BIT = OptimizerWord({"name": "paged-adamw"}, (), PAGED)
-PAGED_8BIT = OptimizerWord({"name": "paged-adamw8bit"}, (), PAGED)
 LION = OptimizerWord(FUSED, ("memory", "numbers"), ONE_MOMENT)
 LION_8BIT = OptimizerWord({"name": "adamw8bit"}, ("memory", "numbers"), ONE_MOMENT)
+ADAM = OptimizerWord(FOREACH, ("numbers",), "Adam adds the decay to the gradient; AdamW's cost is equal")
 OPTIMIZERS: dict[str, OptimizerWord] = {
-    "adamw_torch_fused": OptimizerWord(FUSED),
+    **{word: OptimizerWord(fields) for word, fields in RECIPES_WORDS.items()},
     "adamw_apex_fused": OptimizerWord(FUSED),
-    "adamw_torch": OptimizerWord(FOREACH),
     "adamw": OptimizerWord(FOREACH),
     "adamw_hf": OptimizerWord({"name": "adamw", "implementation": "forloop"}),
-    "adam": OptimizerWord(
-        FOREACH, ("numbers",), "Adam adds the decay to the gradient; AdamW's cost is equal"
-    ),
-    "adamw_torch_8bit": OptimizerWord({"name": "torchao-adamw8bit"}, (), TORCHAO),
-    "adamw_torch_4bit": OptimizerWord({"name": "torchao-adamw4bit"}, (), TORCHAO),
-    "adamw_bnb_8bit": BNB_8BIT,
-    "adamw_8bit": BNB_8BIT,
-    "adamw8bit": BNB_8BIT,
-    "paged_adamw": PAGED_32BIT,
-    "paged_adamw_32bit": PAGED_32BIT,
-    "paged_adamw_8bit": PAGED_8BIT,
+    "adam": ADAM,
+    "adamw8bit": OptimizerWord({"name": "bnb-adamw8bit"}),
+    "paged_adamw": OptimizerWord({"name": "paged-adamw"}),
     "adafactor": OptimizerWord({"name": "adafactor"}),
-    "sgd": OptimizerWord({"name": "sgd"}),
+    "sgd": OptimizerWord({"name": "sgd", "implementation": "foreach"}),
     "muon": OptimizerWord({"name": "muon"}),
     "lion": LION,
     "lion_32bit": LION,
@@ -118,8 +96,6 @@ def take_optimizer(reading: Reading, name: str, default: str) -> None:
             reading.take_or_assume(name, "optimizer.name", value)
         else:
             reading.draft.set(f"optimizer.{key}", value)
-    if known.fields["name"] in NEAREST:
-        reading.draft.nearest["optimizer.name"] = (NEAREST[known.fields["name"]], known.note)
     if known.changes:
         reading.draft.leave(reading.full(name), word, known.changes, known.note)
 
@@ -214,6 +190,8 @@ def take_bitsandbytes(
     compute: str = "",
     default_kind: str = "nf4",
     default_double: bool = False,
+    default_compute: str | None = None,
+    skipped: str = "",
     by: str = "",
 ) -> None:
     """Set ``quantize`` as bitsandbytes stores a base.
@@ -222,6 +200,7 @@ def take_bitsandbytes(
         kind: field with nf4 or fp4.
         double: field with whether the magnitudes are quantised as well.
         compute: field with the dtype of the products.
+        skipped: field with the names of layers that stay as they are.
         by: field that turns it on.
     """
     if in_8bit:
@@ -236,17 +215,17 @@ def take_bitsandbytes(
         else:
             reading.draft.suppose(reading.full(kind), "fp4", f"predicted as nf4: {note}")
     doubled = reading.flag(double, default_double) if double else default_double
-    value: dict[str, Any] = {"kind": "nf4", "double": doubled}
-    computed = dtype(reading, compute) if compute else None
+    value: dict[str, Any] = {"kind": "nf4", "double": doubled, "library": "bitsandbytes"}
+    computed = (dtype(reading, compute) if compute else None) or default_compute
     if computed in ("bf16", "fp16", "fp32"):
         value["compute"] = computed
-        reading.accounted(compute)
-        reading.draft.idle += [reading.full(compute)]
-    reading.accounted(*(one for one in (kind, double) if one))
-    reading.draft.idle += [reading.full(one) for one in (kind, double) if one and reading.has(one)]
+    # The output head is outside of the blocks, which alone are quantised.
+    if skipped and (names := [one for one in reading.texts(skipped, []) if one != "lm_head"]):
+        value["skip_modules"] = names
+    parts = [one for one in (kind, double, compute, skipped) if one and reading.is_open(one)]
+    reading.accounted(*parts)
+    reading.draft.idle += map(reading.full, parts)
     reading.take(by, "quantize", value)
-    reading.draft.nearest["quantize.library"] = (None, "predicted in trainfit's layout of nf4")
-    reading.draft.take(reading.full(by), reading.raw(by), "quantize.library", "bitsandbytes")
 
 
 def read_fsdp(reading: Reading) -> None:

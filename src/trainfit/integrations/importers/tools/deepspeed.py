@@ -137,6 +137,8 @@ def _optimizer(reading: Reading) -> None:
         optimizer.finish()
         return
     take_optimizer(optimizer, "type", "adamw")
+    if optimizer.draft.value("optimizer.name") == "adamw":
+        optimizer.draft.set("optimizer.implementation", "fused")  # DeepSpeed's own kernel
     inner = optimizer.inside("params")
     for name, field in (("lr", "optimizer.lr"), ("weight_decay", "optimizer.weight_decay")):
         value: Any = inner.raw(name)

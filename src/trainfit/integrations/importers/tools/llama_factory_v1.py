@@ -7,6 +7,7 @@ from trainfit.integrations.importers.base import Importer, Reading
 from trainfit.integrations.importers.references import refer
 from trainfit.integrations.importers.vocabulary import (
     leave_all,
+    take_adapter_variants,
     take_attention,
     take_bitsandbytes,
     take_lora,
@@ -87,6 +88,7 @@ def _plugins(reading: Reading) -> None:
         )
         if not take_targets(adapter, "target_modules"):
             adapter.draft.assume(adapter.full("target_modules"), "adapter.targets", "all-linear")
+        take_adapter_variants(adapter)
     elif kind is not None:
         adapter.leave("name", BOTH, "predicted as training of every weight")
     adapter.idle(adapter.values)

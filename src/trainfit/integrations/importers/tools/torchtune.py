@@ -127,9 +127,8 @@ def _adapter(inner: Reading, kind: str) -> None:
     inner.draft.set("adapter.dtype", "base")
     if kind.startswith("q") or inner.flag("quantize_base", False):
         name = "quantize_base" if inner.has("quantize_base") else COMPONENT
-        inner.draft.take(inner.full(name), inner.raw(name), "quantize", {"kind": "nf4"})
-        inner.draft.nearest["quantize.library"] = (None, "predicted in trainfit's layout of nf4")
-        inner.draft.take(inner.full(name), inner.raw(name), "quantize.library", "torchao")
+        value = {"kind": "nf4", "library": "torchao"}
+        inner.draft.take(inner.full(name), inner.raw(name), "quantize", value)
     if "dora" in kind or inner.flag("use_dora", False):
         inner.draft.take(inner.full(COMPONENT), inner.raw(COMPONENT), "adapter.dora", True)
     inner.idle(["apply_lora_to_mlp", "apply_lora_to_output", "lora_dropout"])

@@ -426,6 +426,8 @@ def _bitsandbytes(reading: Reading) -> None:
         double="bnb_4bit_use_double_quant",
         compute="bnb_4bit_compute_dtype",
         default_kind="fp4",
+        default_compute=_default_compute(reading),
+        skipped="llm_int8_skip_modules",
         by="load_in_4bit" if in_4bit else "load_in_8bit",
     )
     leave_all(reading, {"bnb_4bit_quant_storage": WITHOUT["bnb_4bit_quant_storage"]})
@@ -436,10 +438,23 @@ def _bitsandbytes(reading: Reading) -> None:
     reading.finish()
 
 
+def _default_compute(reading: Reading) -> str | None:
+    """Return the dtype of products by default: fp32, and under autocast that of autocast."""
+    return None if reading.draft.fact("compute") in ("bf16", "fp16") else "fp32"
+
+
 def _pretrained(reading: Reading) -> None:
     """Read ``from_pretrained``; 4 bits are fp4 by transformers' default."""
     if reading.flag("load_in_4bit"):
-        take_bitsandbytes(reading, in_4bit=True, in_8bit=False, default_kind="fp4", by="load_in_4bit")
+        compute = _default_compute(reading)
+        take_bitsandbytes(
+            reading,
+            in_4bit=True,
+            in_8bit=False,
+            default_kind="fp4",
+            default_compute=compute,
+            by="load_in_4bit",
+        )
     _loading(reading)
 
 
@@ -449,7 +464,8 @@ def _unsloth_model(reading: Reading) -> None:
         if reading.has("load_in_4bit"):
             take_bitsandbytes(reading, in_4bit=True, in_8bit=False, default_double=True, by="load_in_4bit")
         else:
-            reading.draft.assume(reading.full("load_in_4bit"), "quantize", "nf4", "Unsloth's default")
+            value = {"kind": "nf4", "library": "bitsandbytes"}
+            reading.draft.assume(reading.full("load_in_4bit"), "quantize", value, "Unsloth's default")
     if reading.has("max_seq_length"):
         reading.draft.forget("batch.seq")
         reading.take("max_seq_length", "batch.seq", reading.whole("max_seq_length", at_least=2))
