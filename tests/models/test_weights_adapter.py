@@ -1,5 +1,7 @@
 """Adapters that PEFT saved, as the start of a recipe's adapter."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,44 @@ def test_lora_of_the_native_decoder_where_projections_share_a(tmp_path: Path) ->
     save_file(state, tmp_path / "adapter" / ADAPTER)
     theirs = PeftModel.from_pretrained(theirs.unload(), tmp_path / "adapter").eval()
     assert started(recipe)([batch_of()]).item() == pytest.approx(loss_of(theirs), abs=1e-5)
+
+
+@pytest.mark.parametrize("variant", [{"use_dora": True}, {"use_rslora": True}])
+def test_dora_and_rslora(variant: dict[str, Any], tmp_path: Path) -> None:
+    theirs = saved_adapter(tmp_path, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **variant))
+    own: dict[str, Any] = {name.removeprefix("use_"): value for name, value in variant.items()}
+    recipe = recipe_of(tmp_path, **LORA, **own)
+    assert started(recipe)([batch_of()]).item() == pytest.approx(loss_of(theirs), abs=1e-5)
+    field = f"adapter.{next(iter(own))}"
+    with pytest.raises(InputError, match=rf"has true; write {field}: true"):
+        check_weights(recipe_of(tmp_path, **LORA), fetch=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("alpha_pattern", {"q_proj": 64}), ("layer_replication", [[0, 2]]), ("init_lora_weights", "pissa")],
+)
+def test_a_lora_that_no_recipe_computes(key: str, value: Any, tmp_path: Path) -> None:
+    saved_adapter(tmp_path, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(InputError, match=f"{key} = .*merge the adapter"):
+        check_weights(recipe_of(tmp_path, **LORA), fetch=False)
+
+
+def test_an_adapter_of_an_adapter(tmp_path: Path) -> None:
+    saved_adapter(tmp_path, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    shutil.copytree(tmp_path / "adapter", tmp_path / "second")
+    for base, folder in (("adapter", "second"), ("adapter", "adapter")):
+        file = tmp_path / folder / "adapter_config.json"
+        config = json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / base)}
+        file.write_text(json.dumps(config))
+        recipe = recipe_of(tmp_path, **LORA)
+        model = recipe.model.model_copy(update={"weights": str(tmp_path / folder)})
+        recipe = recipe.model_copy(update={"model": model})
+        for check in (lambda recipe: check_weights(recipe, fetch=False), started):
+            with pytest.raises(InputError, match="it holds an adapter, and no model"):
+                check(recipe)
 
 
 @pytest.mark.parametrize("implementation", ["hf", "native"])

@@ -22,6 +22,15 @@ NAMES_SHOWN = 3
 KINDS = {"LORA": "lora", "PROMPT_TUNING": "prompt"}
 """PEFT's type of an adapter that can be trained on -> ``adapter.kind``."""
 VIRTUAL = "prompt_embeddings"
+MAGNITUDE = ".lora_magnitude_vector"
+"""End of PEFT's name of DoRA's magnitudes, which are the weight of a module of that name."""
+NOT_READ = (
+    "alpha_pattern", "rank_pattern", "alora_invocation_tokens", "arrow_config", "kasa_config",
+    "layer_replication", "monteclora_config", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+"""Keys of PEFT's config that change what an adapter computes, and that no recipe has."""
+INITS_OF_AN_EQUAL_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base's weights as they are; the others change them."""
 SHARED = ("lora_A", "lora_embedding_A")
 
 
@@ -29,7 +38,7 @@ def check_adapter(folder: Path, recipe: Recipe) -> None:
     """Refuse an adapter that is not the recipe's, by its adapter_config.json.
 
     Raises:
-        InputError: another kind, rank or alpha than the recipe's.
+        InputError: it computes something else than the recipe's adapter, such as by another rank or alpha.
     """
     file = folder / ADAPTER_CONFIG
     config = read_config(file)
@@ -48,10 +57,26 @@ def check_adapter(folder: Path, recipe: Recipe) -> None:
     for field, mine, theirs in (
         ("adapter.rank", own.rank, config.get("r")),
         ("adapter.alpha", alpha, config.get("lora_alpha")),
+        ("adapter.rslora", own.rslora, bool(config.get("use_rslora"))),
+        ("adapter.dora", own.dora, bool(config.get("use_dora"))),
     ):
         if mine != theirs:
-            problem = f"the adapter of {folder} has {theirs}"
-            raise InputError(problem, f"write {field}: {theirs}", field=field, value=mine)
+            problem = f"the adapter of {folder} has {str(theirs).lower()}"
+            raise InputError(problem, f"write {field}: {str(theirs).lower()}", field=field, value=mine)
+    _check_plain(config, file)
+
+
+def _check_plain(config: dict[str, Any], file: Path) -> None:
+    """Refuse a LoRA that computes something else than a recipe's, with tensors of equal names and shapes."""
+    remedy = "merge the adapter into its base with PEFT, and name the merged model's folder"
+    for key in NOT_READ:
+        if config.get(key):
+            problem = "no recipe's adapter has it"
+            raise InputError(problem, remedy, field=key, value=config[key], file=str(file))
+    init = config.get("init_lora_weights", True)
+    if init not in INITS_OF_AN_EQUAL_BASE:
+        problem = "this initialisation changed the base's weights, which the base's folder has unchanged"
+        raise InputError(problem, remedy, field="init_lora_weights", value=init, file=str(file))
 
 
 @torch.no_grad()
@@ -108,6 +133,7 @@ def _sources(name: str, modules: dict[str, list[str]]) -> list[str]:
     if "prompt_encoder." in name:
         return [VIRTUAL]
     saved = name.replace(".modules_to_save.default", "").replace(".default", "")
+    saved = saved.removesuffix(".weight") if saved.endswith(f"{MAGNITUDE}.weight") else saved
     module = inner = saved.removeprefix(PREFIX)
     while module and module not in modules:
         module = module.rpartition(".")[0]

@@ -29,16 +29,15 @@ def check_weights(recipe: Recipe, *, fetch: bool) -> tuple[str, ...]:
     Raises:
         InputError: no such folder or repository, or its tensors are not those of the model.
     """
-    path = located(recipe.model.weights, fetch=fetch)
-    if path is None:
-        unread = f"model.weights: {recipe.model.weights} is not in the local cache"
-        return (f"{unread}, so its files are not checked; train fetches them",)
-    base = adapter_base(path)
-    if base is not None:
+    named = recipe.model.weights
+    path = located(named, fetch=fetch)
+    if path is not None and (base := adapter_base(path)) is not None:
         check_adapter(path, recipe)
-        model = recipe.model.model_copy(update={"weights": base})
-        return check_weights(recipe.model_copy(update={"model": model}), fetch=fetch)
-    folder = open_folder(path, recipe.model.weights)
+        named, path = base, located(base, fetch=fetch)
+    if path is None:
+        unread = f"model.weights: {named} is not in the local cache"
+        return (f"{unread}, so its files are not checked; train fetches them",)
+    folder = open_folder(path, named)  # Refuses an adapter of an adapter.
     import torch
 
     from trainfit.models.build import build_model

@@ -192,7 +192,9 @@ def open_weights(weights: str) -> Weights:
     base = adapter_base(path)
     if base is None:
         return Weights(open_folder(path, weights))
-    found = open_weights(base)
+    of_base = located(base, fetch=True)
+    assert of_base is not None
+    found = Weights(open_folder(of_base, base))  # Refuses an adapter of an adapter.
     found.adapter = path
     return found
 
