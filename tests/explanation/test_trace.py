@@ -25,7 +25,7 @@ from trainfit.cli.main import main
 from trainfit.explanation.kinds import kind_of
 from trainfit.explanation.trace.explain import explain_trace
 from trainfit.explanation.trace.kernels import kind_of_kernel
-from trainfit.explanation.trace.read import read_trace
+from trainfit.explanation.trace.read import Trace, read_trace
 from trainfit.explanation.trainer_log import read_log, read_state
 from trainfit.spec.errors import InputError
 from trainfit.spec.profile import TraceFacts
@@ -324,3 +324,20 @@ def test_what_is_no_state_ends_with_65(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_log_without_either_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", forged(tmp_path / "run.log", "nothing {'loss': } here")]) == 65
     assert "no OutOfMemoryError of PyTorch in it, nor a Trainer's log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "flops"),
+    [
+        ("aten::addmm", [[4], [8, 16], [16, 4], [], []], 2 * 8 * 16 * 4),
+        ("aten::addmm", [[8, 4], [8, 16], [16, 4], [], []], 2 * 8 * 16 * 4),
+        ("aten::baddbmm", [[3, 8, 4], [3, 8, 16], [3, 16, 4]], 2 * 3 * 8 * 16 * 4),
+        # Row-wise scales have two dimensions, too.
+        ("aten::_scaled_mm", [[8, 16], [16, 4], [8, 1], [1, 4], [], []], 2 * 8 * 16 * 4),
+        ("aten::_grouped_mm", [[8, 16], [2, 16, 4], [2]], 2 * 8 * 16 * 4),
+    ],
+)
+def test_flops_of_a_product_follow_from_its_factors(name: str, dims: list[list[int]], flops: int) -> None:
+    trace = Trace()
+    trace.take({"ph": "X", "cat": "cpu_op", "name": name, "ts": 1, "dur": 1, "args": {"Input Dims": dims}})
+    assert list(trace.flops) == [flops]

@@ -79,6 +79,21 @@ def test_frozen_weights_under_lora_cost_no_weight_gradients() -> None:
     assert work.take().model_flops == expected.model_flops
 
 
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"use_dora": True}])
+def test_an_adapter_that_trains_more_than_lora_counts_its_linear_layers(options: dict[str, Any]) -> None:
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", **options))
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    trained = sum(size for name, size in sizes.items() if "lora_A." in name or "lora_B." in name)
+    frozen = sum(size for name, size in sizes.items() if name.endswith("base_layer.weight"))
+    head = 100 * 32
+    trained, frozen = (trained + head, frozen) if "modules_to_save" in options else (trained, frozen + head)
+    work = Work(model)
+    with work.attach():
+        forward(model, 1, 8)
+    assert work.take().model_flops == (6 * trained + 4 * frozen) * 8
+    assert work.convention == LINEAR_CONVENTION
+
+
 class Net(nn.Module):
     """A language model without a config, half of its linear weights frozen."""
 

@@ -107,7 +107,7 @@ class Work:
             trained = {p.requires_grad for p in parameters}
             adapter = _is_lora(self._base)
             try:
-                if trained != {True} and not adapter:
+                if (trained != {True} and not adapter) or (adapter and _trains_more_than_lora(self._base)):
                     raise InputError("some weights are frozen", "give flops_per_token")
                 kind: Trained = "adapter" if adapter else "all"
                 recomputed: Recomputed = "full" if recomputes(self._base) else "none"
@@ -166,13 +166,21 @@ def _is_lora(model: nn.Module) -> bool:
     return bool(kinds) and all(kind.endswith("LORA") for kind in kinds)
 
 
+def _trains_more_than_lora(model: nn.Module) -> bool:
+    """Return whether PEFT's model trains more than LoRA's products: magnitudes, embeddings, whole modules."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return not all(".lora_A." in name or ".lora_B." in name for name in names)
+
+
 def linear_weights(model: nn.Module) -> tuple[int, int]:
     """Return the number of trained and of frozen weights of linear layers, a shared one once."""
     seen: set[int] = set()
     trained = frozen = 0
-    for module in model.modules():
+    for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Linear) or weight is None or id(weight) in seen:
+            continue
+        if name.endswith(".original_module"):  # PEFT computes with its copy, of ``modules_to_save``.
             continue
         seen.add(id(weight))
         number = module.in_features * module.out_features  # A 4-bit weight packs two in one element.

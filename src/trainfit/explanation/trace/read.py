@@ -32,6 +32,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
 PRODUCTS = frozenset(
     ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm")
 )
+FACTORS_FIRST = ("aten::_scaled_mm", "aten::_grouped_mm")
 REMEDY = "save it with torch.profiler's export_chrome_trace or tensorboard_trace_handler"
 
 
@@ -127,20 +128,21 @@ class Trace:
             begin, duration = _span(event)
             self.ops.add(begin, duration, self._name(name), self._track(event))
             if name in PRODUCTS and "Input Dims" in args:
-                self._product(begin, args)
+                self._product(name, begin, args)
         elif kind == "user_annotation":
             if found := STEP.match(name):
                 self.steps.append(ProfiledStep(int(found[1]), *_span(event)))
             else:
                 self.ranges.add(*_span(event), self._name(name), self._track(event))
 
-    def _product(self, begin: float, args: dict[str, Any]) -> None:
+    def _product(self, name: str, begin: float, args: dict[str, Any]) -> None:
         dims = args["Input Dims"]
         shapes = [one for one in dims if isinstance(one, list) and len(one) in (2, 3)] if isinstance(
             dims, list) else []  # fmt: skip
         if len(shapes) < 2 or not all(type(n) is int and 0 <= n < 1 << 40 for one in shapes for n in one):
             return
-        first, second = shapes[-2:]
+        # _scaled_mm's and _grouped_mm's factors come first, before scales and offsets; addmm's come last.
+        first, second = shapes[:2] if name in FACTORS_FIRST else shapes[-2:]
         flops = 2.0 * math.prod(map(float, first)) * second[-1]
         types = args.get("Input type")
         dtype = types[-1] if isinstance(types, list) and types else ""
