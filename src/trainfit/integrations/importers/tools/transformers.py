@@ -137,13 +137,9 @@ def _kind_of(reading: Reading) -> str:
     if reading.has("beta") or reading.has("max_prompt_length"):
         return "DPOConfig"
     of_trl = (
-        "max_seq_length",
-        "max_length",
-        "packing",
-        "use_peft",
-        "dataset_name",
-        "dataset_mixture dataset_mixer dataset_splits dataset_configs hub_model_revision",
-    )
+        "max_seq_length max_length packing use_peft dataset_name dataset_mixture dataset_mixer "
+        "dataset_splits dataset_configs hub_model_revision"
+    ).split()
     return "SFTConfig" if any(reading.has(name) for name in of_trl) else "TrainingArguments"
 
 
