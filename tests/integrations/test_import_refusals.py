@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from trainfit.cli.main import main
+from trainfit.integrations.importers.base import shown
+from trainfit.integrations.importers.calls import NotLiteral, calls_in, configs_in
 from trainfit.spec.errors import EXIT_BAD_INPUT
 
 AXOLOTL = "base_model: gpt2\nmicro_batch_size: 1\nsequence_len: 256\n"
@@ -107,3 +109,24 @@ def test_functions_that_call_each_other_end(tmp_path: Path, capsys: pytest.Captu
     path.write_text(calls + "def f60():\n    return f0()\n")
     assert main(["import", str(path)]) == EXIT_BAD_INPUT
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "line"),
+    [
+        ("a0 = 9**64", "a{1} = a{0} * a{0}"),
+        ("a0 = [1]", "a{1} = [a{0}, a{0}]"),
+        ("a0 = {}", "a{1} = dict(x=a{0}, y=a{0})"),
+    ],
+)
+def test_a_value_that_doubles_line_by_line_is_not_read(first: str, line: str) -> None:
+    lines = [first, *(line.format(number, number + 1) for number in range(60)), "TrainingArguments(seed=a60)"]
+    calls = calls_in("\n".join(lines), "run.py")
+    assert isinstance(calls[-1].values["seed"], NotLiteral)
+
+
+def test_a_config_that_holds_itself_is_read_as_it_was_before() -> None:
+    code = "def run():\n  c = Trainer.Config(x=1)\n  c.a = c\n  return c\n"
+    assert shown(configs_in(code, "run.py", "run")["a"]) == "Trainer.Config(...)"
+    doubled = code.replace("  c.a = c\n", "  c.a = c\n  c.b = c\n" * 40)
+    assert configs_in(doubled, "run.py", "run") == {}

@@ -18,6 +18,10 @@ MAX_TEXT = 60
 MAX_CALL_DEPTH = 16
 MAX_FUNCTION_DEPTH = 8
 MAX_EXPONENT = 64
+MAX_NUMBER = 2**63
+"""Largest result of arithmetic: a number that is squared line by line would fill the memory."""
+MAX_ITEMS = 10_000
+"""Largest value that a name stands for: a list that holds the one before it twice doubles line by line."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ class _Scope:
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, str | int | float | None) else _unread(node)
         if isinstance(node, ast.Name):
-            return self.constants.get(node.id, NotLiteral(node.id))
+            found = self.constants.get(node.id, NotLiteral(node.id))
+            return found if _is_small(found) else NotLiteral(node.id)
         if isinstance(node, ast.Attribute):
             return _dotted(node) if (_dotted(node) or "").startswith("torch.") else _unread(node)
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -170,9 +175,10 @@ class _Scope:
         if any(isinstance(one, bool) or not isinstance(one, int | float) for one in found):
             return _unread(node)
         try:
-            return self._computed(node, found)
+            result = self._computed(node, found)
         except OverflowError:
             return _unread(node)
+        return result if isinstance(result, NotLiteral) or abs(result) <= MAX_NUMBER else _unread(node)
 
     @staticmethod
     def _computed(node: ast.UnaryOp | ast.BinOp, found: list[Any]) -> Any:
@@ -215,8 +221,8 @@ class _Scope:
         return None
 
     def _in_function(self, node: ast.expr, local: dict[str, Any], depth: int) -> Any:
-        if isinstance(node, ast.Name) and node.id in local:
-            return local[node.id]
+        if isinstance(node, ast.Name) and node.id in local:  # A copy: a field of it may be set to itself.
+            return copy.deepcopy(local[node.id]) if _is_small(local[node.id]) else NotLiteral(node.id)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.functions:
             return self.returned(node.func.id, depth + 1)
         outer, self.constants = self.constants, {**self.constants, **local}
@@ -224,6 +230,18 @@ class _Scope:
             return self.value(node)
         finally:
             self.constants = outer
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value has at most ``MAX_ITEMS`` parts, one that it has twice counted twice."""
+    left, parts = MAX_ITEMS, [value]
+    while parts and left > 0:
+        left -= 1
+        one = parts.pop()
+        if isinstance(one, dict | list):
+            left -= len(one)
+            parts += one.values() if isinstance(one, dict) else one
+    return left > 0
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
