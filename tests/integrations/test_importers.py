@@ -639,3 +639,21 @@ def test_host_memory_of_the_optimizer_is_that_of_one_gpu(count: int, is_host: bo
     found = imported(files, [f"hardware.count={count}"], "qwen3-0.6b")
     assert found.recipe.offload.optimizer is is_host
     assert any("offload_optimizer" in one.name for one in found.without) is not is_host
+
+
+@pytest.mark.parametrize(
+    ("call", "lr", "seq"),
+    [
+        ("SFTConfig(output_dir='x')", 2e-5, 1024),
+        ("DPOConfig(output_dir='x')", 1e-6, 1024),
+        ("RewardConfig(output_dir='x', max_length=300)", 1e-4, 300),
+        ("GRPOConfig(output_dir='x')", 1e-6, 1024),
+        ("OnlineDPOConfig(output_dir='x')", 5e-7, 512),
+        ("GKDConfig(output_dir='x', max_length=2048)", 2e-5, 2048),
+        ("TrainingArguments(output_dir='x')", 5e-5, 1024),
+    ],
+)
+def test_each_config_of_trl_has_its_own_defaults(call: str, lr: float, seq: int, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(f"args = {call}\n")
+    recipe = imported([str(tmp_path / "run.py")], model="gpt2").recipe
+    assert (recipe.optimizer.lr, recipe.batch.seq) == (lr, seq)
