@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from trainfit.cli.main import main
+from trainfit.integrations.importers.run import imported, on_one_gpu
+from trainfit.report.imported_text import caveat
 from trainfit.spec.errors import EXIT_BAD_INPUT
 from trainfit.spec.imported import Imported
 from trainfit.spec.parsing.recipe_file import load_recipe
@@ -56,6 +58,27 @@ def test_an_imported_recipe_is_predicted(
     content = json.loads(capsys.readouterr().out)
     estimate = Estimate.model_validate_json(json.dumps(content["estimate"]))
     assert peak_mib[0] < estimate.phases.peak / 2**20 < peak_mib[1]
+
+
+def test_the_verdict_names_what_memory_is_predicted_without(capsys: Captured) -> None:
+    words = ["import", str(FOLDER / "axolotl/qlora-fsdp-70b.yaml"), "--count", "2", "--predict"]
+    assert main([*words, "--model", "tiny-llama-demo", "--seq", "64"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "to spare; not predicted: fsdp_config.fsdp_offload_params (FSDP's host offload)" in printed
+
+
+def test_the_verdict_names_what_fits() -> None:
+    files = [str(FOLDER / "axolotl/qlora-fsdp-70b.yaml")]
+    found = imported(files, ["hardware.count=2"])
+    alone = on_one_gpu(found, files, ["hardware.count=2"], None, None)
+    assert alone is not None
+    assert (alone.recipe.hardware.count, alone.recipe.offload.weights) == (1, True)
+    assert on_one_gpu(alone, files, [], None, None) is None
+    missing = "not predicted: fsdp_config.fsdp_offload_params (FSDP's host offload)"
+    assert (
+        caveat(found, [("hardware.count: 4", 2**34)]) == f"{missing}; fits with hardware.count: 4 (16.00 GiB)"
+    )
+    assert caveat(alone, []) == ""
 
 
 @pytest.mark.parametrize("verb", ["predict", "plan", "explain"])

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 import trainfit
+from exported_runs import logits_of, logits_of_run, trained
+from tiny_training import LLAMA
 from trainfit.models.quantized_libraries import BitsandbytesLinear
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.quantize import Quantized
 from trainfit.step import Step, assemble
+from trainfit.training.export.export import export
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -152,6 +155,25 @@ def test_a_recipe_trains_through_pefts_layers_and_goes_on() -> None:
     third = made()
     third.load_state_dict(again.state_dict())
     assert [third(batches).item() for _ in range(2)] == losses[2:]
+
+
+@pytest.mark.parametrize("settings", [(), ("adapter.kind=dora", "adapter.modules_to_save=[lm_head]")])
+def test_a_run_over_4_bits_is_exported_merged(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """transformers computes the run's logits from the dequantised base with the adapter in it."""
+    from transformers import AutoModelForCausalLM
+
+    trained(
+        tmp_path / "run",
+        "adapter.kind=lora",
+        "adapter.rank=4",
+        "quantize=bnb-nf4-dq",
+        *settings,
+        config=LLAMA,
+    )
+    found = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert "dequantised" in found.notes[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits_of(model), logits_of_run(tmp_path / "run"), atol=1e-4, rtol=0)
 
 
 def test_codes_are_sharded() -> None:

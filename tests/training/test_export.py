@@ -122,6 +122,8 @@ def test_a_value_beyond_fp16_is_refused_and_nothing_remains(run: Path, tmp_path:
 ADAPTERS = {
     "lora": ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8"),
     "lora of some": ("adapter.kind=lora", "adapter.targets=[down, qkv]", NATIVE),
+    "lora with magnitudes": ("adapter.kind=dora", "adapter.rank=4"),
+    "lora and the head": ("adapter.kind=lora", "adapter.rank=4", "adapter.modules_to_save=[lm_head]"),
     "prompt": ("adapter.kind=prompt", "adapter.tokens=5"),
     "prefix": ("adapter.kind=prefix", "adapter.tokens=5", "attention=eager"),
     "p-tuning": ("adapter.kind=p-tuning", "adapter.tokens=5"),
@@ -136,6 +138,9 @@ ADAPTERS = {
             for kind in ("lora", "prompt", "prefix", "p-tuning")
             for one in ("hf", "native")
         ),
+        ("lora with magnitudes", "hf", LLAMA),
+        ("lora with magnitudes", "native", LLAMA),
+        ("lora and the head", "hf", LLAMA),
         ("lora", "native", LLAMA | {"model_type": "mistral"}),
         ("lora", "native", LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True}),
         ("lora of some", "native", LLAMA | {"model_type": "qwen3", "head_dim": 32}),

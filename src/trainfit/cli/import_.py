@@ -13,6 +13,8 @@ from trainfit.spec.errors import InputError
 if TYPE_CHECKING:
     from trainfit.api.results import Prediction
     from trainfit.integrations.importers.run import ImportedConfig
+    from trainfit.spec.plan import Advice
+    from trainfit.spec.recipe import Recipe
 
 FILES_HELP = (
     "A config of axolotl, LLaMA-Factory, torchtune, torchtitan, transformers or TRL (JSON, YAML or a "
@@ -23,6 +25,7 @@ MODEL_HELP = "The model, in place of the one in the files: a catalog or Hub name
 TOOL_HELP = "The tool of the first FILE, where its fields do not tell."
 OUT_HELP = "Write the recipe to this file, which must not exist."
 PREDICT_HELP = "Also predict the recipe, as trainfit predict does."
+ADVISING = "predicting what would fit (a minute at most)"
 VERBOSE = "Also name the fields without influence, and those left empty."
 
 
@@ -42,7 +45,7 @@ def run(
 
     --gpu, --count, --batch and --seq state what the files leave open. Nothing in a file is executed.
     """
-    from trainfit.integrations.importers.run import imported
+    from trainfit.integrations.importers.run import imported, on_one_gpu
 
     if check and not predict:
         raise InputError("there is no prediction to check", "add --predict", field="--check")
@@ -52,13 +55,14 @@ def run(
     text = found.written()
     if out is not None:
         write_new(out, text)
-    estimate = _predict(found, json=json) if predict else None
+    estimate = _predict(found.recipe, json=json) if predict else None
     if json:
         content = {**found.model_dump(mode="json"), "text": text}
         content |= {} if estimate is None else {"estimate": estimate.model_dump(mode="json")}
         options.print_json(content)
     else:
-        _show(found, estimate, text, out, files, verbose=verbose)
+        alone = on_one_gpu(found, files, settings or [], model, tool) if estimate is not None else None
+        _show(found, estimate, text, out, files, alone, verbose=verbose)
     return options.EXIT_DOES_NOT_FIT if check and estimate is not None and not estimate.fits else 0
 
 
@@ -84,26 +88,49 @@ def write_new(path: Path, text: str) -> None:
         ) from None
 
 
-def _predict(found: "ImportedConfig", *, json: bool) -> "Prediction":
+def _predict(recipe: "Recipe", *, json: bool = False) -> "Prediction":
     from trainfit.api.calls import predict_recipe
     from trainfit.integrations.importers.run import predictable
     from trainfit.report.console import progress
 
-    name, gpu = found.recipe.model.display_name, found.recipe.hardware.gpu
+    name, gpu = recipe.model.display_name, recipe.hardware.gpu
     with options.only_json(json), progress(f"predicting {name} on {gpu}: one step on the virtual GPU"):
-        recipe, note = predictable(found.recipe)
+        recipe, note = predictable(recipe)
         options.print_notes([f"note: {note}"] if note else [])
         return predict_recipe(recipe)
 
 
+def _what_fits(
+    estimate: "Prediction", alone: "ImportedConfig | None"
+) -> "tuple[list[tuple[str, int]], Advice | None]":
+    """Return the changes that a verdict names, with bytes on the device, and all of the advice.
+
+    Args:
+        alone: the files' recipe for one GPU, whose host memory several GPUs do not have here.
+    """
+    if estimate.fits or estimate.step_s is None:
+        return [], None
+    from trainfit.report.console import progress
+
+    fitting: list[tuple[str, int]] = []
+    if alone is not None and (one := _predict(alone.recipe)).fits:
+        offloads = [f"offload.{name}: true" for name, is_on in alone.recipe.offload if is_on]
+        fitting.append((", ".join(["hardware.count: 1", *offloads]), one.highest.device))
+    with progress(ADVISING) as say:
+        advice = estimate.advice(lambda text: say(f"{ADVISING}: {text}"))
+    found = [one for one in (advice.gpus, advice.gpu, *advice.changes) if one is not None]
+    fitting += [(", ".join(one.changes), one.estimate.highest.device) for one in found[:1]]
+    return fitting, advice
+
+
 def _show(
-    found: "ImportedConfig", estimate: "Prediction | None", text: str, out: Path | None, files: list[str], *,
-    verbose: bool,
+    found: "ImportedConfig", estimate: "Prediction | None", text: str, out: Path | None, files: list[str],
+    alone: "ImportedConfig | None", *, verbose: bool,
 ) -> None:  # fmt: skip
     from rich.text import Text
 
     from trainfit.report.console import console, heading
-    from trainfit.report.imported_text import show
+    from trainfit.report.imported_text import caveat, show
 
     screen = console()
     show(found, taken=estimate is None or verbose, verbose=verbose, out=screen)
@@ -111,10 +138,16 @@ def _show(
         heading(screen, "Recipe")
         screen.print(Text("".join(f"  {line}\n" for line in text.splitlines()).rstrip("\n")))
     if estimate is not None:
-        from trainfit.report.prediction_text import show as show_prediction
+        from trainfit.report import prediction_text
 
+        fitting, advice = _what_fits(estimate, alone)
+        ends = caveat(found, fitting)
         screen.print()
-        show_prediction(estimate.recipe, estimate, notes=estimate.notes, assumed=estimate.assumed, out=screen)
+        prediction_text.show(
+            estimate.recipe, estimate, notes=estimate.notes, assumed=estimate.assumed, caveat=ends, out=screen
+        )
+        if advice is not None:
+            prediction_text.show_advice(estimate.recipe, advice, screen)
     screen.print()
     if out is not None:
         screen.print(Text(f"wrote {out}; next: trainfit predict {shlex.quote(str(out))}"))

@@ -10,8 +10,10 @@ from rich.text import Text
 from trainfit.report.console import broken, console, heading, rows
 from trainfit.report.words import describe
 from trainfit.spec.imported import Change, FieldWithoutCounterpart, Imported, TakenField
+from trainfit.spec.units import format_bytes
 
-LONGEST_VALUE = 44
+LONGEST_VALUE = 50
+MOST_IN_VERDICT = 2
 LARGE = 10**6  # From here numbers are written as powers of ten.
 
 
@@ -56,6 +58,21 @@ def show(
     if verbose:
         _names(out, "Without influence on memory, time and numbers", imported.idle)
         _names(out, "Left empty", imported.blank)
+
+
+def caveat(imported: Imported, fitting: Sequence[tuple[str, int]]) -> str:
+    """Return the end of a verdict: settings of the files that the memory is predicted without, and what fits.
+
+    Args:
+        fitting: changes with which the recipe fits, and the bytes on the device with each.
+    """
+    missing = [one for one in imported.without if "memory" in one.changes]
+    missing.sort(key=lambda one: "host offload" not in one.note)  # It moves the most bytes.
+    names = [f"{one.name} ({one.note.partition(':')[0]})" for one in missing]
+    more = [f"{len(names) - MOST_IN_VERDICT} more"] * (len(names) > MOST_IN_VERDICT)
+    named = ", ".join([*names[:MOST_IN_VERDICT], *more])
+    fits = " or ".join(f"{changes} ({format_bytes(size)})" for changes, size in fitting)
+    return "; ".join([f"not predicted: {named}"] * bool(names) + [f"fits with {fits}"] * bool(fits))
 
 
 def _weight(one: FieldWithoutCounterpart) -> int:

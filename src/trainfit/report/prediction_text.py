@@ -27,6 +27,7 @@ def show(
     run: Run | None = None,
     notes: Sequence[str] = (),
     assumed: str = "",
+    caveat: str = "",
     verbose: bool = False,
     out: Console | None = None,
 ) -> None:
@@ -37,10 +38,11 @@ def show(
         run: time and cost of a run of such steps.
         notes: choices made for open fields, and ignored keys of the model's config.
         assumed: what was not given, and is at its default.
+        caveat: what the verdict leaves out, and what would change it.
         out: the console; None: standard output.
     """
     out = out or console()
-    _answer(out, recipe, estimate, assumed)
+    _answer(out, recipe, estimate, assumed, caveat)
     if run is not None:
         fitted = "" if estimate.fits else ", if a step fitted"
         heading(out, f"A run over {format_count(run.tokens)} tokens{fitted}")
@@ -73,9 +75,10 @@ def _if_it_fitted(estimate: Estimate) -> str:
     return "" if estimate.fits else "if it fitted: "
 
 
-def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: str) -> None:
+def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: str, caveat: str) -> None:
     """Print verdict, subject, speed, cost and precision, what was assumed; then the warnings."""
-    out.print(verdict(recipe, estimate), style="bold green" if estimate.fits else "bold red")
+    line = "; ".join(filter(None, (verdict(recipe, estimate), caveat)))
+    out.print(line, style="bold green" if estimate.fits else "bold red")
     out.print(subject(recipe, estimate), style="bold")
     identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [

@@ -124,7 +124,7 @@ class Draft:
             if one.field == dotted:
                 self.leave(one.name, one.given, ("memory", "time"), note)
         self.forget(dotted)
-        self.assume("", dotted, value, note)
+        self.assume("", dotted, value, "the nearest")
 
     def take(self, name: str, given: Any, dotted: str, value: Any, note: str = "") -> None:
         """Set a recipe's field from a tool's; what another field has set stays, and this is listed."""

@@ -87,6 +87,21 @@ def predictable(recipe: Recipe) -> tuple[Recipe, str]:
     return recipe.model_copy(update=changed), f"{note}: {', '.join(missing)}"
 
 
+def on_one_gpu(
+    found: ImportedConfig, paths: Sequence[str], settings: Sequence[str], model: str | None, tool: str | None
+) -> ImportedConfig | None:
+    """Return the files' recipe for one GPU, where only that keeps in host memory what they keep there."""
+    hardware = found.recipe.hardware
+    if hardware.count == 1:
+        return None
+    others = [one for one in settings if not one.startswith(("hardware", "parallel"))]
+    try:
+        alone = imported(paths, [*others, f"hardware.gpu={hardware.gpu}", "hardware.count=1"], model, tool)
+    except InputError:  # What the files share over GPUs is not for one.
+        return None
+    return None if alone.recipe.offload == found.recipe.offload else alone
+
+
 def imported(
     paths: Sequence[str], settings: Sequence[str] = (), model: str | None = None, tool: str | None = None
 ) -> ImportedConfig:

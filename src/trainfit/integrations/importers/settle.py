@@ -12,8 +12,14 @@ from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import MESH_DIMENSIONS, Batch, Recipe
 from trainfit.techniques import registry
 
-ON_HOST = "sharded weights, gradients and optimizer states wait in host memory: less on the GPU, more time"
-STATES_ON_HOST = "optimizer states wait in host memory and are updated there: less on the GPU, more time"
+ON_HOST = (
+    "FSDP's host offload: weights, gradients and optimizer states wait in host memory; less on the GPU, "
+    "more time"
+)
+STATES_ON_HOST = (
+    "host offload of the optimizer: its states wait in host memory and are updated there; less on the GPU, "
+    "more time"
+)
 TORCHAO = "states of torchao's layout and equal size, in trainfit's kernel"
 COUNT = "no file states it"
 OF_CHECKPOINT = "the checkpoint's dtype, as transformers 5 loads it"
@@ -271,7 +277,7 @@ def _given_up(draft: Draft, error: InputError) -> bool:
     value = draft.value(refused)
     if isinstance(value, str) and value in NEAREST.get(refused, {}):
         nearest, what = NEAREST[refused][value]
-        draft.replace(refused, nearest, f"{value} does not go with the rest of the recipe; predicted: {what}")
+        draft.replace(refused, nearest, f"the recipe's other fields exclude {value}: predicted as {what}")
         return True
 
     def is_of(field: str) -> bool:
