@@ -133,12 +133,8 @@ def recipe_of(run: Run) -> ImportedConfig:
     return imported([str(FOLDER / one) for one in run.files], settings, run.model)
 
 
-def predicted(run: Run, found: ImportedConfig) -> dict[str, Any]:
-    """Return the account of a run's files and the prediction of its recipe."""
-    from trainfit.api.calls import predict_recipe
-    from trainfit.spec.provenance import commit
-
-    estimate = predict_recipe(found.recipe)
+def account(run: Run, found: ImportedConfig) -> dict[str, Any]:
+    """Return what became of the fields of a run's files."""
     return {
         "origin": run.origin,
         "files": run.files,
@@ -151,6 +147,16 @@ def predicted(run: Run, found: ImportedConfig) -> dict[str, Any]:
         "not_in_memory": [one.name for one in found.without if "memory" in one.changes],
         "unread": [one.name for one in found.unread],
         "idle": len(found.idle),
+    }
+
+
+def predicted(found: ImportedConfig) -> dict[str, Any]:
+    """Return the prediction of a recipe, and of which code it is."""
+    from trainfit.api.calls import predict_recipe
+    from trainfit.spec.provenance import commit
+
+    estimate = predict_recipe(found.recipe)
+    return {
         "peak_allocated_bytes": estimate.peak_allocated_bytes,
         "peak_device_bytes": estimate.peak_device_bytes,
         "fits": estimate.fits,
@@ -171,8 +177,9 @@ def main() -> None:
     done = results()
     for run in RUNS:
         found = recipe_of(run)
-        if done.get(run.origin, {}).get("recipe_id") != found.recipe.id:
-            done[run.origin] = predicted(run, found)
+        kept = done.get(run.origin, {})
+        figures = kept if kept.get("recipe_id") == found.recipe.id else predicted(found)
+        done[run.origin] = figures | account(run, found)
         gib = done[run.origin]["peak_device_bytes"] / 2**30
         print(f"{run.origin}: {gib:.2f} GiB, fits: {done[run.origin]['fits']}", file=sys.stderr, flush=True)
         lines = [json.dumps(done[one.origin]) for one in RUNS if one.origin in done]

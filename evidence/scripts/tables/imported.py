@@ -20,5 +20,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
     step = NOTHING if one["step_s"] is None else format_seconds(one["step_s"])
     gib = f"{one['peak_device_bytes'] / 2**30:.2f}"
     fits = "yes" if one["fits"] else "no"
+    if not one["fits"] and one["not_in_memory"]:
+        fits = f"no, without {', '.join(map(markdown_cell, one['not_in_memory']))}"
     gpus = f"{one['count']} x {one['gpu']}"
     return [markdown_cell(one["origin"]), gpus, str(one["fields"]), str(len(one["without"])), gib, fits, step]
