@@ -657,3 +657,18 @@ def test_each_config_of_trl_has_its_own_defaults(call: str, lr: float, seq: int,
     (tmp_path / "run.py").write_text(f"args = {call}\n")
     recipe = imported([str(tmp_path / "run.py")], model="gpt2").recipe
     assert (recipe.optimizer.lr, recipe.batch.seq) == (lr, seq)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "decay"),
+    [
+        ("ds.json", '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0}}}', 0.0),
+        ("ds.json", '{"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.05}}}', 0.05),
+        ("tune.yaml", "optimizer: {_component_: torch.optim.SGD, lr: 0.1}", 0.0),
+        ("tune.yaml", "optimizer: {_component_: torch.optim.AdamW, lr: 0.1}", 0.01),
+    ],
+)
+def test_no_decay_is_not_the_default_decay(file: str, text: str, decay: float, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    recipe = imported([str(tmp_path / file)], settings=["batch.micro=1"], model="gpt2").recipe
+    assert recipe.optimizer.weight_decay == decay

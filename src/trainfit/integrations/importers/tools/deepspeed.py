@@ -142,7 +142,8 @@ def _optimizer(reading: Reading) -> None:
     inner = optimizer.inside("params")
     for name, field in (("lr", "optimizer.lr"), ("weight_decay", "optimizer.weight_decay")):
         value: Any = inner.raw(name)
-        if value is not None and value != AUTO and inner.number(name) > 0:
+        # A rate of 0 stands for one that the script sets; a decay of 0 is none.
+        if value is not None and value != AUTO and (inner.number(name) > 0 or name == "weight_decay"):
             inner.take(name, field, inner.number(name))
     inner.idle(inner.values)
     optimizer.idle(["legacy_fusion"])

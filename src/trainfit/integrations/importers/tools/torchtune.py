@@ -170,7 +170,8 @@ def _optimizer(reading: Reading) -> None:
     lr = inner.number("lr")
     if lr is not None and lr > 0:
         inner.take("lr", "optimizer.lr", lr)
-    inner.take_or_assume("weight_decay", "optimizer.weight_decay", inner.number("weight_decay", 0.01))
+    decay = inner.number("weight_decay", 0.01 if "AdamW" in kind else 0.0)
+    inner.take_or_assume("weight_decay", "optimizer.weight_decay", decay)
     inner.idle(["fused", "lr", "betas", "eps", "foreach"])
     inner.finish()
     if reading.flag("optimizer_in_bwd"):
