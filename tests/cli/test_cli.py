@@ -106,6 +106,7 @@ def test_bad_words_are_65_and_one_line(capsys: Captured, tmp_path: Path) -> None
         ("records", "Missing command; see trainfit records --help"),
         ("predict tiny-cpu --batch-size 3", "here it is --batch"),
         ("predict tiny-cpu --gradient-checkpointing 3", "recompute: full"),
+        ("export run out --dtype int8", "'--dtype': 'int8' is not one of"),
     ],
 )
 def test_wrong_usage_is_2(arguments: str, says: str, capsys: Captured) -> None:

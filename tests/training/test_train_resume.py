@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiny_training import GPT2, LLAMA, Listener, losses_in_log, options_for, stop_at, tiny
+from trainfit.api import calls
 from trainfit.spec.errors import InputError
 from trainfit.training import folder
 from trainfit.training.folder import locked
@@ -122,6 +123,17 @@ def test_a_used_folder_is_refused(three_steps, tmp_path):
         train(tiny(), options_for(tmp_path / "empty", 5, resume=True))
     with locked(three_steps), pytest.raises(InputError, match="another process"):
         train(tiny(), options_for(three_steps, 5, resume=True))
+
+
+def test_a_used_folder_is_refused_before_anything_is_predicted(three_steps, monkeypatch):
+    def planned(*_):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(calls, "planned", planned)
+    with pytest.raises(InputError, match="already holds a run"):
+        calls.train("tiny-cpu", out=three_steps, steps=5)
+    with pytest.raises(InputError, match="no run to resume"):
+        calls.train("tiny-cpu", out=three_steps / "checkpoints", steps=5, resume=True)
 
 
 def test_a_damaged_checkpoint_is_refused_even_where_an_older_one_is_whole(tmp_path):

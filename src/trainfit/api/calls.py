@@ -205,6 +205,9 @@ def train(
         InputError: as ``predict``, or bad data, a damaged checkpoint, a folder that holds another run.
         OSError: the disk does not take a file.
     """
+    from trainfit.training.folder import refuse_unusable
+    from trainfit.training.ranks.launch import launched_rank
+
     section: RecipeFields = {**fields, "data": data} if isinstance(data, Mapping) else {**fields}
     chosen = wanted(recipe, section, stacklevel=3)
     options = train_options(
@@ -216,6 +219,8 @@ def train(
         min_lr_share=min_lr_share, decay_steps=decay_steps, deterministic=deterministic,
         tensorboard=is_installed("tensorboard") if tensorboard is None else tensorboard,
     )  # fmt: skip
+    if launched_rank() == 0:
+        refuse_unusable(options)
     with errors_name(recipe, section):
         built, notes = planned(chosen, device)
         notes += (*random_base_note(chosen), *unread_weights(recipe, chosen))

@@ -196,6 +196,7 @@ def _report_usage(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "trainfit"
     message = getattr(error, "format_message", error.__str__)()
+    message = message.replace(": Value error, ", ": ")  # Of pydantic, by which typer checks values.
     option = getattr(error, "option_name", None)
     if option and message.startswith("No such option"):
         here = options.answer(option, getattr(error, "possibilities", None) or ())

@@ -158,7 +158,7 @@ def _train(
     from trainfit.api.planned import planned
     from trainfit.api.recipes import read, unread_weights
     from trainfit.catalog.config_notes import random_base_note
-    from trainfit.training.folder import how_to_resume
+    from trainfit.training.folder import how_to_resume, refuse_unusable
     from trainfit.training.ranks.launch import launched_rank, one_report, started_by_us
 
     first = launched_rank() == 0
@@ -169,6 +169,8 @@ def _train(
         requested, recipe_notes = read(recipe, settings or [])
         options.print_notes(f"note: {note}" for note in recipe_notes if first)
         wanted = train_options(data, requested.data, weights=requested.model.weights, **given)
+        if first:
+            refuse_unusable(wanted)
     record = record if first else None
     out = Path(given["out"])
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):

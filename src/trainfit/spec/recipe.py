@@ -37,8 +37,8 @@ Schedule = Literal["1f1b", "interleaved", "gpipe"]
 NoDecay = Literal["norms", "biases", "embeddings"]
 NO_DECAY: tuple[NoDecay, ...] = get_args(NoDecay)
 
-MAX_MICRO_BATCH_TOKENS = 2**32
-"""Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
+MAX_MICRO_BATCH_TOKENS = 2**26
+"""Far over any device. A prediction too draws the ids of a batch on the host: 0.5 GB of these."""
 
 
 def names() -> Any:

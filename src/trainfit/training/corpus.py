@@ -345,8 +345,8 @@ def _write(work: Path, options: TrainOptions, data: Data, vocabulary: int, ident
     for side in sides:
         side.finish()
     if not any(side.documents for side in sides):
-        path = identity["data"].get("path")
-        raise InputError("the data has no text", "give some", field="data", value=path)
+        path = getattr(options.data, "path", None)
+        raise InputError("the data has no text", "give some", field="data", value=path and str(path))
     notes = writer.round_trip.notes(sum(side.tokens for side in sides))
     if run_tokenizer.switched_off:
         names = " and ".join(run_tokenizer.switched_off)

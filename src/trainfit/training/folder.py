@@ -93,6 +93,29 @@ def locked(out: Path) -> Iterator[None]:
         yield
 
 
+def refuse_unusable(options: TrainOptions) -> None:
+    """Require a folder of an earlier start to resume, else an empty one; nothing in it is changed.
+
+    A start that failed before its first step leaves only tokenized data.
+    """
+    out = options.folder
+    if out.exists() and not out.is_dir():
+        raise _refused("is a file", "name a folder", out)
+    holds_run = (out / RUN).is_file()
+    if options.resume:
+        if not holds_run:
+            raise _refused("no run to resume in this folder", "leave --resume out to start one", out)
+        return
+    if holds_run:
+        remedy = "add --resume to go on, or use another folder"
+        raise _refused("the folder already holds a run", remedy, out)
+    made = {LOCK, DATA} if (out / DATA / durable.MANIFEST).is_file() else {LOCK}
+    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    foreign = [name for name in names if name not in made and not name.startswith(durable.UNFINISHED)]
+    if foreign:
+        raise _refused(f"the folder already holds {foreign[0]!r}", "use an empty folder", out)
+
+
 def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
     """Return the state to resume from, verified byte by byte; None for a new run. Requires the lock.
 
@@ -102,11 +125,11 @@ def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
     out = options.folder
     for parent in (out, out / CHECKPOINTS):
         durable.remove_unfinished(parent)
+    refuse_unusable(options)
     if not options.resume:
-        _refuse_used(out)
+        if (out / DATA).exists():
+            durable.remove_folder(out / DATA)
         return None
-    if not (out / RUN).is_file():
-        raise _refused("no run to resume in this folder", "leave --resume out to start one", out)
     newest = next(reversed(existing(out / CHECKPOINTS)), None)
     if newest is not None:
         durable.check_folder(newest)
@@ -190,18 +213,6 @@ def _flat(data: Any, field: str = "") -> dict[str, Any]:
         return {field: data}
     parts = (_flat(item, f"{field}.{name}".lstrip(".")) for name, item in data.items())
     return dict(ChainMap(*parts))
-
-
-def _refuse_used(out: Path) -> None:
-    """Require an empty folder, or one whose earlier start failed before its first step."""
-    if (out / RUN).exists():
-        remedy = "add --resume to go on, or use another folder"
-        raise _refused("the folder already holds a run", remedy, out)
-    if (out / DATA / durable.MANIFEST).is_file():
-        durable.remove_folder(out / DATA)
-    foreign = sorted(path.name for path in out.iterdir() if path.name != LOCK)
-    if foreign:
-        raise _refused(f"the folder already holds {foreign[0]!r}", "use an empty folder", out)
 
 
 def _refused(problem: str, remedy: str, out: Path) -> InputError:
