@@ -9,7 +9,14 @@ import pytest
 from tiny_recipe import tiny_recipe
 from trainfit.cli.main import main
 from trainfit.explanation.later.lengths import BUCKETS, draw_lengths
-from trainfit.explanation.later.spikes import check_longest, spikes
+from trainfit.explanation.later.spikes import (
+    CHECKPOINT,
+    EVALUATION,
+    FULL_STATE,
+    check_longest,
+    spikes,
+    step_peaks,
+)
 from trainfit.explanation.peak import explained
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
@@ -151,6 +158,32 @@ def two_tensors(first: int, second: int) -> Ledger:
             storages.append(Storage(size, "activations", NO_LAYER, -1, f"{segment}/{name}"))
         events += [Event(FREE, len(storages) - number, NO_LAYER, segment) for number in (2, 1)]
     return Ledger(segments=segments, storages=storages, events=events)
+
+
+@pytest.mark.parametrize(
+    ("limit", "fitting"),
+    [
+        (100, {"init", "first", "steady", EVALUATION, CHECKPOINT}),
+        (50, {"init", "first", "steady"}),
+        (20, {"init"}),
+        (400, {"init", "first", "steady", EVALUATION, FULL_STATE, CHECKPOINT}),
+    ],
+)
+def test_a_spike_that_does_not_fit_says_nothing_of_the_others(limit: int, fitting: set[str]) -> None:
+    sizes = {"init": 0, "first": 40, "steady": 40, EVALUATION: 60, FULL_STATE: 200, CHECKPOINT: 80}
+    segments = [Segment(step, "forward") for step in sizes]
+    storages, events = list[Storage](), list[Event]()
+    for number, (step, size) in enumerate(sizes.items()):
+        if size:
+            place = len(storages), NO_LAYER, number
+            events += [Event(ALLOCATE, *place), Event(FREE, *place)]
+            storages.append(Storage(size * MIB, "activations", NO_LAYER, -1, step))
+    ledger = Ledger(segments=segments, storages=storages, events=events)
+    found = step_peaks(ledger, limit * MIB, expandable=False)
+    assert {name: peak for name, (peak, _) in found.items()} == {
+        name: size * MIB for name, size in sizes.items()
+    }
+    assert {name for name, (_, fits) in found.items() if fits} == fitting
 
 
 def late(limit: int, *, expandable: bool = False) -> tuple[VariedRun, VariedRun]:

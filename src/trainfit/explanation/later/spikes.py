@@ -7,7 +7,7 @@ from trainfit.catalog.load import model_config
 from trainfit.explanation.peak import Explained
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.ledger import Ledger
-from trainfit.ledger.replay import Replay, UncachedAllocator, replay
+from trainfit.ledger.replay import UncachedAllocator, replay
 from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.machine import Machine
 from trainfit.prediction.predict import predict
@@ -100,10 +100,7 @@ def _after_the_step(found: Explained, recipe: Recipe, machine: Machine, eval_bat
         if machine.gpu.vendor == "host"
         else machine.gpu.usable_bytes - overhead_bytes(machine.gpu, ledger)
     )
-    replayed, fits = _replayed(ledger, limit, expandable=found.expandable)
-    peaks: dict[str, int] = {}
-    for segment, peak in zip(ledger.segments, replayed.segment_peaks, strict=True):
-        peaks[segment.step] = max(peaks.get(segment.step, 0), peak)
+    peaks = step_peaks(ledger, limit, expandable=found.expandable)
     words = {
         EVALUATION: f"{eval_batch} x {recipe.batch.seq:,} tokens, without gradients",
         LOGITS: "the same, the logits of two batches kept, as a Trainer with compute_metrics keeps all",
@@ -114,25 +111,64 @@ def _after_the_step(found: Explained, recipe: Recipe, machine: Machine, eval_bat
         LaterSpike(
             name=name,
             what=what,
-            peak_allocated_bytes=peaks[name],
-            more_bytes=peaks[name] - own,
-            fits=fits or peaks[name] <= own,
+            peak_allocated_bytes=peaks[name][0],
+            more_bytes=peaks[name][0] - own,
+            fits=peaks[name][1],
         )
         for name, what in words.items()
         if name in peaks
     ]
 
 
-def _replayed(ledger: Ledger, limit: int | None, *, expandable: bool) -> tuple[Replay, bool]:
-    """Return the unlimited replay, and whether one within the limit succeeds; None: a CPU's memory."""
-    if limit is None:
-        return replay(ledger, UncachedAllocator(), empty_cache_after_init=True), True
-    free = replay(ledger, CachingAllocator(None, expandable), empty_cache_after_init=True)
+def step_peaks(ledger: Ledger, limit: int | None, *, expandable: bool) -> dict[str, tuple[int, bool]]:
+    """Return the peak of allocated bytes of each step of a ledger, and whether it fits.
+
+    The first step that finds no room within the limit ends the run. What comes after a training step that
+    fails does not fit; what comes after a later spike that fails is compared with the limit by its peak.
+
+    Args:
+        limit: of reserved bytes; None: a CPU's memory, into which every step fits.
+    """
+    free = UncachedAllocator() if limit is None else CachingAllocator(None, expandable)
+    replayed = replay(ledger, free, empty_cache_after_init=True)
+    peaks: dict[str, int] = {}
+    for segment, peak in zip(ledger.segments, replayed.segment_peaks, strict=True):
+        peaks[segment.step] = max(peaks.get(segment.step, 0), peak)
+    failed = None if limit is None else _failed_step(ledger, limit, expandable=expandable)
+    if failed is None:
+        return {name: (peak, True) for name, peak in peaks.items()}
+    order, is_spike = list(peaks), failed in (EVALUATION, LOGITS, CHECKPOINT, FULL_STATE)
+    assert limit is not None
+    ran = order[: order.index(failed)]
+    return {
+        name: (peak, name in ran or (is_spike and name != failed and peak <= limit))
+        for name, peak in peaks.items()
+    }
+
+
+def _failed_step(ledger: Ledger, limit: int, *, expandable: bool) -> str | None:
+    """Return the step in which a replay within the limit finds no room; None: it succeeds."""
+    allocator = _Counting(limit, expandable)
     try:
-        replay(ledger, CachingAllocator(limit, expandable), empty_cache_after_init=True)
+        replay(ledger, allocator, empty_cache_after_init=True)
     except OutOfMemory:
-        return free, False
-    return free, True
+        return ledger.segments[ledger.expand()[allocator.num_events].segment].step
+    return None
+
+
+class _Counting(CachingAllocator):
+    """Counts the events of a ledger that it has done."""
+
+    num_events = 0
+
+    def malloc(self, num_bytes: int, stream: int = 0) -> int:
+        handle = super().malloc(num_bytes, stream)
+        self.num_events += 1
+        return handle
+
+    def free(self, handle: int) -> None:
+        super().free(handle)
+        self.num_events += 1
 
 
 class _After:
