@@ -1,6 +1,7 @@
 """What comes later than the steady step: each spike counted by hand, and runs of varied lengths."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -289,8 +290,12 @@ def test_the_command_adds_what_comes_later(
     assert 10 < steps < 1000, "as many as the limit on events allows"
     assert found["lengths"]["late_length"] == 24
     assert found["lengths"]["late_fits"] is True
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(words) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    out = " ".join(printed.split())
+    modules = printed.partition("By module and category")[2].partition("Who holds")[0]
+    assert re.search(r"^  model\.embed_tokens +[\d.]+ [KM]iB  ", modules, re.M), "no figure is cut"
     assert f"{steps} steps of varied lengths" in out
     assert "32 x 16 tokens, without gradients" in out
     assert "--changes: what each change would save" in out

@@ -37,6 +37,15 @@ def closed(**options: Any) -> Any:
     return product_step_flops(CONFIG.to_dict(), **options)
 
 
+def test_a_model_that_is_trained_in_eval_mode_as_from_pretrained_returns_it_is_counted() -> None:
+    model = llama().eval()
+    with Watch(model, peak_flops=PEAK, print_every_s=None) as watch:
+        forward(model, 2, 16).backward()
+        watch.step()
+    assert watch.summary is not None
+    assert watch.summary.tokens == 32
+
+
 def test_a_step_has_the_tokens_and_flops_of_its_training_forwards() -> None:
     model = llama()
     with Watch(model, peak_flops=PEAK, print_every_s=None) as watch:

@@ -269,6 +269,15 @@ def _modules(out: Console, explanation: Explanation, top: int) -> None:
     for module, row in shown:
         sizes = [format_bytes(row[name]) if row.get(name) else "" for name in used]
         lines.append([broken(module, 34), *sizes, format_bytes(sum(row.values()))])
+    widths = [max(map(len, "\n".join(column).splitlines())) for column in zip(*lines, strict=True)]
+    if sum(widths) + 2 * len(widths) > out.width:  # Figures must not be cut: a list in place of columns.
+        lines = [["module", "all", "of it"]]
+        for module, row in shown:
+            largest = sorted(row.items(), key=lambda item: -item[1])
+            parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+            lines.append([broken(module, 34), format_bytes(sum(row.values())), parts])
+        rows(out, lines, "left", "right", "wrap")
+        return
     rows(out, lines, "left", *(["right"] * (len(used) + 1)))
 
 

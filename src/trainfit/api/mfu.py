@@ -5,6 +5,7 @@ cached ledger.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from trainfit.api.flops import COUNTED_ON
@@ -12,6 +13,7 @@ from trainfit.api.results import Usage
 from trainfit.api.run import count_of, run_usage, seconds_of, share_of, step_of_run
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
+from trainfit.catalog.names import find_model
 from trainfit.flops.closed_form import StepFlops, product_step_flops, step_flops
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import matmul_dtype
@@ -51,7 +53,7 @@ def mfu(
     """Return the MFU and HFU of a step or of a whole run, or the time of a step at an ``mfu``.
 
     Args:
-        model: a catalog model, or the path of a config.json.
+        model: a catalog model, or the path of a config.json or of its folder.
         batch: sequences a step, over all GPUs; ``seq``: tokens a sequence.
         step_s: seconds a step, or such as "448ms". Give it, or ``tokens_per_s``, or ``mfu`` (a share: 0.4 or
             "40%"), or ``gpu_hours`` and ``tokens``.
@@ -115,6 +117,9 @@ def recipe_of_one(
     A batch takes a multiple of it, however GPUs share it. Operations are always counted on ``COUNTED_ON``, so
     any accelerator will do, CUDA or not.
     """
+    in_folder = Path(model) / "config.json"
+    if find_model(model) is None and in_folder.is_file():
+        model = str(in_folder)
     written_out = model_config(model).get("model_type") == "trainfit"  # No family of transformers.
     implementation = "native" if written_out else "hf"
     return recipe_from({

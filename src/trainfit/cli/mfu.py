@@ -11,7 +11,7 @@ from trainfit.cli import completion, options
 from trainfit.cli.options import Json, PeakFlops, at_most, count, finite, share
 from trainfit.spec import DEFAULT_GPU
 
-MODEL_HELP = "A catalog model, or a config.json."
+MODEL_HELP = "A catalog model, a config.json, or its folder."
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
 RECOMPUTE_HELP = "full: each block runs again, in HFU only."

@@ -54,6 +54,7 @@ class Work:
         self._config = _config(self._base)
         self._shapes: Counter[tuple[int, int]] = Counter()
         self._flops: dict[int, StepFlops | None] = {}
+        self._has_mode = False  # Whether a forward in training mode ran: those in eval mode then evaluate.
         self.convention = ""
         """What the FLOPs count; empty: not known yet."""
         self.dtype: str | None = None
@@ -79,7 +80,11 @@ class Work:
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Inside a compiled region Python's side effects would belong to the graph.
-        if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        # from_pretrained returns a model in eval mode, and many loops train it so.
+        self._has_mode |= module.training
+        if self._has_mode and not module.training:
             return
         self.dtype = self.dtype or peak_dtype(self._base)
         shape = _batch_shape([*kwargs.values(), *args], kwargs)
