@@ -641,6 +641,13 @@ def test_host_memory_of_the_optimizer_is_that_of_one_gpu(count: int, is_host: bo
     assert any("offload_optimizer" in one.name for one in found.without) is not is_host
 
 
+def test_states_of_weights_that_train_wait_on_the_host_of_one_gpu() -> None:
+    files = [str(FOLDER / one) for one in ("trl/training_args.json", "deepspeed/ds_z3_offload_config.json")]
+    found = imported(files, ["hardware.count=1"], "qwen3-0.6b")
+    assert (found.recipe.offload.weights, found.recipe.offload.optimizer) == (False, True)
+    assert any("offload_param" in one.name and "weights on the GPU" in one.note for one in found.without)
+
+
 @pytest.mark.parametrize(
     ("call", "lr", "seq"),
     [

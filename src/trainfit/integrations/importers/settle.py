@@ -246,8 +246,18 @@ def _attention(draft: Draft) -> None:
 
 
 def _offload(draft: Draft) -> None:
-    """Set what waits in host memory; where a recipe cannot have it, everything stays on the GPU."""
-    if draft.fact("offload_params"):
+    """Set what waits in host memory; where a recipe cannot have it, everything stays on the GPU.
+
+    Weights that train can leave only where they are updated in the backward; their state can always.
+    """
+    stays = draft.value("adapter") is None and not draft.value("optimizer.in_backward")
+    if draft.fact("offload_params") and stays and draft.value("hardware.count") == 1:
+        fact = draft.facts["offload_params"]
+        note = "predicted with weights on the GPU, unless optimizer.in_backward and offload.weights are set"
+        draft.leave(fact.name, fact.given, ("memory", "time"), note)
+        draft.assume(fact.name, "offload.optimizer", True, "the states alone")
+        _mention(draft, "offload_optimizer", "")
+    elif draft.fact("offload_params"):
         _take(draft, "offload_params", "offload.weights", True)
         _mention(draft, "offload_optimizer", "with the weights")
     elif draft.fact("offload_optimizer"):
