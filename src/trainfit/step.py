@@ -273,7 +273,7 @@ class Step:
                 return loss(self.model, batch)
             return self.model(**model_inputs(batch), labels=batch["labels"]).loss
 
-    def _backward(self, loss: Tensor, weight: float) -> None:
+    def _backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if weight != 1:
             loss = loss * (weight / self._num_micro_batches)
         elif self._num_micro_batches > 1:

@@ -32,7 +32,10 @@ def test_every_command_exists_and_every_program_is_named() -> None:
     assert all(importlib.util.find_spec(name) is not None for name in named)
     programs = [path for path in (FOLDER / "scripts").rglob("*.py") if "__main__" in path.read_text("utf-8")]
     assert len(programs) > 15
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.stem for path in programs}
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"): path.stem
+        for path in programs
+    }
     assert [name for name, stem in modules.items() if name not in named and f"`{stem}`" not in TEXT] == []
 
 

@@ -19,9 +19,14 @@ RATES = {"sgd": 0.1, "sgd-momentum": 0.05, "adafactor": 0.05, "adafactor-momentu
 """The learning rate with which an optimizer learns the tiny model; 1e-2 for the others."""
 
 
+OF_LIBRARIES = ("bnb-", "paged-", "torchao-")
+"""Names of other libraries' optimizers, which tests of their own train."""
+
+
 def optimizers() -> Iterator[tuple[str, Optimizer]]:
     """Every optimizer with each implementation, and with momentum where that is another code path."""
-    for name, implementation in itertools.product(get_args(OptimizerName), ("fused", "foreach", "forloop")):
+    names = [name for name in get_args(OptimizerName) if not name.startswith(OF_LIBRARIES)]
+    for name, implementation in itertools.product(names, ("fused", "foreach", "forloop")):
         if implementation == "fused" or not name.endswith("bit"):
             yield _optimizer(name, implementation)
         if name == "sgd":
@@ -30,7 +35,7 @@ def optimizers() -> Iterator[tuple[str, Optimizer]]:
 
 
 def _optimizer(case: str, implementation: Any, **fields: Any) -> tuple[str, Optimizer]:
-    name: Any = case.partition("-")[0]
+    name: Any = case.removesuffix("-momentum")
     found = Optimizer(name=name, implementation=implementation, lr=RATES.get(case, 1e-2), **fields)
     return f"{case}:{implementation}", found
 
