@@ -45,7 +45,7 @@ def test_what_was_not_given_is_said(fields: dict[str, Any], text: str) -> None:
 
 
 def test_bf16_says_what_pretraining_usually_has() -> None:
-    usual = "pretraining usually has some: --precision amp-bf16"
+    usual = "pretraining usually has some: --precision bf16-master"
     assert usual in meaning(trainfit.load_recipe("gpt2"))
     assert usual not in meaning(trainfit.load_recipe("gpt2", precision="amp-bf16"))
     assert usual not in meaning(trainfit.load_recipe("gpt2", adapter="lora"))

@@ -42,6 +42,19 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
         best_checkpoint(tmp_path / "run")
 
 
+def test_a_run_that_dies_while_it_removes_the_old_best_names_the_new_one(tmp_path, monkeypatch):
+    losses_of(monkeypatch, [3.0, 2.0, 4.0])
+
+    def die(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(durable, "remove_folder", die)
+    options = options_for(tmp_path / "run", 3, eval_every=1, save_every=1, keep=1, keep_best=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(), options)
+    assert best_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "step-00000002"
+
+
 def test_patience_counts_over_a_stop(tmp_path, monkeypatch):
     """A resumed run ends where the unbroken one does."""
     losses = [3.0, 2.0, 2.5, 2.0, 9.0]

@@ -25,7 +25,7 @@ from trainfit.spec.files import writing
 from trainfit.spec.parsing.parse import parse
 from trainfit.step import Step
 from trainfit.training import durable, shards, state
-from trainfit.training.folder import RUN, existing, name_of
+from trainfit.training.folder import RUN, existing, name_of, write_best
 from trainfit.training.ranks.exchange import Ranks
 from trainfit.training.saved_state import Best, SavedState, check_scaler
 
@@ -69,14 +69,14 @@ def save(
     if ranks.several:
         tensors = _prefixed("model", model) | _prefixed("optimizer", optimizer)
         _save_shards(path, tensors, optimizer_plain, (generators, generators_plain), plain, run, ranks)
-        ranks.on_first(lambda: _remove_old(folder, keep, best))
+        ranks.on_first(lambda: _remove_old(folder, keep, best, progress))
         return path
     with durable.new_folder(path) as work:
         _write(work, "model", model)
         _write(work, "optimizer", optimizer)
         plain |= {"optimizer": optimizer_plain, "random": generators_plain}
         _write_rest(work, generators, plain, run)
-    _remove_old(folder, keep, best)
+    _remove_old(folder, keep, best, progress)
     return path
 
 
@@ -88,7 +88,10 @@ def _write_rest(
     durable.write_json(work / RUN, run)
 
 
-def _remove_old(folder: Path, keep: int, best: int | None) -> None:
+def _remove_old(folder: Path, keep: int, best: int | None, progress: Progress) -> None:
+    """Remove all but the newest and the best checkpoint, once ``best.json`` names the new best one."""
+    if best is not None and progress.best is not None:
+        write_best(folder.parent, progress.best.model_dump())
     for old in existing(folder)[:-keep]:
         if old.name != name_of(best):
             durable.remove_folder(old)

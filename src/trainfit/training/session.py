@@ -337,7 +337,6 @@ class Session:
             where, self.step, self.progress, self.described, keep=options.keep, ranks=self.ranks,
             best=best.step if best is not None and options.keep_best else None,
         )  # fmt: skip
-        self._write_best()
         self._report("on_checkpoint", self.progress.step, self.checkpoint)
 
     def _not_finite(self, name: str) -> DivergedError:
