@@ -61,6 +61,7 @@ FALLBACKS: dict[str, tuple[tuple[Change, ...], str]] = {
 def settle(draft: Draft) -> None:
     """Set the fields that depend on several facts: precision, recomputation, GPUs and sharding, offload."""
     _targets(draft)
+    _size(draft)
     _count(draft)
     _accumulate(draft)
     _sharding(draft)
@@ -123,6 +124,12 @@ def _data_ranks(draft: Draft) -> int:
 def _is_listed(draft: Draft, name: str) -> bool:
     lists = (*draft.taken, *draft.without, *draft.unread)
     return any(one.name == name for one in lists) or name in draft.idle
+
+
+def _size(draft: Draft) -> None:
+    """List the micro-batch and the length of its sequences where no file states them."""
+    for name, value in (("micro", Batch().micro), ("seq", Batch().seq)):
+        draft.assume("", f"batch.{name}", value, COUNT)
 
 
 def _count(draft: Draft) -> None:
