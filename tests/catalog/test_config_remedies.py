@@ -126,7 +126,7 @@ def test_a_refusals_remedy_gives_the_model_that_was_described(case: str) -> None
 
 
 OTHER_FILES = {
-    "adapter_config.json": ({"peft_type": "LORA", "base_model_name_or_path": "a/b"}, "adapter.*(a/b)"),
+    "adapter_config.json": ({"peft_type": "LORA", "base_model_name_or_path": "a/b"}, "PEFT.*trainfit import"),
     "tokenizer_config.json": ({"tokenizer_class": "LlamaTokenizer"}, "a tokenizer's config"),
     "tokenizer.json": ({"added_tokens": [], "pre_tokenizer": None, "model": {"type": "BPE"}}, "a tokenizer,"),
     "generation_config.json": ({"eos_token_id": 2, "transformers_version": "5"}, "a generation_config.json"),

@@ -81,6 +81,12 @@ def plain_adamw(dtype: torch.dtype, stochastic: bool, *shape: int) -> Call:
     return lambda step: adamw.triton_adamw(p, g, m, v, numbers(step), stochastic, seed(step))
 
 
+def master_adamw(dtype: torch.dtype, *shape: int) -> Call:
+    p, g = empty(*shape, dtype=dtype), empty(*shape, dtype=dtype)
+    kept = [empty(*shape, dtype=FP32) for _ in range(3)]
+    return lambda step: adamw.triton_adamw_master(p, g, *kept, numbers(step))
+
+
 def coded_adamw(bits: int, stochastic: bool, *shape: int) -> Call:
     p, g, numel = empty(*shape), empty(*shape), torch.Size(shape).numel()
     codes = empty(*shape, dtype=torch.uint8) if bits == 8 else empty(-(-numel // 2), dtype=torch.uint8)
@@ -216,6 +222,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "adamw fp32", plain_adamw(FP32, False, 2047)
     yield "adamw bf16 at random", plain_adamw(BF16, True, 2048, 5400)
     yield "adamw large", plain_adamw(BF16, True, LARGE)
+    yield "adamw master", master_adamw(BF16, 2048, 5400)
+    yield "adamw master large and odd", master_adamw(BF16, LARGE + 1)
     for bits in (8, 4):
         yield f"adamw{bits}bit bf16 at random", coded_adamw(bits, True, 2048, 5400)
         yield f"adamw{bits}bit large and odd", coded_adamw(bits, False, LARGE + 1)
