@@ -305,8 +305,8 @@ def test_the_command_adds_what_comes_later(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["gpt2", "gpt2", "--later"], "--later: it is of one recipe"),
-        (["a.pickle", "--changes"], "--changes: it is of one recipe"),
+        (["gpt2", "gpt2", "--later"], "--later: it needs a single recipe"),
+        (["a.pickle", "--changes"], "--changes: it needs a single recipe"),
         (["gpt2", "--longest", "2k"], "--longest: it is part of --later"),
         (["gpt2", "--eval-batch", "2"], "--eval-batch: it is part of --later"),
     ],

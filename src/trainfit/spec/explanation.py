@@ -226,5 +226,5 @@ class Explanation(Value):
     most: MemoryBreakdown
     """Maximum of each category over the peak's step; not of one moment, so no sum."""
     communication: CommunicationBound | None = None  # None: of one GPU
-    later: Later | None = None  # None: not asked for
+    later: Later | None = None  # None: not requested
     savings: Savings | None = None

@@ -120,7 +120,7 @@ def open_tokenizer(given: str, chat_template: str | None) -> RunTokenizer:
 
 
 def _pretrained(name: str, text: str | None, *, is_folder: bool) -> RunTokenizer:
-    """Load a tokenizer by transformers, of a folder or from the Hub, whose cache is asked first."""
+    """Load a tokenizer with transformers: from a folder, from the Hub's local cache, or from the Hub."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoTokenizer
     from transformers.utils import logging

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class More:
-    """What was asked for."""
+    """Options of ``explain`` that predict more than the peak."""
 
     changes: bool = False
     later: bool = False
@@ -22,22 +22,22 @@ class More:
     longest: int | None = None
 
     def check(self, first: "Subject", second: "Subject | None") -> None:
-        """Refuse what is not of one recipe.
+        """Refuse these options for anything but a single recipe.
 
         Raises:
-            InputError: of another subject, or of two.
+            InputError: naming the option.
         """
         given = {"--changes": self.changes or None, "--later": self.later or None,
                  "--eval-batch": self.eval_batch, "--longest": self.longest}  # fmt: skip
         named = [option for option, value in given.items() if value is not None]
         if named and (first.kind != "recipe" or second is not None):
-            raise InputError("it is of one recipe", "name a recipe, alone", field=named[0])
+            raise InputError("it needs a single recipe", "name one recipe and nothing else", field=named[0])
         for option in ("--eval-batch", "--longest"):
             if option in named and not self.later:
                 raise InputError("it is part of --later", "add --later", field=option)
 
     def added(self, found: "Explained", *, json: bool) -> "Explained":
-        """Return an explanation with what was asked for."""
+        """Return the explanation with the requested savings and later peaks."""
         savings = self._savings(found, json=json) if self.changes else None
         later = self._later(found, json=json) if self.later else None
         explanation = found.explanation.model_copy(update={"savings": savings, "later": later})

@@ -27,7 +27,7 @@ def _title(found: "Explained") -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """The files that were asked for; None: not."""
+    """Files to write; None: not requested."""
 
     plot: Path | None = None
     snapshot: Path | None = None
@@ -62,7 +62,7 @@ class Files:
         """Refuse all files: what is explained has no ledger of a step.
 
         Raises:
-            InputError: a file was asked for.
+            InputError: a file is requested.
         """
         for path, option in (
             (self.plot, "--plot"),

@@ -187,7 +187,7 @@ def read_trace(path: Path, advance: Callable[[int, int], None] = lambda at, of: 
     try:
         size = path.stat().st_size
         with path.open("rb") as raw:
-            plain: IO[bytes] = gzip.open(raw) if path.suffix == ".gz" else raw  # type: ignore[assignment]  # noqa: SIM115
+            plain: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             return _read(plain, lambda: advance(raw.tell(), size))
     except (NotATraceError, ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"no trace of torch.profiler: {error}"[:300], REMEDY, file=str(path)) from None

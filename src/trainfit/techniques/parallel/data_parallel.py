@@ -108,7 +108,8 @@ def _shard_optimizer(draft: Draft, group: Any) -> None:
         return make(owned if len(groups) == 1 else groups)
 
     choose = draft.cluster.optimizer_rank
-    draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group, choose)  # pyright: ignore
+    sharded: Any = ShardedOptimizer
+    draft.make_optimizer = lambda parameters: sharded(parameters, inner, group, choose)
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:

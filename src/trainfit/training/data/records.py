@@ -201,13 +201,13 @@ class _Where:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise self.wrong("a history that is no list of pairs", "write [[question, answer], ...]")
             messages += self.pair(*pair)
-        asked = "\n".join(part for part in parts if part.strip())
-        return Conversation((*messages, *self.pair(asked, row[answer])), self.tools(row), 0, self.full)
+        prompt = "\n".join(part for part in parts if part.strip())
+        return Conversation((*messages, *self.pair(prompt, row[answer])), self.tools(row), 0, self.full)
 
-    def pair(self, asked: Any, answer: Any) -> list[Message]:
-        if not isinstance(asked, str) or not isinstance(answer, str):
+    def pair(self, prompt: Any, answer: Any) -> list[Message]:
+        if not isinstance(prompt, str) or not isinstance(answer, str):
             raise self.wrong("a history that is not text", "write [[question, answer], ...]")
-        return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     def messages(self, value: Any, column: str) -> list[Message]:
         if isinstance(value, str):
