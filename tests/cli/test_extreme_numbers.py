@@ -22,8 +22,9 @@ OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     MFU: ("--step-s",),
     ("communication", "--hidden", "64", "--feed-forward", "64", "--fsdp", "4", "--tensor", "2"): (
         "--hidden", "--feed-forward", "--blocks", "--fsdp", "--tensor", "--fsdp-axes", "--tensor-axes",
-        "--peak-flops", "--link-rate",
+        "--peak-flops", "--link-rate", "--batch", "--memory-gib", "--sharded",
     ),
+    ("ultrascale",): ("--a", "--b", "--h", "--h-ff", "--L", "--s", "--v", "--k", "--t", "--d", "--zero"),
     ("predict", "RECIPE"): ("--tokens", "--price", "--batch", "--seq", "--count"),
     ("explain", "RECIPE"): ("--top", "--eval-batch", "--longest"),
 }  # fmt: skip

@@ -3,10 +3,13 @@
 Compare sets them next to an Estimate.
 """
 
+import json
+
 import pytest
 
 from evidence.scripts.calculators import Comparison, compare, main, presets_section, put_between_marks, table
 from trainfit.catalog import load
+from trainfit.cli.main import main as trainfit_main
 from trainfit.flops.calculators import rules, ultrascale
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import load_recipe, recipe_from
@@ -15,15 +18,66 @@ from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.spec.units import GIB, TIB
 
 WIDGET = ultrascale.WidgetSpec(
-    a=32, b=100, h=4096, h_ff=16384, layers=32, s=1024, v=32000, k=1, mixed=False, ff_activation="swiglu"
+    a=32, b=100, h=4096, h_ff=16384, layers=32, s=1024, v=32000, k=2, mixed=False, ff_activation="swiglu"
 )
+SHOWN = (2.09, 2.15)
+"""The published example, L 32, h 4096, b 100, s 1024: activations and total in the page's TB, 2**40 bytes."""
+
+
+def shown(spec: ultrascale.WidgetSpec) -> tuple[float, float]:
+    found = ultrascale.memory(spec)
+    return round(found.activations / TIB, 2), round(found.total / TIB, 2)
 
 
 def test_the_widgets_worked_example() -> None:
-    """fp32, SwiGLU, k = 1: what the page shows for these inputs."""
+    """fp32, SwiGLU, k = 2."""
     found = ultrascale.memory(WIDGET)
     assert found.activations == 2_298_583_449_600
-    assert round(found.total / TIB, 4) == 2.1444
+    assert round(found.total / TIB, 4) == 2.1504
+    assert shown(WIDGET) == SHOWN
+
+
+def test_the_worked_example_had_k_2() -> None:
+    """Of the sliders that the example does not name, only k = 2 gives both of its figures."""
+    choices = {
+        (mixed, ff_activation, h_ff, v, k)
+        for mixed in (True, False) for ff_activation in ("relu", "gelu", "swiglu")
+        for h_ff in (8192, 11008, 14336, 16384, 32768, 65536) for v in (30522, 32000) for k in range(17)
+        if shown(ultrascale.WidgetSpec(
+            a=32, b=100, h=4096, h_ff=h_ff, layers=32, s=1024, v=v, k=k, mixed=mixed,
+            ff_activation=ff_activation,
+        )) == SHOWN
+    }  # fmt: skip
+    assert (False, "swiglu", 16384, 32000, 2) in choices
+    assert {k for *_, k in choices} == {2}
+    assert {mixed for mixed, *_ in choices} == {False}
+    # Another k needs another vocabulary.
+    for k, least, most in ((1, 33_466, 43_946), (2, 18_850, 43_252), (3, 17_104, 28_679)):
+        fits = [shown(WIDGET.model_copy(update={"v": v, "k": k})) == SHOWN
+                for v in (least - 1, least, most, most + 1)]  # fmt: skip
+        assert fits == [False, True, True, False]
+
+
+def test_the_command_has_every_slider(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--a 32 --b 100 --h 4096 --h_ff 16384 --L 32 --s 1024 --v 32000 --k 2 --t 1 --d 1 --no-mixed".split()
+    )
+    assert trainfit_main(["ultrascale", *words, "--ff-activation", "swiglu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["activations"] == 2_298_583_449_600
+    assert round(found["total"] / TIB, 4) == 2.1504
+    assert {name: found[name] for name in WIDGET.model_dump()} == WIDGET.model_dump()
+    changed = ["--t", "4", "--d", "8", "--zero", "2", "--sequence-parallel", "--recomputation", "selective"]
+    assert trainfit_main(["ultrascale", "--preset", "Llama 3 8B", *changed, "--json"]) == 0
+    update = {"t": 4, "d": 8, "zero": 2, "sequence_parallel": True, "recomputation": "selective"}
+    spec = ultrascale.PRESETS["Llama 3 8B"].model_copy(update=update)
+    assert json.loads(capsys.readouterr().out)["total"] == ultrascale.memory(spec).total
+    assert trainfit_main(["ultrascale", *words, "--ff-activation", "swiglu"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "activations 2.09 TiB" in text
+    assert "total 2.15 TiB" in text
+    assert trainfit_main(["ultrascale", "--preset", "Llama 4"]) == 65
+    assert "'Llama 3 Tiny'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

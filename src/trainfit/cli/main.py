@@ -8,6 +8,7 @@ Free of torch: a verb imports what it needs when it runs.
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -34,12 +35,19 @@ UsageError = typer.BadParameter.__bases__[0]
 
 VERBS = (
     "predict", "plan", "trace", "explain", "import_", "measure", "calibrate", "verify", "train", "export",
-    "sweep", "bench", "report", "mfu", "communication", "catalog.gpus", "catalog.models", "records",
+    "sweep", "bench", "report", "calculators.mfu", "calculators.communication", "calculators.ultrascale",
+    "catalog:gpus", "catalog:models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 
 A module's ``OPTIONS`` are arguments of typer's ``command``. A trailing ``_`` is not part of the verb.
 """
+
+
+def verb_name(verb: str) -> str:
+    """Return the word that a user writes for an entry of VERBS, ``[ROOM.]MODULE[:FUNCTION]``."""
+    return re.split("[.:]", verb)[-1].rstrip("_")
+
 
 ABOUT = "Will this training run fit, how fast will it go, what will it cost? Answered before a GPU is rented."
 
@@ -66,13 +74,13 @@ def app() -> typer.Typer:
             raise UsageError("Missing command.", context)
 
     for verb in VERBS:
-        name, _, function = verb.partition(".")
-        module = import_module(f"trainfit.cli.{name}")
+        path, _, function = verb.partition(":")
+        module = import_module(f"trainfit.cli.{path}")
         if hasattr(module, "GROUP"):
-            verbs.add_typer(module.GROUP, name=name)
+            verbs.add_typer(module.GROUP, name=verb_name(verb))
         else:
             options = getattr(module, "OPTIONS", {})
-            verbs.command((function or name).rstrip("_"), **options)(getattr(module, function or "run"))
+            verbs.command(verb_name(verb), **options)(getattr(module, function or "run"))
     return verbs
 
 
@@ -207,7 +215,7 @@ def _report_usage(error: Exception) -> int:
 
 def answer_verb(word: str) -> str | None:
     """Return the answer to a first word that is another tool's verb, or a recipe; None: another word."""
-    if word.startswith("-") or word in {verb.rpartition(".")[2].rstrip("_") for verb in VERBS}:
+    if word.startswith("-") or word in map(verb_name, VERBS):
         return None
     from trainfit.spec.parsing.synonyms import verb_here
 

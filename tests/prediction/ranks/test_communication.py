@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from trainfit.cli.main import main
 from trainfit.explanation.communication import communication_bound
 from trainfit.explanation.peak import explain
 from trainfit.flops import layer_times as closed
+from trainfit.flops.layer_memory import device_memory, fewest_ranks, most_tokens
+from trainfit.flops.layer_times import Layers
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.communication import ring
 from trainfit.prediction.estimate import estimate
@@ -54,6 +57,77 @@ def test_the_printed_xxl_example_has_them_too(capsys: Captured) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for words in ("3,276 GiB", "38 of 95 GB", "0.01634 GiB", "25,302 tokens 395 a device", "319 a device"):
         assert words in text
+
+
+def test_a_device_of_the_xxl_example_holds_what_the_course_says(capsys: Captured) -> None:
+    """3276/n + 0.002 x batch GB, and n > 34 at 95 GB: 0.002 is half of the blocks' inputs, 0.003845 a token.
+
+    Without recomputation, as the exercise states it, both linears' inputs are kept: 0.01634 / 2 = 0.00817.
+    """
+    v5p = ["--gpu", "tpu-v5p", "--memory-gib", "95", "--batch", "500,1k", "--sharded", "50%"]
+    for recompute, whole_gib, fewest in (("full", 0.0019, (35, 35, 36)), ("none", 0.0082, (35, 37, 38))):
+        found: Any = answers([*v5p, "--recompute", recompute], capsys)
+        assert [one["devices"] for one in found["fewest_devices"]] == list(fewest)
+        assert [one["tokens"] for one in found["fewest_devices"]] == [0, 500, 1000]
+        for one in found["device_memory"]:
+            assert one["states"] == 3276 * GIB / one["devices"]
+            assert one["whole_activations"] / one["tokens"] / GIB == pytest.approx(whole_gib, abs=5e-5)
+            assert one["sharded_activations"] * one["devices"] == pytest.approx(one["whole_activations"])
+            parts = one["states"] + one["whole_activations"] + one["sharded_activations"]
+            assert one["total"] == pytest.approx(parts)
+    assert main(["communication", *XXL, *v5p]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "3,276/n + 0.008171 x batch + 0.008171 x batch/n GiB",
+        "without activations: from 35 devices",
+    ):
+        assert words in text
+
+
+def test_the_fewest_ranks_and_the_largest_batch_are_where_the_memory_ends() -> None:
+    layers = Layers(hidden=4096, feed_forward=14336, blocks=32)
+    limit = 80 * GIB
+    for share, tokens in ((0.5, 100_000), (1.0, 3_000_000), (0.0, 60_000)):
+        ranks = fewest_ranks(layers, limit, tokens, share)
+        assert ranks is not None
+        assert device_memory(layers, ranks, tokens, share).total <= limit
+        assert ranks > 1
+        assert device_memory(layers, ranks - 1, tokens, share).total > limit
+        most = most_tokens(layers, limit, ranks, share)
+        assert most >= tokens
+        assert device_memory(layers, ranks, most, share).total == pytest.approx(limit)
+    assert fewest_ranks(layers, limit, 1_000_000, 0.5) is None  # 0.5 x 1.1 MiB x 1,000,000 on each device
+    assert most_tokens(layers, GIB, 8) == 0
+    assert fewest_ranks(Layers(hidden=1, feed_forward=1), limit) == 1
+
+
+def test_what_lowers_the_smallest_batch_does_so_by_what_it_should() -> None:
+    layers = Layers(hidden=16384, feed_forward=53248)
+    rates: dict[str, Any] = {"flops_per_s": 4.6e14, "data_bytes_per_s": 3.6e11, "tensor_bytes_per_s": 1.8e11}
+    mesh = closed.Mesh(data=16, tensor=4, **rates)
+    others = [closed.Mesh(data=64 // tensor, tensor=tensor, **rates) for tensor in (1, 2, 4, 8, 16, 32)]
+    found = {way.change: way for way in closed.ways_to_lower(layers, mesh, others)}
+    now = closed.compute_bound_tokens(layers, mesh)
+    assert found["gather in 8 bits"].tokens == pytest.approx(now / 2)
+    assert found["two pipeline stages"].tokens == pytest.approx(now / 2)
+    assert found["overlap"].tokens == pytest.approx(16 * 4.6e14 / 3.6e11)
+    best = found["mesh"].mesh
+    assert (best.data, best.tensor) == (8, 8)
+    assert found["mesh"].tokens == min(closed.compute_bound_tokens(layers, other) for other in others)
+    assert all(way.tokens < now for way in found.values())
+    # Tensor parallel past its limit: nothing that leaves its traffic helps, another mesh does.
+    past = closed.Mesh(data=2, tensor=32, **rates)
+    assert [way.change for way in closed.ways_to_lower(layers, past, others)][-1] == "mesh"
+    assert closed.ways_to_lower(layers, closed.Mesh(**rates)) == []
+
+
+def test_batches_and_plots_of_the_layers_memory(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["communication", *XXL, "--gpu", "h100", "--batch", "0"]) == 2
+    assert "no number of tokens: write --batch 4096 or 1k,4k" in capsys.readouterr().err
+    assert main(["communication", *XXL, "--gpu", "h100", "--plot", str(tmp_path / "a.txt")]) == 65
+    drawn = tmp_path / "a.svg"
+    assert main(["communication", *XXL, "--gpu", "h100", "--batch", "1k", "--plot", str(drawn)]) == 0
+    assert "<svg" in drawn.read_text()
 
 
 def test_more_axes_than_the_links_build_are_refused(capsys: Captured) -> None:

@@ -1,0 +1,1 @@
+"""Verbs that compute in closed form: ``mfu``, ``communication`` and ``ultrascale``."""
