@@ -115,7 +115,8 @@ def test_a_batch_costs_the_host_its_time_with_and_without_a_loader() -> None:
 
 
 def test_a_loader_without_workers_makes_the_device_wait() -> None:
-    alone, on_the_host, first = run("dataloader", device="cpu", form="tiny", only={"workers": ["0"]}).rows
+    only = {"workers": ["0"], "data": ["on the device", "on the host", "loaded"]}
+    alone, on_the_host, first = run("dataloader", device="cpu", form="tiny", only=only).rows
     assert on_the_host.point["data"] == "on the host"
     assert alone.times is not None
     assert "waiting_share" not in alone.numbers

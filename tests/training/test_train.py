@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,8 +16,10 @@ from rich.console import Console
 import trainfit
 from tiny_training import LLAMA, Listener, options_for, stop_at, tiny
 from trainfit.prediction.predict import predict
+from trainfit.report.results import show_training
 from trainfit.spec.errors import InputError
-from trainfit.training.log import TensorBoard
+from trainfit.training import session
+from trainfit.training.log import LOG, JsonlLog, TensorBoard
 from trainfit.training.loop import _deterministic, train
 from trainfit.training.observer import StepFlops, StepMetrics
 from trainfit.training.options import SyntheticData
@@ -170,6 +173,31 @@ def test_the_progress_bar_shows_every_metric(tmp_path, terminal):
     assert f"loss {summary.final_loss:.4f}" in shown
     unknown = StepMetrics(step=1, loss=2.0, learning_rate=1e-4, epoch=0.1, step_s=0.5, tokens_per_s=2e6)
     assert step_line(unknown, "GPU") == "loss 2.0000  2.00M tokens/s"
+    waiting = unknown.model_copy(update={"data_wait_s": 0.125})
+    assert step_line(waiting, "GPU") == "loss 2.0000  2.00M tokens/s  waits for data 25%"
+    assert "data" not in step_line(unknown.model_copy(update={"data_wait_s": 0.001}), "GPU")
+
+
+def test_the_wait_for_data_is_named_by_the_meter_the_log_and_the_result(tmp_path, monkeypatch):
+    read, delay_s = session.step_sequences, 0.05
+
+    def slow(*arguments, **options):
+        time.sleep(delay_s)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(session, "step_sequences", slow)
+    listener, out = Listener(), io.StringIO()
+    summary = train(tiny(), options_for(tmp_path, 4), observers=[listener, TensorBoard(), JsonlLog()])
+    waits = [one.data_wait_s for one in listener.steps]
+    assert all(delay_s <= wait < one.step_s for wait, one in zip(waits[:-1], listener.steps, strict=False))
+    assert waits[-1] < delay_s, "no batch follows the last step"
+    logged = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
+    assert [line["data_wait_s"] for line in logged if line["kind"] == "step"] == waits
+    # Not the first step, nor the second, whose live tensors are counted.
+    steps = listener.steps[2:]
+    assert summary.data_wait_share == pytest.approx(sum(waits[2:]) / sum(one.step_s for one in steps))
+    show_training(tiny(), summary, out=Console(file=out, width=200))
+    assert "of that time the device waited for data: raise loader.workers" in out.getvalue()
 
 
 def test_options_and_observers_need_no_torch():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from evidence.scripts.bench_records import merged
 from trainfit.bench.harness.discovery import experiment
+from trainfit.bench.harness.experiment import Plot
 from trainfit.bench.workloads.steps import PRECISIONS, SIZES
 from trainfit.records import load
 from trainfit.report.bench_plot import in_order, number, plot_of
@@ -33,6 +34,44 @@ def results() -> dict[str, BenchResult]:
 def rows(name: str) -> tuple[BenchRow, ...]:
     """Return the merged rows of an experiment."""
     return results()[name].rows
+
+
+def newest(name: str, key: str) -> BenchResult | None:
+    """Return the newest result of an experiment, of any device, that has points with ``key``."""
+    found = [
+        one
+        for one in merged(load(FILE))
+        if one.result.experiment == name and any(key in row.point for row in one.result.rows)
+    ]
+    return max(found, key=lambda one: one.records[-1].created_at).result if found else None
+
+
+NOT_MEASURED = "*Not measured yet on a GPU.*"
+
+
+def machine(result: BenchResult | None) -> str:
+    """Return a sentence that names the device, its clocks and the versions of a result."""
+    if result is None:
+        return NOT_MEASURED
+    where = result.environment
+    clocks = [f"{name} at {mhz:,} MHz" for name, mhz in where.clocks_mhz.items() if name in ("sm", "memory")]
+    named = {"driver": where.driver, "CUDA": where.cuda, "torch": where.torch, "CPU": where.cpu}
+    versions = [f"{name} {version}" for name, version in named.items() if version]
+    return f"Measured on {', '.join([where.device, *clocks, *versions])}."
+
+
+def plotted(name: str, key: str, which: Callable[[Plot], bool] = lambda plot: True) -> str:
+    """Return the SVG of an experiment's plots; before there is a record, one that says so."""
+    result = newest(name, key)
+    plots = [plot for plot in experiment(name).plots if which(plot)]
+    drawn = plot_of(result, plots) if result is not None else None
+    if drawn is not None:
+        return drawn.decode()
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 40" role="img">'
+        '<text x="200" y="25" text-anchor="middle" font-family="sans-serif" font-size="14" fill="#667">'
+        "not measured yet on a GPU</text></svg>"
+    )
 
 
 def attention_plot() -> str:
@@ -207,7 +246,9 @@ def fusion() -> str:
 def dataloader() -> str:
     """Share of the loop's time that the device waits, by workers, two batches ahead."""
     some = [
-        row for row in rows("dataloader") if row.point["data"] == "loaded" and row.point["prefetch"] in (0, 2)
+        row
+        for row in rows("dataloader")
+        if row.point.get("data") == "loaded" and row.point["prefetch"] in (0, 2)
     ]
     names: dict[Cell, str] = {False: "pageable, %", True: "pinned, %"}
     return pivot(some, {"workers": "workers"}, "pinned", names, of_number("waiting_share", ".1f", 100.0))

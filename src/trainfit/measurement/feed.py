@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Feed:
         options = recipe.loader
         check_processes(options.workers, "loader.workers")
         self._micro, self._device = recipe.batch.micro, device
+        self._asked: Any = None  # Marks before and after the loader's answer
+        self._answered: Any = None
         self._pinned = options.pin_memory and device.type == "cuda"
         loader: Any = DataLoader(
             _Steps(source),  # pyright: ignore[reportArgumentType]
@@ -83,7 +86,9 @@ class Feed:
     def __next__(self) -> list[dict[str, torch.Tensor]]:
         """Return the next step's micro-batches."""
         batches: list[dict[str, torch.Tensor]] = []
+        self._asked = self._answered = self._now()
         whole = next(self._sequences)
+        self._answered = self._now()
         weight = whole.pop("weight", None)
         parts = {name: tensor.split(self._micro) for name, tensor in whole.items()}
         for number in range(len(parts["input_ids"])):
@@ -96,6 +101,25 @@ class Feed:
                 batch["weight"] = weight.split(self._micro)[number].mean()
             batches.append(batch)
         return batches
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait_s(self) -> float:
+        """Return the seconds that the device waited for the newest batches; call it once they are on it.
+
+        On a GPU: from the end of the work issued before the loader was asked, to its answer; 0 where the
+        loader was faster. A CPU waits as long as the host.
+        """
+        if self._device.type == "cuda":
+            return self._asked.elapsed_time(self._answered) / 1e3
+        return self._answered - self._asked
 
     def __enter__(self) -> Feed:
         return self

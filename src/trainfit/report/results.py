@@ -26,6 +26,7 @@ NAMES = {
     "hardware_flops": "hardware FLOPs", "mfu": "MFU", "hfu": "HFU",
 }  # fmt: skip
 
+LONG_DATA_WAIT = 0.05  # Share of a step's time from which a remedy is named
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 Line = list[str]  # Name, value, and a note
 
@@ -122,6 +123,9 @@ def _trained(summary: "TrainSummary") -> list[Line]:
     if summary.step_s is not None:
         total = f"median; {format_seconds(summary.wall_s)} in all"
         lines.append(["time a step", format_seconds(summary.step_s), total])
+    if (share := summary.data_wait_share) is not None:
+        remedy = ": raise loader.workers or loader.prefetch" if share >= LONG_DATA_WAIT else ""
+        lines.append(["data wait", f"{share:.1%}", f"of that time the device waited for data{remedy}"])
     lines += _known(summary, "tokens_per_s", "mfu", "hfu")
     for reason, count in summary.held_back.items():
         lines.append(["throttled", f"{count:,} steps", f"by the driver ({reason}); excluded from the speeds"])

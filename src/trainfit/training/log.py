@@ -23,7 +23,7 @@ from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, Train
 LOG = "log.jsonl"
 SCALARS = (
     "train/loss", "train/learning_rate", "train/gradient_norm", "speed/step_s", "speed/tokens_per_s",
-    "speed/mfu", "speed/hfu", "device/peak_memory_bytes", "device/busy",
+    "speed/mfu", "speed/hfu", "speed/data_wait_s", "device/peak_memory_bytes", "device/busy",
 )  # fmt: skip
 """TensorBoard tags: a group, and a field of StepMetrics."""
 FILE_VERSION = "brain.Event:2"  # First event of every file (tensorboard/summary/writer/event_file_writer.py)

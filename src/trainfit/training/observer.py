@@ -62,6 +62,8 @@ class StepMetrics(Value):
     tokens_per_s: float
     mfu: Share | None = None
     hfu: Share | None = None
+    data_wait_s: Seconds | None = None
+    """Part of ``step_s`` in which the device had no work because the next batch was not read yet."""
     peak_memory_bytes: Bytes | None = None
     """Highest allocated bytes so far; on a CPU the live tensors of one step."""
     busy: Share | None = None
@@ -100,6 +102,8 @@ class TrainSummary(Value):
     tokens_per_s: float | None
     mfu: Share | None
     hfu: Share | None
+    data_wait_share: Share | None = None
+    """Share of these steps' time in which the device waited for data. Records of older versions lack it."""
     peak_memory_bytes: Bytes | None
     peak_memory_is: Literal["cuda-allocated", "live-tensors"] | None
     wall_s: Seconds

@@ -15,6 +15,7 @@ from trainfit.spec.units import format_bytes, format_count, format_seconds
 from trainfit.training.data.plan import RunData
 from trainfit.training.observer import EvalMetrics, PredictedRun, RunStart, StepMetrics, TrainSummary
 
+SHOWN_WAIT = 0.01  # Share of a step from which its wait for data is shown
 LINE_EVERY_S = 10.0  # Shortest interval between lines of step metrics without a terminal
 
 
@@ -140,6 +141,8 @@ def step_line(metrics: StepMetrics, device: str) -> str:
     parts = [f"loss {metrics.loss:.4f}", f"{format_count(metrics.tokens_per_s)} tokens/s"]
     shares = {"MFU": metrics.mfu, "HFU": metrics.hfu}
     parts += [f"{name} {value:.1%}" for name, value in shares.items() if value is not None]
+    if metrics.data_wait_s is not None and metrics.data_wait_s >= SHOWN_WAIT * metrics.step_s:
+        parts.append(f"waits for data {metrics.data_wait_s / metrics.step_s:.0%}")
     if metrics.peak_memory_bytes is not None:
         parts.append(f"peak {format_bytes(metrics.peak_memory_bytes)}")
     if metrics.busy is not None:

@@ -59,6 +59,8 @@ class Session:
     """Times of representative steps: not the first, not the one whose live tensors are counted, no throttled
     ones.
     """
+    waits: list[float] = field(default_factory=list)
+    """Seconds of these steps in which a device waited for data, of the rank that waited longest."""
     held_back: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -180,7 +182,7 @@ class Session:
         own = loss_tensor.item()
         held_back = self._load.held_back()
         held = sum(2**index for index, one in enumerate(SLOWDOWNS) if one in held_back)
-        rows = self._agree(stop, own, self._peak.read() or 0, held)
+        rows = self._agree(stop, own, self._peak.read() or 0, held, feed.wait_s())
         loss = sum(row[0] for row in rows) / len(rows)
         self._highest = max(int(row[1]) for row in rows) or None
         step_s = time.perf_counter() - start_s
@@ -188,18 +190,22 @@ class Session:
         of_all = [int(row[2]) for row in rows]
         reasons = tuple(one for index, one in enumerate(SLOWDOWNS) if any(row >> index & 1 for row in of_all))
         self.held_back.update(reasons)
+        wait_s = max(row[3] for row in rows)
         if index > 0 and not counted and not reasons:
             self.seconds.append(step_s)
+            self.waits.append(wait_s)
         if not math.isfinite(loss):
             remedy = "lower optimizer.lr, warm it up, or use a wider precision"
             raise DivergedError(f"loss is {loss} at step {done + 1}: {remedy}")
         stop.raises = False  # From here on a stop saves this step.
         self.losses.append(loss)
         self.progress = Progress(done + 1, loss, self.progress.best)
-        self._report("on_step", self._metrics(loss, rate, step_s, reasons))
+        self._report("on_step", self._metrics(loss, rate, step_s, wait_s, reasons))
         return following
 
-    def _metrics(self, loss: float, rate: float, step_s: float, held_back: tuple[str, ...]) -> StepMetrics:
+    def _metrics(
+        self, loss: float, rate: float, step_s: float, wait_s: float, held_back: tuple[str, ...]
+    ) -> StepMetrics:
         norm = float(self.step.readings.get("gradient_norm", math.nan))
         return StepMetrics(
             step=self.progress.step,
@@ -207,6 +213,7 @@ class Session:
             learning_rate=rate,
             epoch=self.progress.step * self._sequences_per_step / len(self.corpora.train),
             **self._rates(step_s),
+            data_wait_s=wait_s,
             peak_memory_bytes=self._peak_bytes(),
             busy=self._load.share(),
             held_back=held_back or None,
@@ -358,6 +365,7 @@ class Session:
             evaluations=evaluations,
             eval_perplexity=evaluations[-1].perplexity if evaluations else None,
             **(self._rates(statistics.median(self.seconds)) if self.seconds else unknown),
+            data_wait_share=sum(self.waits) / sum(self.seconds) if self.seconds else None,
             peak_memory_bytes=self._peak_bytes(),
             peak_memory_is=self._peak.kind,
             wall_s=wall_s,
