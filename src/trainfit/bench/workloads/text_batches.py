@@ -1,9 +1,10 @@
 """Batches of text from a disk, by PyTorch's DataLoader: tokenised in the collator or before, lazy or not.
 
-The documents are those of trainfit's grammar, repeated in random order, with a tokenizer trained on them. A
-*lazy* data set reads a document when it is asked for one; one *in memory* is read whole before the workers
-fork, which then share it. Before a sample that reads from a cold disk, the files' pages are removed from the
-kernel's page cache. A cache of the disk itself, or of a virtual machine's host, stays as it is.
+The documents are random words whose frequencies follow Zipf's law, repeated in random order, with a
+byte-level BPE trained on them. A *lazy* data set reads a document when it is asked for one; one *in memory*
+is read whole before the workers fork, which then share it. Before a sample that reads from a cold disk, the
+files' pages are removed from the kernel's page cache. A cache of the disk itself, or of a virtual machine's
+host, stays as it is.
 
 Shapes: b sequences, s tokens.
 """
@@ -24,14 +25,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainfit.spec.errors import InputError
-from trainfit.training.synthetic import synthetic_text
-from trainfit.training.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCABULARY = 4096
-CHARS_PER_TOKEN = 5.0  # More than a document of the grammar has, so that each has at least s tokens
+WORDS, LETTERS = 20_000, "etaoinshrdlucmfwypvbgk"
 MOST_RESIDENT = 0.05  # Share of a file's pages in memory from which it does not count as evicted
 FORK_WARNING = "TOKENIZERS_PARALLELISM"  # The tokenizers library warns of a fork after its threads were used
 COLD_DISK, PAGE_CACHE, MEMORY = "cold disk", "page cache", "memory"
@@ -69,7 +68,7 @@ class TextFiles:
         before = os.environ.get(FORK_WARNING)
         os.environ[FORK_WARNING] = "false"
         try:
-            return train_tokenizer(self._distinct, VOCABULARY)
+            return _trained(self._distinct)
         finally:
             os.environ.pop(FORK_WARNING)
             if before is not None:
@@ -77,13 +76,15 @@ class TextFiles:
 
     @cached_property
     def _distinct(self) -> list[str]:
-        found, number = [], 0
+        generator = np.random.default_rng(0)
+        lengths = generator.integers(2, 10, size=WORDS)
+        words = ["".join(generator.choice(list(LETTERS), size=length)) for length in lengths]
+        share = 1 / np.arange(1, WORDS + 1)
+        share /= share.sum()
+        found = []
         for _ in range(self.sizes.distinct):
-            text = ""
-            while len(text) < CHARS_PER_TOKEN * self.sizes.seq:
-                text += synthetic_text(0, number).text + "\n"
-                number += 1
-            found.append(text)
+            chosen = generator.choice(WORDS, size=self.sizes.seq, p=share)  # A word has a token or more.
+            found.append(" ".join(words[index] for index in chosen))
         return found
 
     @cached_property
@@ -110,6 +111,18 @@ class TextFiles:
     def tokens(self) -> Path:
         """uint16 [documents, s]."""
         return self.folder / "tokens.bin"
+
+
+def _trained(texts: Sequence[str]) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return tokenizer
 
 
 def tokens_of(tokenizer: "Tokenizer", text: str, seq: int) -> np.ndarray:
