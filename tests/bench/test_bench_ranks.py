@@ -2,15 +2,22 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from bench_rows import tiny_bench
+from evidence.scripts.tables import collectives as published
 from trainfit.bench.experiments import collectives, ddp, sharding
 from trainfit.bench.harness.bench import failure_of
 from trainfit.bench.harness.overlap import timeline, traffic
 from trainfit.bench.harness.processes import Rank, RankError, Ranks
 from trainfit.bench.harness.runner import run
+from trainfit.catalog.collectives import share_of
+from trainfit.catalog.load import gpu, link, transfers
 
 
 def answers_once(rank: Rank, ending: str) -> Iterator[int]:
@@ -42,6 +49,71 @@ def test_a_rank_that_fails_ends_all_ranks_with_one_line(ending: str, why: str) -
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     factors = {name: factor(4) for name, factor in collectives.BUS.items()}
     assert factors == {"all-reduce": 1.5, "all-gather": 0.75, "reduce-scatter": 0.75, "broadcast": 1.0}
+
+
+def test_a_published_table_is_explained_by_the_ring() -> None:
+    """All-reduces of 1 GB by 2, 4 and 6 ranks: the links' rate stays, and is not that of NVLink."""
+    for backend, seconds in published.PUBLISHED_S.items():
+        bus = [collectives.BUS["all-reduce"](ranks) * 1.0 / one for ranks, one in seconds.items()]
+        assert max(bus) / min(bus) < 1.25, backend
+    nccl = published.PUBLISHED_S["nccl"]
+    assert published.bus_gb_per_s(2, nccl[2]) == pytest.approx(1 / 0.42)
+    assert published.bus_gb_per_s(6, nccl[6]) == pytest.approx(2 * 5 / 6 / 0.85)
+    assert max(published.bus_gb_per_s(*one) for one in nccl.items()) < 2.5
+
+
+def test_a_prediction_of_a_collective_is_the_ring_at_the_rate_that_was_fitted() -> None:
+    h200, at = gpu("h200"), {"processes": 2, "collective": "all-reduce", "size_mb": 1000}
+    share = share_of("all_reduce", transfers(h200))
+    inside = link(h200.link)
+    expected_s = 1e9 / (share * inside.bytes_per_s) + inside.latency_s + transfers(h200).start_s
+    assert collectives.predicted_s(at, h200) == pytest.approx(expected_s)
+    # Two H200s took 3.07 ms (evidence/records/bench.jsonl).
+    assert collectives.predicted_s(at, h200) == pytest.approx(3.07e-3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("device", "form", "expected"),
+    [
+        ("cpu", "tiny", [("gloo", 2, 1), ("gloo", 2, 3)]),
+        ("cuda", "tiny", [("nccl", 2, 4)]),
+        (
+            "cuda",
+            "full",
+            [*[("nccl", n, 4) for n in (2, 4, 6)], *[("gloo", n, k) for k in (1, 3) for n in (2, 4, 6)]],
+        ),
+    ],
+)
+def test_a_machine_with_gpus_measures_both_backends(device: str, form: Any, expected: list[Any]) -> None:
+    bench = replace(tiny_bench(form=form), device=torch.device(device))
+    assert [(name, count, len(kinds)) for name, count, kinds in collectives.groups(bench)] == expected
+
+
+def test_what_a_machine_has_too_few_gpus_for_is_said() -> None:
+    only = {"backend": ["nccl"], "processes": ["6"], "size_mb": ["1"]}
+    rows = run("collectives", device="cpu", form="full", only=only).rows
+    assert {row.status for row in rows} == {"refused"}
+    assert all("this machine has 0 GPUs" in row.message for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("call_s", "count", "calls"), [(0.001, 10, 2 + 10 * 3), (0.8, 7, 2 + 7), (9.0, 3, 2 + 3)]
+)
+def test_long_calls_have_fewer_samples(
+    call_s: float, count: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(collectives.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(collectives, "_slowest", lambda rank, seconds: seconds)
+    made: list[int] = []
+
+    def call() -> None:
+        made.append(1)
+        now[0] += call_s
+
+    rank = Rank(0, 1, torch.device("cpu"), dist.HashStore())
+    assert collectives.samples(rank, call, 1) == pytest.approx([call_s] * count)
+    assert len(made) == calls
 
 
 def event(name: str, begin_us: float, end_us: float, category: str = "kernel", **args: Any) -> dict[str, Any]:

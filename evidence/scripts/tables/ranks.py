@@ -21,13 +21,14 @@ def _of_results(some: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def collectives() -> str:
-    """Milliseconds and bus bandwidth of collectives by kind and size."""
+    """Milliseconds and bus bandwidth of NCCL's collectives between two GPUs, by kind and size."""
     lines: dict[str, list[str]] = {}
-    for row in _of_results(rows("collectives")):
+    some = [row for row in rows("collectives") if "backend" not in row.point]
+    for row in _of_results(some):
         assert row.point["processes"] == 2
         cell = f"{milliseconds(row)} ({of_number('bus_gb_per_s', '.0f')(row)})"
         lines.setdefault(str(row.point["collective"]), []).append(cell)
-    heads = [f"{size:,} MB" for size in dict.fromkeys(row.point["size_mb"] for row in rows("collectives"))]
+    heads = [f"{size:,} MB" for size in dict.fromkeys(row.point["size_mb"] for row in some)]
     return markdown_grid(("collective", *heads), [(name, *cells) for name, cells in lines.items()])
 
 
