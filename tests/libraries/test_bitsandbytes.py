@@ -1,5 +1,7 @@
 """bitsandbytes in scripts under ``trainfit.trace``: the bytes that its CUDA code allocates."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +182,18 @@ def test_optimizer_states(name: str, in_bytes: int, on_host: int) -> None:
     assert states == [in_bytes, 0]
     assert estimate.host_bytes == on_host
     assert any("paged optimizer states" in line for line in estimate.assumptions) == bool(on_host)
+
+
+def test_a_measurement_imports_it_where_the_gpu_is_visible() -> None:
+    """Imported while no GPU is visible, it has no CUDA kernels, and Inductor another benchmark."""
+    program = (
+        "import sys\n"
+        "from trainfit.measurement.fork_server import ready_to_fork\n"
+        "from trainfit.measurement.process import spawned\n"
+        "ready_to_fork('cuda')\n"
+        "print({'bitsandbytes', 'torch._inductor.runtime.benchmarking'} & set(sys.modules))\n"
+        "import bitsandbytes\n"
+        "print(ready_to_fork('cuda') is spawned, ready_to_fork('cpu') is spawned)\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert printed.stdout.splitlines() == ["set()", "True False"], printed.stderr

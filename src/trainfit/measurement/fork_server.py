@@ -1,8 +1,10 @@
 """Import the modules of trials once, and start each trial as a fork of this process."""
 
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 
 from trainfit.measurement.process import forked, spawned
 from trainfit.measurement.trial import import_for_steps
@@ -13,6 +15,9 @@ from trainfit.virtual.forked import autograd_has_threads
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Empty while modules are imported. Importing transformers imports torchao, which asks a GPU that it sees for
 its compute capability; that initialises CUDA, after which no fork of this process could use it."""
+SEES_GPU_ONCE = "bitsandbytes"
+"""A library that must not be imported here: it registers its CUDA kernels only if it sees a GPU, which it then
+initialises. It also imports Inductor, which chooses how to benchmark kernels by whether it sees a GPU."""
 
 
 def ready_to_fork(device: str) -> Callable[..., int]:
@@ -24,7 +29,8 @@ def ready_to_fork(device: str) -> Callable[..., int]:
     _import()
     import torch
 
-    if torch.cuda.is_initialized() or autograd_has_threads():
+    unusable = device != "cpu" and SEES_GPU_ONCE in sys.modules
+    if unusable or torch.cuda.is_initialized() or autograd_has_threads():
         return spawned
     return forked if device == "cpu" or _fork_can_use_cuda() else spawned
 
@@ -38,7 +44,7 @@ def _import() -> None:
     os.environ[VISIBLE] = ""
     try:
         with quiet_torchao():
-            import_for_steps()
+            import_for_steps(adapters=find_spec(SEES_GPU_ONCE) is None)
     finally:
         _forget_missing_gpu()
         os.environ.pop(VISIBLE)

@@ -75,15 +75,20 @@ def _measure(request: TrialRequest, result: ResultFile, rank: Rank | None) -> No
         result.update(status="out-of-memory", message=message, **meter.totals())
 
 
-def import_for_steps() -> None:
-    """Import the modules that a first model and its first steps need: transformers and every technique."""
+def import_for_steps(*, adapters: bool = True) -> None:
+    """Import the modules that a first model and its first steps need: transformers and every technique.
+
+    Args:
+        adapters: also peft, which imports bitsandbytes where it is installed.
+    """
     from trainfit.techniques.registry import techniques
 
     for module in MODULES:
         importlib.import_module(module)
     techniques()
-    with suppress(ImportError):  # A recipe with an adapter is refused if peft is missing or broken.
-        importlib.import_module("peft")
+    if adapters:
+        with suppress(ImportError):  # A recipe with an adapter is refused if peft is missing or broken.
+            importlib.import_module("peft")
 
 
 def _meter(request: TrialRequest) -> Any:
