@@ -24,6 +24,7 @@ from trainfit.bench.harness.memory_prediction import (
     WHOLE_STEP,
     Prediction,
     RunMemory,
+    predict_memory,
     predictions,
 )
 from trainfit.bench.harness.memory_timeline import BEFORE, Piece
@@ -64,7 +65,8 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     points = [point for point in points if bench.wanted(points_of(point))]
     recipes = [recipe_of(bench, point) for point in points]
     to_predict = [recipe_of(bench, point) for point in points if bench.wanted(points_of(point, "predicted"))]
-    with predictions(to_predict if bench.gpu and not bench.late() else (), bench.device) as predict:
+    ahead = to_predict if bench.gpu and not bench.late() else ()
+    with predictions(ahead, bench.device, predict_memory) as predict:
         for point, recipe in zip(points, recipes, strict=True):
             with fp32_products("fp32"):
                 yield from _rows(bench, point, recipe, predict)

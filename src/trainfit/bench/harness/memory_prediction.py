@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ class RunMemory(NamedTuple):
     fits: bool = True
 
 
+Found = TypeVar("Found")
 Prediction = dict[str, RunMemory]  # Memory by kind of run
 
 
@@ -82,14 +83,19 @@ def forward_ledger(recipe: Recipe, gpu: Gpu) -> Ledger:
 
 
 @contextmanager
-def predictions(recipes: Sequence[Recipe], device: torch.device) -> Iterator[Callable[[Recipe], Prediction]]:
-    """Yield a function that returns a recipe's prediction; on a machine with a GPU they run meanwhile."""
+def predictions(
+    recipes: Sequence[Recipe], device: torch.device, predict: Callable[[Recipe], Found]
+) -> Iterator[Callable[[Recipe], Found]]:
+    """Yield a function that returns what ``predict``, a module's own function, returns for a recipe.
+
+    On a machine with a GPU the predictions run meanwhile.
+    """
     if device.type == "cpu":
-        yield predict_memory
+        yield predict
         return
     pool = ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn"), initializer=_without_gpu)
     try:
-        running = {recipe.id: pool.submit(predict_memory, recipe) for recipe in recipes}
+        running = {recipe.id: pool.submit(predict, recipe) for recipe in recipes}
         yield lambda recipe: running[recipe.id].result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # A run that ends early keeps its rows first.

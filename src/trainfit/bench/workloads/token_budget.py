@@ -1,0 +1,175 @@
+"""Training of a small decoder on a fixed number of tokens, with batches of several sizes.
+
+The tokens come from a random source, so that no data set is needed and the loss of the source itself is
+known: the least that a model can reach. Each token is one of ``CHOICES``, by Zipf's law, of a list that the
+token before it selects or, every second time, the token before it and the upper bits of the one before that.
+The first lists are learned in some ten thousand tokens, the others over millions.
+
+Shapes: n sequences, s tokens of a sequence.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.step import Batch, Step, assemble
+
+VOCAB, GROUPS, CHOICES = 256, 16, 8
+SEQ = 128
+WARMUP_SHARE = 0.05  # Of the budget, over which the learning rate rises; it is constant afterwards
+EVAL_SEQUENCES = 128
+
+
+@dataclass(frozen=True)
+class Size:
+    """A decoder's size, the budget and the batches, in tokens; the learning rate is that of ``base`` tokens.
+
+    With a batch of B tokens it is ``lr`` sqrt(B / base) times each of ``factors``, of which the best counts
+    (AdamW's square-root rule: Malladi et al., arXiv:2205.10287).
+    """
+
+    hidden: int
+    layers: int
+    budget: int
+    batches: Sequence[int]
+    points: int  # At which the loss of held-out sequences is taken, evenly over the budget
+    base: int
+    lr: float
+    factors: Sequence[float]
+
+
+SIZES = {
+    "tiny": Size(32, 1, 2**14, (1024, 4096), 2, 1024, 1e-2, (1.0,)),
+    "full": Size(256, 4, 2**22, tuple(2**power for power in range(11, 18)), 8, 2**13, 4e-3, (0.5, 1.0)),
+}
+
+
+def sequences(num: int, seed: int) -> Tensor:
+    """Return ``num`` sequences of the source, int64 [n, SEQ]; the lists are the same for every seed."""
+    short, long = _lists()
+    generator = torch.Generator().manual_seed(seed + 1)
+    found_ns = torch.randint(VOCAB, (num, SEQ), generator=generator)
+    choice_ns = torch.multinomial(_shares(), num * SEQ, replacement=True, generator=generator).view(num, SEQ)
+    is_long_ns = torch.rand(num, SEQ, generator=generator) < 0.5
+    for at in range(2, SEQ):
+        group_n, before_n = found_ns[:, at - 2] * GROUPS // VOCAB, found_ns[:, at - 1]
+        choice_n = choice_ns[:, at]
+        longer_n = long[group_n, before_n, choice_n]
+        found_ns[:, at] = torch.where(is_long_ns[:, at], longer_n, short[before_n, choice_n])
+    return found_ns
+
+
+def _lists() -> tuple[Tensor, Tensor]:
+    """Return the tokens that may follow one token [VOCAB, CHOICES], and two [GROUPS, VOCAB, CHOICES]."""
+    generator = torch.Generator().manual_seed(0)
+    short = torch.randint(VOCAB, (VOCAB, CHOICES), generator=generator)
+    return short, torch.randint(VOCAB, (GROUPS, VOCAB, CHOICES), generator=generator)
+
+
+def _shares() -> Tensor:
+    """Return the probability of each choice of a list [CHOICES]."""
+    weights = 1 / torch.arange(1, CHOICES + 1, dtype=torch.float64)
+    return weights / weights.sum()
+
+
+def source_loss(some_ns: Tensor) -> float:
+    """Return the mean loss of the source's own probabilities on sequences of it, in nats a token.
+
+    Over the tokens that a model predicts; the second of a sequence is uniform.
+    """
+    short, long = _lists()
+    group, before, token = some_ns[:, :-2] * GROUPS // VOCAB, some_ns[:, 1:-1], some_ns[:, 2:]
+    shares = _shares()
+    found = torch.zeros(token.shape, dtype=torch.float64)
+    for choices in (short[before], long[group, before]):  # [n, s - 2, CHOICES]
+        found += 0.5 * ((choices == token[..., None]) * shares).sum(-1)
+    losses = -found.log()
+    return float((losses.sum() + len(some_ns) * math.log(VOCAB)) / (losses.numel() + len(some_ns)))
+
+
+def held_out() -> Tensor:
+    """Return the sequences that no model is trained on [n, SEQ]."""
+    return sequences(EVAL_SEQUENCES, seed=1)
+
+
+@dataclass
+class Trained:
+    """Losses of held-out sequences by the number of tokens seen, in nats; and what the run was."""
+
+    lr: float
+    steps: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def last(self) -> float:
+        """The loss after the whole budget; infinite where the training diverged."""
+        last = self.losses[max(self.losses)]
+        return last if math.isfinite(last) else math.inf
+
+
+def train(size: Size, batch: int, device: torch.device, is_late: Callable[[], bool]) -> Trained | None:
+    """Return the best training with batches of ``batch`` tokens; None: no time was left for one."""
+    train_ns = sequences(size.budget // SEQ, seed=0)
+    eval_ns = held_out()
+    found = []
+    for factor in size.factors:
+        if is_late():
+            return None
+        lr = factor * size.lr * math.sqrt(batch / size.base)
+        found.append(_train(size, batch, lr, train_ns, eval_ns, device))
+    return min(found, key=lambda one: one.last)
+
+
+def _train(
+    size: Size, batch: int, lr: float, train_ns: Tensor, eval_ns: Tensor, device: torch.device
+) -> Trained:
+    step = assemble(_recipe(size, batch, lr, device), device)
+    evaluated = _batch(eval_ns, device)
+    found, every = Trained(lr), size.budget // size.points
+    data_ns = train_ns.to(device)
+    for some_ns in data_ns.split(batch // SEQ):
+        seen = (found.steps + 1) * batch
+        for optimizer in step.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, seen / (WARMUP_SHARE * size.budget))
+        step([_batch(some_ns, device)])
+        found.steps += 1
+        if seen % every < batch:
+            found.losses[seen] = _evaluate(step, evaluated)
+    return found
+
+
+def _batch(some_ns: Tensor, device: torch.device) -> Batch:
+    ids = some_ns.to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _evaluate(step: Step, evaluated: Batch) -> float:
+    with torch.no_grad():
+        return step.cross_entropy(evaluated).item()
+
+
+def _recipe(size: Size, batch: int, lr: float, device: torch.device) -> Any:
+    config = {
+        "model_type": "llama", "hidden_size": size.hidden, "intermediate_size": 8 * size.hidden // 3,
+        "num_hidden_layers": size.layers, "num_attention_heads": max(1, size.hidden // 64),
+        "num_key_value_heads": max(1, size.hidden // 64), "vocab_size": VOCAB,
+        "max_position_embeddings": SEQ, "tie_word_embeddings": False,
+    }  # fmt: skip
+    implementation = "fused" if device.type == "cuda" else "foreach"
+    return recipe_from({
+        "model": {"config": config, "implementation": "native"},
+        "batch": {"micro": batch // SEQ, "seq": SEQ}, "precision": "fp32",
+        "optimizer": {"name": "adamw", "lr": lr, "implementation": implementation},
+    })  # fmt: skip
+
+
+def largest_useful(losses: dict[int, float], tolerance: float) -> int:
+    """Return the largest batch whose loss is at most ``tolerance`` above the smallest, as a share of it."""
+    best = min(losses.values())
+    return max(batch for batch, loss in losses.items() if loss <= (1 + tolerance) * best)
