@@ -18,6 +18,7 @@ from trainfit.bench.harness.memory_prediction import (
     WHOLE_STEP,
     RunMemory,
     forward_ledger,
+    predict_memory,
     predictions,
 )
 from trainfit.bench.harness.memory_timeline import BEFORE, Account, Piece, of_ledger
@@ -245,7 +246,8 @@ class Pool:
 def test_predictions_for_a_gpu_run_in_processes_that_do_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(memory_prediction, "ProcessPoolExecutor", Pool)
-    with predictions([RECIPE], torch.device("cuda")) as predict_one, predictions([], CPU) as here:
+    ahead = predictions([RECIPE], torch.device("cuda"), predict_memory)
+    with ahead as predict_one, predictions([], CPU, predict_memory) as here:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
         assert predict_one(RECIPE) == here(RECIPE)
 

@@ -6,7 +6,6 @@ import pytest
 
 from trainfit.bench.experiments import accumulation, autocast, kernels, memory, transformer
 from trainfit.bench.harness import bench as harness
-from trainfit.bench.harness import memory_prediction
 from trainfit.bench.harness.bench import cell_name
 from trainfit.bench.harness.discovery import experiment_names
 from trainfit.bench.harness.runner import run
@@ -14,7 +13,7 @@ from trainfit.spec.errors import InputError
 
 WATCHED = (
     (harness, "take"), (kernels, "assemble"), (memory, "assemble"), (transformer, "assemble"),
-    (memory_prediction, "predict_memory"), (autocast, "operation_dtypes"), (autocast, "component_dtypes"),
+    (memory, "predict_memory"), (autocast, "operation_dtypes"), (autocast, "component_dtypes"),
     (accumulation, "thousand_hundredths"), (accumulation, "spread_out"),
 )  # fmt: skip
 

@@ -92,5 +92,6 @@ def measured_crossover(seconds: dict[int, float]) -> float:
 
 def sheet_rates(gpu: Gpu | None) -> tuple[float, float] | None:
     """Return the data sheet's dense bf16 FLOP/s and bytes/s; None: there is none."""
-    peak = gpu.peak_flops_per_s.get("bf16") if gpu is not None else None
-    return (peak, gpu.memory_bytes_per_s) if gpu is not None and peak else None
+    if gpu is None or "bf16" not in gpu.peak_flops_per_s or gpu.memory_bytes_per_s is None:
+        return None
+    return gpu.peak_flops_per_s["bf16"], gpu.memory_bytes_per_s
