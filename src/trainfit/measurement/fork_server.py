@@ -16,8 +16,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Empty while modules are imported. Importing transformers imports torchao, which asks a GPU that it sees for
 its compute capability; that initialises CUDA, after which no fork of this process could use it."""
 SEES_GPU_ONCE = "bitsandbytes"
-"""A library that must not be imported here: it registers its CUDA kernels only if it sees a GPU, which it then
-initialises. It also imports Inductor, which chooses how to benchmark kernels by whether it sees a GPU."""
+"""A library that must not be imported here: it registers its CUDA kernels only if it sees a GPU, and then
+initialises it. It also imports Inductor, which chooses how to benchmark kernels by whether it sees a GPU."""
 
 
 def ready_to_fork(device: str) -> Callable[..., int]:
