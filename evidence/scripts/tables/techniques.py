@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from evidence.scripts.tables import batch_size
 from evidence.scripts.tables.joined import recipe_of, records, versions_of
 from evidence.scripts.technique_suite import (
     COMBINED,
@@ -139,6 +140,7 @@ def measured() -> str:
         cells = _cells(one.with_it, one, one.perplexity)
         recipe = f"`{own}`" + (f" over `{needed}`" if needed else "")
         rows.append([recipe, *cells])
+    rows += batch_size.technique_rows()
     return markdown_grid(["technique", "allocated, GiB", "device, GiB", "step, ms", "perplexity"], rows)
 
 

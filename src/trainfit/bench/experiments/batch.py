@@ -162,7 +162,7 @@ def _step_rates(bench: Bench, recipe: Recipe, predicted: Any, seconds: float) ->
 
 def _budget(bench: Bench) -> Iterator[BenchRow]:
     """Yield the losses of held-out sequences by batch and tokens seen, and the largest useful batch."""
-    size = token_budget.SIZES[bench.form]
+    size = token_budget.size_of(bench.form, bench.device)
     losses: dict[int, float] = {}
     summary: Point = {"budget": size.budget, "batches": "compared"}
     for batch in size.batches:
