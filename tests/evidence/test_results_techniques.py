@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evidence.scripts import technique_suite
-from evidence.scripts.tables import joined, techniques
+from evidence.scripts.tables import batch_size, joined, techniques
 from evidence.scripts.technique_suite import COMBINED, REFERENCE, alone, control, suite
 from page_claims import ROOT, check, figures
 from trainfit.spec.parsing.recipe_file import merge, recipe_from, recipe_lines
@@ -97,7 +97,7 @@ def test_every_technique_has_its_heading_and_a_row_in_both_tables() -> None:
     found = techniques.effects()
     measured = {one.name for one in registry.in_order() if one.examples} - set(technique_suite.NOT_MEASURED)
     assert {one.technique for one in found} == measured
-    assert len(techniques.measured().splitlines()) == 3 + len(found)
+    assert len(techniques.measured().splitlines()) == 3 + len(found) + len(batch_size.technique_rows())
 
 
 def test_every_recipe_of_the_suite_is_valid_and_has_a_control() -> None:
