@@ -47,7 +47,8 @@ OTHERS: dict[str, list[Any]] = {
     "model.config": [{"model_type": "llama", "hidden_size": 128}, {"model_type": "gpt2"}, "gpt2"],
     "model.implementation": ["native"], "model.name": ["a", "b"], "model.weights": ["owner/name", "/folder"],
     "batch.micro": [2, 3], "batch.seq": [2, 3], "batch.accumulate": [2, 3],
-    "precision": ["fp32", "fp8", "bf16-master"], "attention": ["flash", "best"], "block_kernels": ["triton"],
+    "precision": ["fp32", "fp8", "bf16-master", "fp16-master"],
+    "attention": ["flash", "best"], "block_kernels": ["triton"],
     "loss": ["chunked", "fused"], "loss_terms.label_smoothing": [0.1], "loss_terms.z_loss": [0.1],
     "recompute": [
         "full", "fit", "selective", {"every": 1}, {"every": 2}, {"budget": 1.0}, {"budget_gib": 1.0},

@@ -1,4 +1,4 @@
-"""bf16-master: bf16 weights in compute, fp32 master weights and moments in the update."""
+"""bf16-master and fp16-master: 16-bit weights in compute, fp32 master weights and moments in the update."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from kernel_runs import BF16, interpreted, weights
 from tiny_recipe import tiny_recipe, wide_recipe
 from trainfit.optim import adamw
+from trainfit.optim.loss_scaler import HalfGradScaler
 from trainfit.prediction.trace import trace
 from trainfit.report.precision import meaning
 from trainfit.spec.recipe import Hardware, Offload, Optimizer, Parallel
@@ -79,7 +80,7 @@ def compare_kernels(size: tuple[int, ...], device: str) -> None:
     for update, (weight, master, m, v) in (
         (adamw.triton_adamw_master, found), (adamw.plain_adamw_master, expected)
     ):  # fmt: skip
-        update(weight, g, master, m, v, NUMBERS)
+        update(weight, g, master, m, v, NUMBERS, 2.0**-3)
     for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     assert torch.equal(found[0], found[1].to(dtype))
@@ -130,6 +131,71 @@ def test_bytes_a_parameter() -> None:
         "bf16-master: bf16 weights, fp32 master and moments, 16 B a parameter: weights 2 B, gradients 2 B, "
         "master weights 4 B, AdamW moments 4 + 4 B"
     )
+
+
+def test_gradients_under_the_range_of_fp16_reach_the_master_weights() -> None:
+    """Scaled by 2^16, 2^-28 is stored; unscaled in fp16, whose least value is 2^-24, it would be 0."""
+    parameter = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+    optimizer = adamw.FusedAdamW([parameter], 2**-12, 0.0, master=True, seed=0)
+    scaler = HalfGradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.ones(()))
+    parameter.grad = torch.full_like(parameter, 2.0**-12)
+    scaler.step(optimizer)
+    assert optimizer.state[parameter]["exp_avg"][0].item() == pytest.approx(0.1 * 2**-28)
+    assert optimizer.state[parameter]["exp_avg_sq"][0].item() == pytest.approx(0.001 * 2**-56, rel=1e-4)
+    assert parameter.grad[0].item() == 2.0**-12  # Still scaled.
+    scaler.update()
+    parameter.grad = torch.full_like(parameter, torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    assert optimizer.state[parameter]["step"].item() == 1
+    parameter.grad = torch.full_like(parameter, 2.0**-12)
+    scaler.unscale_(optimizer)  # In place, as for clipping.
+    assert parameter.grad[0].item() == 0.0
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_in_fp16_it_learns_as_in_bf16(clip_norm: float | None) -> None:
+    ends = []
+    for precision in ("fp16-master", "bf16-master", "amp-fp16"):
+        optimizer = Optimizer(lr=1e-2, clip_norm=clip_norm)
+        step = assemble(wide_recipe(2, precision=precision, optimizer=optimizer), CPU)
+        weight = next(iter(step.model.parameters()))
+        assert str(weight.dtype)[6:] == {"fp16-master": "float16", "bf16-master": "bfloat16"}.get(
+            precision, "float32"
+        )
+        batches = step.random_batches()
+        ends.append([step(batches).item() for _ in range(8)][-1])
+    assert max(ends) - min(ends) < 0.05
+
+
+@pytest.mark.parametrize("precision", ["fp16-master", "fp16-pure"])
+def test_fp16_takes_the_memory_of_bf16_and_the_scaler(precision: Any) -> None:
+    """The peaks differ by less than 4 KiB: the scale, its counter, and one flag of an overflow."""
+    other: Any = {"fp16-master": "bf16-master", "fp16-pure": "bf16"}[precision]
+    half, bf16 = (trace(wide_recipe(2, precision=one)) for one in (precision, other))
+    found, expected = sums(half)["breakdown"], sums(bf16)["breakdown"]
+    assert found["weights"] == expected["weights"]
+    assert found["optimizer"] == expected["optimizer"]
+    scaler = [op.name for op in half.ops if "amp" in op.name]
+    assert {
+        "aten._amp_foreach_non_finite_check_and_unscale_.default",
+        "aten._amp_update_scale_.default",
+    } <= set(scaler)
+    peaks = [sums(one)["peak_allocated_bytes"] for one in (half, bf16)]
+    assert 0 <= peaks[0] - peaks[1] < 4096
+
+
+def test_a_scaled_step_resumes_to_the_last_bit(tmp_path: Path) -> None:
+    recipe = wide_recipe(2, optimizer=Optimizer(lr=1e-2), precision="fp16-master")
+    straight = assemble(recipe, CPU)
+    batches = straight.random_batches()
+    losses = [straight(batches).item() for _ in range(4)]
+    saved = checkpoint.save(tmp_path, straight, checkpoint.Progress(4, losses[-1]), {}, keep=1)
+    resumed = assemble(recipe, CPU)
+    checkpoint.load(saved, resumed)
+    assert [resumed(batches).item() for _ in range(3)] == [straight(batches).item() for _ in range(3)]
 
 
 def test_with_fsdp2_it_is_mixed_bf16() -> None:

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter, arXiv:1711.05101) in one pass over a weight, for what PyTorch's does not do:
 
 - stochastic rounding of bf16 weights and moments, which keeps small updates;
-- bf16 weights with fp32 master weights and moments;
+- bf16 or fp16 weights with fp32 master weights and moments; scaled gradients are unscaled in fp32;
 - moments in 8 or 4 bits, with the states and results of torchao's AdamW8bit and AdamW4bit. torchao compiles
   its step for each shape, and holds two fp32 copies of the weight while it runs.
 
@@ -9,7 +9,7 @@ Arithmetic is in fp32: Triton on CUDA, which allocates nothing, and PyTorch else
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple, Self
 
@@ -76,6 +76,17 @@ class FusedAdamW(PerParameterOptimizer):
         register()
         assert not (master and (stochastic or levels)), "the kernel of master weights rounds to nearest"
         self._levels, self._stochastic, self._master, self._seed = levels, stochastic, master, seed
+        self._unscale = 1.0
+        self._step_supports_amp_scaling = master  # A GradScaler leaves the unscaling to this optimizer.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; with a GradScaler, unless a gradient is not finite."""
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and found.item():
+            return None
+        self._unscale = 1.0 if scale is None else scale.reciprocal().item()
+        return super().step(closure)
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if self._master:
@@ -102,7 +113,7 @@ class FusedAdamW(PerParameterOptimizer):
         gradient = gradient.contiguous()
         if self._master:
             kept = [state[name] for name in (MASTER, *MOMENTS)]
-            torch.ops.trainfit.adamw_master_(parameter, gradient, *kept, settings[0])
+            torch.ops.trainfit.adamw_master_(parameter, gradient, *kept, settings[0], self._unscale)
         elif self._levels is None or "exp_avg" in state:
             moments = [state[name] for name in MOMENTS]
             torch.ops.trainfit.adamw_(parameter, gradient, *moments, *settings)
@@ -149,22 +160,26 @@ def triton_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float
 
 
 def plain_adamw_master(
-    p: Tensor, g: Tensor, master: Tensor, m: Tensor, v: Tensor, numbers: list[float]
+    p: Tensor, g: Tensor, master: Tensor, m: Tensor, v: Tensor, numbers: list[float], unscale: float
 ) -> None:
-    """Update ``master``, ``m`` and ``v`` (fp32) in place, and write the rounded master weight into ``p``."""
-    new = updated(master, g.float(), m, v, Numbers(*numbers))
+    """Update ``master``, ``m`` and ``v`` (fp32) in place, and write the rounded master weight into ``p``.
+
+    Args:
+        unscale: the gradient's factor, 1 over the loss scale.
+    """
+    new = updated(master, g.float() * unscale, m, v, Numbers(*numbers))
     for target, values in zip((master, m, v), new, strict=True):
         target.copy_(values)
     p.copy_(master)
 
 
 def triton_adamw_master(
-    p: Tensor, g: Tensor, master: Tensor, m: Tensor, v: Tensor, numbers: list[float]
+    p: Tensor, g: Tensor, master: Tensor, m: Tensor, v: Tensor, numbers: list[float], unscale: float
 ) -> None:
     """Compute ``plain_adamw_master`` in one kernel."""
     numel = p.numel()
     triton_kernels(TRITON).adamw_master_kernel[(-(-numel // TILE),)](
-        p, g, master, m, v, *numbers, numel, BLOCK=TILE
+        p, g, master, m, v, *numbers, unscale, numel, BLOCK=TILE
     )
 
 

@@ -58,12 +58,16 @@ def adamw_kernel(
 
 @triton.jit
 def adamw_master_kernel(
-    P, G, MASTER, M, V, lr, decay, take1, take2, eps, correction1, correction2, numel, BLOCK: tl.constexpr
+    P, G, MASTER, M, V, lr, decay, take1, take2, eps, correction1, correction2, unscale, numel,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a block of fp32 master weights and moments; P receives the weights, rounded to nearest."""
+    """Update a block of fp32 master weights and moments; P receives the weights, rounded to nearest.
+
+    The gradient is multiplied by ``unscale``.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
-    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32) * unscale
     master = tl.load(MASTER + at, mask=inside, other=0.0)
     m = tl.load(M + at, mask=inside, other=0.0)
     v = tl.load(V + at, mask=inside, other=0.0)

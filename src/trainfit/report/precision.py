@@ -13,6 +13,8 @@ BASE_BYTES = {"nf4": 0.5, "int8": 1.0, "fp8": 1.0}
 PRODUCTS = {
     "amp-bf16": "; products in bf16 by autocast, as with the Trainer's bf16=True",
     "amp-fp16": "; products in fp16 by autocast with a loss scaler, as with the Trainer's fp16=True",
+    "fp16-master": "; with a loss scaler, as with DeepSpeed's fp16",
+    "fp16-pure": "; with a loss scaler; the squares of small gradients are 0 in fp16 moments",
     "fp8": "; the blocks' large linear layers multiply in fp8",
 }
 
@@ -44,7 +46,7 @@ def storage(recipe: Recipe) -> Storage:
 def meaning(recipe: Recipe) -> str:
     """One line: ``bf16: weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter``."""
     held, usual = storage(recipe), ""
-    if recipe.precision == "bf16-master":
+    if recipe.precision in ("bf16-master", "fp16-master"):
         return _of_master(recipe, held)
     weights = "weights 4 B (fp32 master weights)"
     if held.frozen is not None:
@@ -53,7 +55,7 @@ def meaning(recipe: Recipe) -> str:
     elif held.weight == 2.0:
         weights = "weights 2 B, no fp32 master weights"
         if not recipe.optimizer.stochastic_rounding:
-            usual = "; pretraining usually has some: --precision bf16-master"
+            usual = f"; pretraining usually has some: --precision {_with_master(recipe)}"
     trained = "a trained parameter" if recipe.adapter else "a parameter"
     rounding = "; stochastic rounding keeps small updates on average"
     more = PRODUCTS.get(recipe.precision, "") + rounding * recipe.optimizer.stochastic_rounding
@@ -61,15 +63,21 @@ def meaning(recipe: Recipe) -> str:
 
 
 def _of_master(recipe: Recipe, held: Storage) -> str:
-    """Return the line of bf16-master, whose total counts the gradients too."""
+    """Return the line of a precision with master weights, whose total counts the gradients too."""
+    precision, kind = recipe.precision, recipe.precision.removesuffix("-master")
     if recipe.optimizer_keeps_master:
         parts, num_masters = "weights 2 B, gradients 2 B, master weights 4 B", 1
     else:
         parts, num_masters = "fp32 shards 4 B, gathered in bf16, gradients 4 B", 0
     total = 2 * held.weight + held.moment
     wide = " and moments" * all(size == 4 for size in held.moments[num_masters:])
-    what = f"bf16 weights, fp32 master{wide}, {total:g} B a parameter"
-    return f"bf16-master: {what}: {parts}, {_moment_words(recipe, held)}"
+    what = f"{kind} weights, fp32 master{wide}, {total:g} B a parameter"
+    return f"{precision}: {what}: {parts}, {_moment_words(recipe, held)}{PRODUCTS.get(precision, '')}"
+
+
+def _with_master(recipe: Recipe) -> str:
+    """Return the precision that adds master weights to the recipe's."""
+    return "fp16-master" if recipe.precision == "fp16-pure" else "bf16-master"
 
 
 def _moment_words(recipe: Recipe, held: Storage) -> str:

@@ -239,6 +239,10 @@ BELOW: dict[str, tuple[PrivateName, ...]] = {
             "torch.optim._muon:_zeropower_via_newtonschulz", "Muon's updates with stochastic rounding",
             "(grad, ns_coefficients, ns_steps, eps)",
         ),
+        entry(
+            "torch.amp.grad_scaler:GradScaler._unscale_grads_", "a loss scaler for fp16 gradients",
+            "(self, optimizer, inv_scale, found_inf, allow_fp16)",
+        ),
     ),
     "devices": (
         entry("triton._C.libtriton:ir.DESCRIPTOR_REDUCE_KIND.ADD", "adding gradients of attention", "value"),

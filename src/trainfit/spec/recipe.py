@@ -16,7 +16,9 @@ from trainfit.spec.quantize import Quantize, Quantized
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import FromPercent, PositiveInt, Value, disagreement, short_hash
 
-Precision = Literal["fp32", "bf16", "bf16-master", "amp-bf16", "amp-fp16", "fp8", "mixed-bf16"]
+Precision = Literal[
+    "fp32", "bf16", "bf16-master", "amp-bf16", "amp-fp16", "fp8", "mixed-bf16", "fp16-master", "fp16-pure",
+]  # fmt: skip
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
 Attention = Literal[AttentionKernel, "best"]
 """``best``: the fastest kernel that is correct for the model, by the catalog's measurements on this GPU."""
@@ -364,13 +366,18 @@ class Recipe(Value):
 
     @property
     def optimizer_keeps_master(self) -> bool:
-        """True if the model's weights are bf16 and the optimizer keeps an fp32 copy of them."""
-        return self.precision == "bf16-master" and not self.has_fsdp
+        """True if the model's weights have 16 bits and the optimizer keeps an fp32 copy of them."""
+        return self.precision in ("bf16-master", "fp16-master") and not self.has_fsdp
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if the backward computes in fp16, so that the loss is scaled."""
+        return self.precision in ("amp-fp16", "fp16-master", "fp16-pure")
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of each weight as the model is built: of bf16 or of fp32."""
-        return 2 if self.precision in ("bf16", "fp8") or self.optimizer_keeps_master else 4
+        """Bytes of each weight as the model is built: of bf16, fp16 or fp32."""
+        return 2 if self.precision in ("bf16", "fp8", "fp16-pure") or self.optimizer_keeps_master else 4
 
     @property
     def base(self) -> Quantized | None:

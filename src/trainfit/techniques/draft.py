@@ -33,7 +33,9 @@ def weight_dtype(recipe: Recipe) -> torch.dtype:
     """Return the dtype in which the model is built."""
     import torch
 
-    return torch.bfloat16 if recipe.weight_bytes == 2 else torch.float32
+    if recipe.weight_bytes == 4:
+        return torch.float32
+    return torch.float16 if recipe.precision.startswith("fp16") else torch.bfloat16
 
 
 def _real_cluster() -> Cluster:

@@ -122,7 +122,7 @@ class _Pipeline:
                 traced[alike] = _Stage(ledger, machine)
             self.traced.append(traced[alike])
         self.sent_bytes = prod(hidden_shape(recipe)) * (
-            2 if recipe.precision in ("bf16", "bf16-master", "mixed-bf16") else 4
+            2 if recipe.weight_bytes == 2 or recipe.precision in ("bf16-master", "mixed-bf16") else 4
         )
         self.memories: dict[Any, _Memory] = {}
 

@@ -1,7 +1,8 @@
 """AdamW: ``torch.optim.AdamW`` (Loshchilov and Hutter, arXiv:1711.05101), two moments of each weight's dtype.
 
 With stochastic rounding it is trainfit's (optim/adamw.py): weights and moments in bf16. With precision
-bf16-master it is trainfit's too: bf16 weights, fp32 master weights and moments, in one kernel.
+bf16-master or fp16-master it is trainfit's too: 16-bit weights, fp32 master weights and moments, in one
+kernel.
 """
 
 import random

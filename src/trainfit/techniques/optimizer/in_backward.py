@@ -27,9 +27,10 @@ def check(recipe: Recipe) -> None:
         problem = "each backward frees its gradients; accumulating them instead would save no memory"
         remedy = "set batch.accumulate: 1 or optimizer.in_backward: false"
         raise refusal(recipe, "optimizer.in_backward", problem, remedy)
-    if recipe.precision == "amp-fp16":
-        problem = "amp-fp16's scaler must see every gradient before any update"
-        remedy = "use precision: amp-bf16 or optimizer.in_backward: false"
+    if recipe.scales_loss:
+        problem = f"{recipe.precision}'s scaler must see every gradient before any update"
+        of_bf16 = {"amp-fp16": "amp-bf16", "fp16-master": "bf16-master"}.get(recipe.precision, "bf16")
+        remedy = f"use precision: {of_bf16} or optimizer.in_backward: false"
         raise refusal(recipe, "optimizer.in_backward", problem, remedy)
 
 

@@ -15,8 +15,10 @@ from trainfit.techniques.base import Data, Draw, Technique, refusal
 def check(recipe: Recipe) -> None:
     """Refuse fp32 weights, and implementations that round to nearest."""
     field, options = "optimizer.stochastic_rounding", recipe.optimizer
+    if recipe.precision == "fp16-pure":
+        raise refusal(recipe, field, "the kernels round to bf16 alone", "use precision: bf16")
     if recipe.precision not in ("bf16", "fp8"):
-        kind = "fp32 master" if recipe.precision == "bf16-master" else "fp32"
+        kind = "fp32 master" if recipe.precision in ("bf16-master", "fp16-master") else "fp32"
         problem = f"precision {recipe.precision} has {kind} weights, which lose no update to rounding"
         raise refusal(recipe, field, problem, "use precision: bf16 or fp8")
     if options.implementation != "fused":

@@ -1,9 +1,11 @@
-"""Precision: dtype of the weights (fp32, bf16), or fp32 weights with autocast (amp-bf16, amp-fp16) or FSDP2's
-mixed precision (mixed-bf16: shards are gathered in bf16, gradients reduced in fp32).
+"""Precision: dtype of the weights (fp32, bf16, fp16-pure), or fp32 weights with autocast (amp-bf16, amp-fp16)
+or FSDP2's mixed precision (mixed-bf16: shards are gathered in bf16, gradients reduced in fp32).
 
 bf16-master computes with bf16 weights and updates fp32 master weights with fp32 moments (Micikevicius et al.,
 arXiv:1710.03740, section 3.1). With FSDP2 that is mixed-bf16: the fp32 shards are the master weights. Else
 the model is bf16, and the optimizer keeps the master weights as a state and rounds them to the model's.
+fp16-master is the same in fp16, and scales the loss: its gradients have 5 bits of exponent, not 8. Its update
+divides them by the scale in fp32. fp16-pure keeps no master weights, as bf16 keeps none.
 
 Autocast is active around the forward only, as in
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
@@ -21,23 +23,27 @@ def check(recipe: Recipe) -> None:
         problem = "mixed-bf16 is FSDP2's own mixed precision"
         remedy = "use precision: bf16-master, or several GPUs with parallel.strategy: fsdp and parallel.shard"
         raise refusal(recipe, "precision", problem, remedy)
-    if recipe.precision == "bf16-master":
+    if recipe.precision == "fp16-master" and recipe.has_fsdp:
+        remedy = "use precision: bf16-master, or parallel.strategy: ddp"
+        raise refusal(recipe, "precision", "FSDP2's shards are gathered in bf16 here", remedy)
+    if recipe.precision in ("bf16-master", "fp16-master"):
         _check_master(recipe)
 
 
 def _check_master(recipe: Recipe) -> None:
-    """Refuse adapters, and optimizers that keep no fp32 copy of bf16 weights."""
-    optimizer = recipe.optimizer
+    """Refuse adapters, and optimizers that keep no fp32 copy of 16-bit weights."""
+    optimizer, kind = recipe.optimizer, recipe.precision.removesuffix("-master")
     if recipe.adapter is not None:
         problem = "only the adapter trains, and adapter.dtype is its dtype"
-        raise refusal(recipe, "precision", problem, "use precision: bf16")
+        plain = "bf16" if kind == "bf16" else "fp16-pure"
+        raise refusal(recipe, "precision", problem, f"use precision: {plain}")
     if not recipe.optimizer_keeps_master:
         return
     if optimizer.name != "adamw":
         problem = (
             f"without FSDP2 AdamW alone keeps fp32 master weights, and the optimizer is {optimizer.name}"
         )
-        remedy = "use optimizer.name: adamw, or precision: amp-bf16, whose weights are fp32"
+        remedy = f"use optimizer.name: adamw, or precision: amp-{kind}, whose weights are fp32"
         raise refusal(recipe, "precision", problem, remedy)
     if optimizer.implementation != "fused":
         problem = f"AdamW's {optimizer.implementation} implementation keeps no fp32 master weights"
@@ -45,15 +51,18 @@ def _check_master(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Enter autocast around the forward; for amp-fp16 create a GradScaler."""
-    if not recipe.precision.startswith("amp-"):
-        return
+    """Enter autocast around the forward; where the backward computes in fp16, create a GradScaler."""
     import torch
 
-    dtype = torch.float16 if recipe.precision == "amp-fp16" else torch.bfloat16
-    draft.around_forward.append(lambda: torch.autocast(draft.device.type, dtype=dtype))
-    if dtype == torch.float16:
+    if recipe.precision.startswith("amp-"):
+        dtype = torch.float16 if recipe.precision == "amp-fp16" else torch.bfloat16
+        draft.around_forward.append(lambda: torch.autocast(draft.device.type, dtype=dtype))
+    if recipe.precision == "amp-fp16":
         draft.scaler = torch.amp.GradScaler(draft.device.type)  # pyright: ignore[reportPrivateImportUsage]
+    elif recipe.scales_loss:
+        from trainfit.optim.loss_scaler import HalfGradScaler
+
+        draft.scaler = HalfGradScaler(draft.device.type)
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
@@ -72,10 +81,21 @@ TECHNIQUE = Technique(
     name="precision",
     order=190,
     title="Precision",
-    covers={"precision": ("fp32", "bf16", "bf16-master", "amp-bf16", "amp-fp16", "mixed-bf16")},
+    covers={
+        "precision": (
+            "fp32",
+            "bf16",
+            "bf16-master",
+            "amp-bf16",
+            "amp-fp16",
+            "mixed-bf16",
+            "fp16-master",
+            "fp16-pure",
+        ),
+    },
     check=check,
     apply=apply,
-    when=lambda recipe: recipe.precision.startswith(("amp-", "mixed-", "bf16-")),
+    when=lambda recipe: recipe.precision.startswith(("amp-", "mixed-", "bf16-", "fp16-")),
     variants=({"precision": "amp-fp16"}, {"precision": "bf16-master"}),
     examples=({"precision": "fp32"}, {"precision": "amp-bf16"}),
     draw=Draw(weights={"precision": {"bf16": 5, "fp32": 2, "amp-bf16": 2, "amp-fp16": 2}}),
