@@ -98,6 +98,7 @@ CASES = {
     "prefix": Case({"adapter": {"kind": "prefix"}}, codes=BOTH),
     "amp-bf16": Case({"precision": "amp-bf16"}, precision="amp-bf16", rel=2e-2),
     "amp-fp16": Case({"precision": "amp-fp16"}, precision="amp-fp16", rel=2e-2, waits=True),
+    "fp16-master": Case({"precision": "fp16-master"}, precision="fp16-master", rel=2e-2, waits=True),
 }
 TOGETHER = [(name, code) for name, case in CASES.items() for code in case.codes]
 

@@ -54,6 +54,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "gpt2": (GPT2, "hf", {"precision": "fp32"}),
     "gpt2-amp": (GPT2, "hf", {"precision": "amp-bf16"}),
     "experts-amp-fp16": (MIXTRAL, "hf", {"precision": "amp-fp16"}),
+    "fp16-master": (LLAMA, "native", {"precision": "fp16-master"}),
+    "fp16-pure-clipped": (LLAMA, "hf", {"precision": "fp16-pure", "optimizer": Optimizer(clip_norm=1.0)}),
     "sliding-window-sgd": (
         GEMMA3,
         "hf",
