@@ -29,8 +29,8 @@ def test_in_fp64_the_parts_are_a_layer_norm() -> None:
 
 
 def test_only_fp16_has_a_range_that_inputs_leave() -> None:
-    """Squares overflow where four deviations are 256, which some of many elements reach, half of them underflow
-    below 2^-12; a sum of 1,024 squares overflows at a deviation of 8."""
+    """Squares overflow where four deviations are 256, which few elements reach. Half of them underflow below
+    2^-12. A sum of 1,024 squares overflows at a deviation of 8."""
     half = ranges(torch.float16, SHAPE)
     assert half["square"]["greatest_scale"] in (32, 64)
     assert half["sum of squares"]["greatest_scale"] == 4
