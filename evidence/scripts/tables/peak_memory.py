@@ -151,8 +151,10 @@ def _plain(value: Any) -> str:
 
 
 REPETITIONS = frozenset(
-    "memory_budget_60 fused_memory_budget_05 bf16_memory_budget_60 bf16_fused_offload_checkpoint bf16_only "
-    "bf16_checkpoint compile_block bf16_chunked_loss".split()
+    "bf16_fused_offload_checkpoint bf16_only bf16_checkpoint compile_block bf16_chunked_loss".split()
+)
+LADDERS_SHOW_NOTHING_NEW_IN = frozenset(
+    "memory_budget_60 fused_memory_budget_05 bf16_memory_budget_60".split()
 )
 
 
@@ -169,6 +171,28 @@ def memory(name: str) -> str:
         *_training_columns(control),
     ]
     return _markdown(columns, rows)
+
+
+def perplexities() -> str:
+    """Return the perplexities of the published rows, ours and theirs, and what each adds to its control's."""
+    theirs, control = published(), sweep("trained")["control"]
+
+    def published_perplexity(row: Row) -> str:
+        return f"{theirs[row.variant]['perplexity']:.1f}"
+
+    def published_change(row: Row) -> str:
+        return _per_cent(theirs[row.variant]["perplexity"] / theirs["control"]["perplexity"] - 1, "+z.1f")
+
+    columns = [
+        NAME,
+        Column("allocated GiB", ALLOCATED.cell),
+        Column("published", lambda row: f"{theirs[row.variant]['peak_gib']:.3f}"),
+        Column("perplexity", lambda row: or_dash(row.perplexity, "{:.1f}")),
+        Column("published", published_perplexity),
+        Column("over control, %", lambda row: _per_cent(perplexity_change(row, control), "+z.1f")),
+        Column("published", published_change),
+    ]
+    return _markdown(columns, [sweep("trained")[variant] for variant in theirs])
 
 
 def _without_repetitions(name: str) -> list[Row]:
@@ -215,7 +239,11 @@ HOST = Column("host GiB", lambda row: _gib(row.estimate.host_bytes or None, 2) i
 
 def ladders() -> str:
     """Return the rows of both ladders, which are the same techniques on two models."""
-    rows = _without_repetitions(LADDERS["Llama"])
+    rows = [
+        row
+        for row in _without_repetitions(LADDERS["Llama"])
+        if row.variant not in LADDERS_SHOW_NOTHING_NEW_IN
+    ]
     columns = [NAME]
     for title, name in LADDERS.items():
         found = [ALLOCATED, *_training_columns(sweep(name)["control"])]

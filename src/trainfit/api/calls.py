@@ -65,6 +65,7 @@ def predict_recipe(
     use_cache: bool = True,
 ) -> Prediction:
     """Return the prediction of a recipe, after planning its open fields (``attention: best``, budgets)."""
+    from trainfit.prediction import compilation
     from trainfit.prediction.machine import machine_of
     from trainfit.prediction.predict import predict as estimated
 
@@ -72,6 +73,9 @@ def predict_recipe(
     built, notes = planned(recipe, machine=machine)
     notes += random_base_note(recipe)
     estimate = estimated(built, machine, use_cache=use_cache, deterministic=deterministic)
+    if estimate.compilation is not None and (eager := compilation.without(built)) is not None:
+        found = estimated(eager, machine, use_cache=use_cache, deterministic=deterministic)
+        estimate = compilation.compared(estimate, found)
     not_given = assumed(recipe)
     more = (*notes, *([f"assumed: {not_given}"] if not_given else []))
     estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *more)})

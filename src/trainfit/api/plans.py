@@ -20,6 +20,7 @@ from trainfit.spec.units import GIB, is_usual
 from trainfit.spec.value import texts
 
 if TYPE_CHECKING:
+    from trainfit.planning.estimates import Estimates
     from trainfit.prediction.time.calibrated import OwnCalibration
 
 Tune = Literal["full", "lora", "qlora"]
@@ -169,9 +170,27 @@ def plan_recipe(
             smaller = search(recipe, goal, estimates, on_stage)
             if smaller.found:
                 found, of_pretraining = _without_master(smaller), None
+        found = _with_eager(found, estimates)
     precision = (of_pretraining or recipe).precision
     not_given = assumed(as_given, varies_batch=True, precision=precision)
     return Plan.model_construct(**{**dict(found), "run_tokens": tokens, "assumed": not_given})
+
+
+def _with_eager(found: values.Plan, estimates: "Estimates") -> values.Plan:
+    """Return the plan with what compiling gains its best recipe, if that is compiled."""
+    from trainfit.planning.estimates import Request
+    from trainfit.prediction import compilation
+
+    if not found.found or found.found[0].estimate.compilation is None:
+        return found
+    best, *others = found.found
+    eager = compilation.without(best.as_recipe())
+    if eager is None:
+        return found
+    (result,) = estimates.of([Request(eager)])
+    estimate = compilation.compared(best.estimate, result.estimate)
+    best = best.model_copy(update={"estimate": estimate})
+    return found.model_copy(update={"found": (best, *others)})
 
 
 def _with_master(recipe: Recipe) -> Recipe | None:

@@ -88,6 +88,17 @@ class MemoryConstants(Value):
     margin: Share
 
 
+class CompileConstants(Value):
+    """Seconds of torch.compile (prediction/compilation.py)."""
+
+    process_s: Seconds
+    start_s: Seconds
+    kernel_s: Seconds
+    low: PositiveFloat
+    high: PositiveFloat
+    basis: str
+
+
 class Constants(Value):
     """The values of constants.toml; the file says what each is, and what it was fitted to."""
 
@@ -97,6 +108,7 @@ class Constants(Value):
     padding: PaddingConstants
     host: HostConstants
     memory: MemoryConstants
+    compile: CompileConstants
 
 
 @functools.cache

@@ -11,9 +11,9 @@ from typing import Any
 
 from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Storage
 
-FORMAT = 16
+FORMAT = 17
 """Version of the file format; other versions are not read."""
-TUPLES = ("ops_without_flops", "assumptions", "warnings", "repeats", "pinned", "emptied_at")
+TUPLES = ("ops_without_flops", "assumptions", "warnings", "repeats", "pinned", "emptied_at", "compiled")
 OP_NAMES, STORAGE_NAMES = (
     frozenset(at for at, kind in enumerate(row.__annotations__.values()) if kind is str)
     for row in (Op, Storage)

@@ -217,6 +217,8 @@ class Ledger:
     """Device memory outside the allocator that other ranks read and write."""
     held: list[tuple[int, int]] = field(default_factory=list)
     """Storages that another thread may hold longer: index, and after how many events it frees them then."""
+    compiled: tuple[int, int] = (0, 0)
+    """Graphs that torch.compile compiles, and kernels and library calls of their programs, of all layers."""
     optional: list[int] = field(default_factory=list)
     """Storages that another run of the same step may do without."""
     expanded: list[LiveEvent] | None = field(default=None, init=False, repr=False, compare=False)

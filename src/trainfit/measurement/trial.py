@@ -7,6 +7,7 @@ A recipe for several GPUs is measured by as many processes (ranks.py), each of w
 """
 
 import importlib
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
@@ -137,10 +138,13 @@ def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: Rank | N
             following = stack.enter_context(measured_batches(step, untimed + request.steps + 1))
             losses: list[float] = []
             memory: list[StepMemory] = []
-            for _ in range(untimed):
+            for number in range(untimed):
                 if rank is not None:
                     rank.align(meter.device)
+                begin = time.perf_counter()
                 memory.append(_measured_step(step, following(), meter, result, losses))
+                if rank is None and number == 0:
+                    result.update(first_step_s=time.perf_counter() - begin)
         if after_init is not None:
             result.update(**_memory(after_init, memory))
         result.update(losses=tuple(losses), message="ended while steps were timed")

@@ -28,7 +28,8 @@ NOT_OF_AN_ESTIMATE = (
 """Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
 NOT_OF_A_LEDGER = (
     *NOT_OF_AN_ESTIMATE, "catalog/calibrations/", "catalog/rates.", "flops/", "planning/", "user/",
-    "prediction/bounds.py", "prediction/communication.py", "prediction/device_overhead.py",
+    "prediction/bounds.py", "prediction/communication.py", "prediction/compilation.py",
+    "prediction/device_overhead.py",
     "prediction/estimate.py", "prediction/evaluation.py", "prediction/evaluation_code.py",
     "prediction/pipeline/", "prediction/machine.py", "prediction/predict.py", "prediction/time/",
     "prediction/user_step.py",

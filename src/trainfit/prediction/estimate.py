@@ -9,6 +9,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, UncachedAllocator, replay
 from trainfit.prediction import communication
 from trainfit.prediction.bounds import bounds
+from trainfit.prediction.compilation import compilation
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.machine import Machine
 from trainfit.prediction.time import attention_time
@@ -117,6 +118,7 @@ def summary(
         mfu=model_flops / step_s / peak if step_s and peak else None,
         hfu=hardware_flops / step_s / peak if step_s and peak else None,
         cost=None,
+        compilation=compilation(ledger, gpu),
         traffic=communication.traffic(ledger, gpu),
         assumptions=ledger.assumptions,
         ops_without_flops=ledger.ops_without_flops,

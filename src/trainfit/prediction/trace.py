@@ -283,6 +283,7 @@ def _trace_once(
             from trainfit.models.hf import sets_loss
 
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
+        ledger.compiled = virtual.compiler.work()
         ledger.empty_cache_every = recipe.empty_cache_every
         _count_parameters(step.model, ledger, virtual, layers.groups)
         ledger.warnings = (*slow_layers(step.model), *untied(step.model))

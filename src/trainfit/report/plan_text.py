@@ -26,7 +26,7 @@ from trainfit.report.plot import (
 )
 from trainfit.report.plot import can_draw as can_plot
 from trainfit.report.precision import meaning
-from trainfit.report.prediction_text import amount
+from trainfit.report.prediction_text import amount, compiling
 from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import batch_text, describe, parameters
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -171,6 +171,7 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
             f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free{_expected(estimate)}",
         ],
     ]
+    lines += [["compiling", text]] if (text := compiling(estimate)) else []
     if estimate.host_bytes:
         each = " for each GPU" * (estimate.num_gpus > 1)
         most = f"of at most {format_bytes(plan.host_limit_bytes)}{each}"

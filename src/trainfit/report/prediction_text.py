@@ -84,6 +84,7 @@ def _answer(out: Console, recipe: Recipe | None, estimate: Estimate, assumed: st
     lines: list[list[str | Text]] = [
         *([name, words] for name, words in two_peaks(estimate)),
         ["speed", speed(recipe, estimate)],
+        *([["compiling", words]] if (words := compiling(estimate)) else []),
         *([["batch", _batch(recipe)]] if recipe is not None and estimate.num_gpus > 1 else []),
         *([["cost", cost(recipe, estimate)]] if estimate.cost or (recipe and estimate.tokens_per_s) else []),
         *([] if recipe is None else [["precision", meaning(recipe)]]),
@@ -205,6 +206,25 @@ def speed(recipe: Recipe | None, estimate: Estimate) -> str:
         return f"{mark}{step}{mfu}"
     every = " in all" * (estimate.num_gpus > 1)
     return f"{mark}{rate:,.0f} {unit}/s{every}{mfu}, {step}"
+
+
+def compiling(estimate: Estimate) -> str:
+    """Return how long compiling takes, and when that pays; empty: nothing is compiled."""
+    one = estimate.compilation
+    if one is None:
+        return ""
+    graphs = f"{one.num_graphs} graph{'s' * (one.num_graphs != 1)} of {one.num_kernels:,} kernels"
+    low, high = format_seconds(one.bounds.low), format_seconds(one.bounds.high)
+    seconds = f"{format_seconds(one.seconds)} ({low} to {high})"
+    text = f"{seconds} before the first step, with an empty cache: {graphs}"
+    if one.eager_step_s is None:
+        return text
+    eager = f"a step takes {format_seconds(one.eager_step_s)} without"
+    if one.eager_fits is False:
+        return f"{text}; without it the step does not fit"
+    if one.pays_from_steps is None:
+        return f"{text}; never pays: {eager}"
+    return f"{text}; pays from {one.pays_from_steps:,} steps: {eager}"
 
 
 def cost(recipe: Recipe | None, estimate: Estimate) -> str:

@@ -72,7 +72,7 @@ def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None
         heading(out, "Highest allocated bytes by phase")
         rows(out, predictions.phase_lines(result.phases), "left", "right", "right")
     heading(out, "One step")
-    rows(out, _measured(result), "left", "right", "wrap")
+    rows(out, _measured(recipe, result), "left", "right", "wrap")
     if result.ranks:
         heading(out, "Ranks: highest bytes, and median time a step")
         rows(out, _ranks(result), "left", "right", "right", "right", "right")
@@ -87,7 +87,7 @@ def _ranks(result: Measurement) -> list[Line]:
     return lines
 
 
-def _measured(result: Measurement) -> list[Line]:
+def _measured(recipe: Recipe, result: Measurement) -> list[Line]:
     lines = _known(result, *PEAKS)
     if result.step_s is not None:
         spread = ""
@@ -95,6 +95,10 @@ def _measured(result: Measurement) -> list[Line]:
             ends = f"{format_seconds(times.low)} to {format_seconds(times.high)}"
             spread = f"median of {len(times.samples)}; 10 % to 90 %: {ends}"
         lines.append(["time a step", format_seconds(result.step_s), spread])
+    if recipe.compile and result.first_step_s is not None:
+        lines.append(
+            ["first step", format_seconds(result.first_step_s), "compiles, unless an earlier run did"]
+        )
     lines += _known(result, "tokens_per_s", "model_flops", "hardware_flops", "mfu", "hfu")
     if result.losses:
         first = f"first {result.losses[0]:.4f}, {len(result.losses)} steps"
@@ -241,7 +245,7 @@ def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[s
 
 def measurement_html(recipe: Recipe, result: Measurement) -> str:
     """Return the table of a measurement: status, memory, time, speed, device."""
-    lines: list[Line | html.Line] = [["device", result.environment.device], *_measured(result)]
+    lines: list[Line | html.Line] = [["device", result.environment.device], *_measured(recipe, result)]
     if result.breakdown is not None:
         lines += [html.Line("Memory at the peak"), *_bars(result, result.breakdown.total)]
     return _html(describe(recipe, _cpu(result)), _ending(result), lines, good=result.status == "done")

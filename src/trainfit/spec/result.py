@@ -216,6 +216,21 @@ PADDED_COPIES = (
 """Reasons of two peaks (docs/internals/data-parallel.md, virtual-gpu.md)."""
 
 
+class Compilation(Value):
+    """Work of torch.compile before the first step, with an empty cache."""
+
+    seconds: Seconds
+    bounds: Interval  # Of ``seconds``
+    num_graphs: Count
+    num_kernels: Count
+    """Kernels and library calls of the graphs' programs, forward and backward."""
+    eager_step_s: Seconds | None = None
+    """A step of the same recipe without compilation; None: not predicted, or it cannot work without."""
+    eager_fits: bool | None = None
+    pays_from_steps: Count | None = None
+    """Steps from which a compiled run is the shorter one; None: it never is, or that is not known."""
+
+
 class Estimate(Value):
     """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""
 
@@ -249,6 +264,8 @@ class Estimate(Value):
     cost: Derived[Cost | None]
     num_gpus: Same[Count] = 1
     """On several, memory, FLOPs and utilisation are of one GPU, and tokens and cost of all."""
+    compilation: Same[Compilation | None] = None
+    """None: nothing is compiled, or for a CPU, or it was predicted before estimates had it."""
     traffic: Added[tuple[Traffic, ...]] = ()
     pipeline: Same[tuple[PipelineGpu, ...]] = ()
     """By position in the pipeline; memory and time parts above are of the one with the highest peak."""
@@ -367,6 +384,8 @@ class Measurement(Value):
     step_s: Annotated[float, Field(ge=1e-10)] | None = None
     """Median of the steady steps; None also where the driver throttled the GPU, as ``message`` says."""
     step_times: Spread | None = None
+    first_step_s: Seconds | None = None
+    """With what is compiled, tuned and loaded in it; None: of several ranks, or of an older record."""
     tokens_per_s: float | None = None
     mfu: Share | None = None
     hfu: Share | None = None

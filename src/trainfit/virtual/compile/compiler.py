@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from trainfit.ledger.ledger import RepeatError
+from trainfit.ledger.ledger import MIDDLE, RepeatError
 from trainfit.spec.errors import InputError
 from trainfit.virtual import torch_internals
 from trainfit.virtual.compile.generate import Source, generate
@@ -79,6 +79,17 @@ class VirtualCompiler:
             raise RepeatError("the layers are not in one graph")
         if self.num_graphs > 2 * len(self._signatures):
             raise RepeatError("equal layers are compiled into graphs of their own")
+
+    def work(self) -> tuple[int, int]:
+        """Return what is compiled: graphs, and kernels and library calls of their programs.
+
+        A middle layer of a model that was compiled whole counts for all that it stands for. Code that is
+        compiled once and runs in several blocks counts once.
+        """
+        times = self.layers.times if self.layers is not None else 1
+        kernels = (kernel for program in self._programs for kernel in program.kernels)
+        middle = [kernel.position is not None and kernel.position.part == MIDDLE for kernel in kernels]
+        return self.num_graphs, len(middle) + (times - 1) * sum(middle)
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind a prediction of compiled code."""
