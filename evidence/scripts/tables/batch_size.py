@@ -92,19 +92,21 @@ def products_plot() -> str:
     card = (found.gpu if found is not None else None) or CARD
     sheet = few_tokens.sheet_rates(gpu(card))
     assert sheet is not None
+    crossover = WEIGHTS.crossover(*sheet)
+    assert crossover is not None
     tokens = TOKENS["full"]
-    roof = [WEIGHTS.flops(one) / max(_least(one)) / 1e12 for one in tokens]
-    series = [Series(f"roofline of {card}", roof, x=tokens, color=PREDICTED)]
+    corners = sorted([*map(float, tokens), crossover])
+    roof = [WEIGHTS.flops(one) / max(WEIGHTS.least_s(one, *sheet)) / 1e12 for one in corners]
+    series = [Series(f"roofline of {card}", roof, x=corners, color=PREDICTED)]
     measured = [(int(row.point["tokens"]), number(row, "tflops_per_s")) for row in _rows(PRODUCTS)]
     if measured:
         series.append(
             Series("measured", [rate for _, rate in measured], x=[at for at, _ in measured], color=MEASURED)
         )
-    crossover = WEIGHTS.crossover(*sheet)
-    assert crossover is not None
     ticks = {float(one): f"{one:,}" for one in tokens[::2]}
+    title = f"Products by the weights of a block of {MODEL}{'' if measured else f': roofline of {card}'}"
     panel = Panel(
-        series, f"Products by the weights of a block of {MODEL}", "tokens", "TFLOP/s", x_log=True, y_log=True,
+        series, title, "tokens", "TFLOP/s", x_log=True, y_log=True, y_limits=(None, 3 * sheet[0] / 1e12),
         x_ticks=ticks, events={crossover: f"crossover: {crossover:.0f} tokens"},
     )  # fmt: skip
     return draw([panel], "batch-products", title="Products of few tokens")
@@ -169,6 +171,8 @@ def steps_plot() -> str:
     x = [one.tokens for one in found]
     ticks = {float(tokens): f"{tokens:,}" for tokens in x}
     panels = []
+    is_measured = any(one.row is not None for one in found)
+    title = "" if is_measured else f"Predicted for {CARD}"
     for name, scale, label in (("tokens_per_s", 1.0, "tokens a second"), ("mfu", 100.0, "MFU, %")):
         sides = {
             "predicted": [one.predicted(name) for one in found],
@@ -181,7 +185,9 @@ def steps_plot() -> str:
             if any(y is not None for y in ys)
         ]
         panels.append(
-            Panel(series, "", "tokens of a micro-batch", label, x_log=True, x_ticks=ticks, y_limits=(0, None))
+            Panel(
+                series, title, "tokens of a micro-batch", label, x_log=True, x_ticks=ticks, y_limits=(0, None)
+            )
         )
     return draw(panels, "batch-steps", title="Steps by micro-batch", columns=2, size=(9.5, 3.6))
 

@@ -38,16 +38,16 @@ class Block:
         """Read and written beside the weights."""
         return sum(outputs + inputs for outputs, inputs in self.weights)
 
-    def flops(self, tokens: int) -> float:
+    def flops(self, tokens: float) -> float:
         return 2.0 * tokens * self.params
 
-    def read_bytes(self, tokens: int) -> float:
+    def read_bytes(self, tokens: float) -> float:
         return self.element_bytes * (self.params + tokens * sum(inputs for _, inputs in self.weights))
 
-    def moved_bytes(self, tokens: int) -> float:
+    def moved_bytes(self, tokens: float) -> float:
         return self.element_bytes * (self.params + tokens * self.elements_per_token)
 
-    def least_s(self, tokens: int, flops_per_s: float, bytes_per_s: float) -> tuple[float, float]:
+    def least_s(self, tokens: float, flops_per_s: float, bytes_per_s: float) -> tuple[float, float]:
         """Return the seconds of the arithmetic and of the memory, at these rates."""
         return self.flops(tokens) / flops_per_s, self.moved_bytes(tokens) / bytes_per_s
 
