@@ -2,9 +2,10 @@
 
     python -m evidence.scripts.profiled_steps FOLDER [--gpu h100-sxm] [--only NAME]
 
-Three recipes: one that keeps the GPU busy with the optimizer of a few tokens (90 % busy, under 1 % MFU), one
-whose host cannot keep up, and one as it should be. FOLDER gets NAME.json.gz, the trace of three steps, and a
-line in profiled-steps.jsonl with the prediction (time, busy, MFU) and the explanation.
+Three recipes: one that keeps the GPU busy with the optimizer of a few tokens (90 % busy, under 1 % MFU; six
+layers as wide as Llama 3.1 70B's, so that few kernels are launched), one whose host cannot keep up, one as
+it should be. FOLDER gets NAME.json.gz, the trace of three steps, and a line in profiled-steps.jsonl with the
+prediction (time, busy, MFU) and the explanation.
 """
 
 import argparse
@@ -16,19 +17,22 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from trainfit.api.recipes import read
+from trainfit.catalog.load import model_config
 from trainfit.explanation.trace.explain import Given, explain_trace
 from trainfit.explanation.trace.read import read_trace
 from trainfit.prediction.estimate import matmul_dtype
 from trainfit.prediction.predict import ledger_of, predict
+from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.provenance import commit, now
 from trainfit.spec.recipe import Recipe
 from trainfit.step import assemble
 
 RECIPES = {
-    "busy-without-work": ("llama-3.1-8b", ["batch.micro=1", "batch.seq=16", "compile=block"]),
+    "busy-without-work": ("llama-3.1-70b", ["batch.micro=1", "batch.seq=16", "compile=block"]),
     "launch-bound": ("llama-3.2-1b", ["batch.micro=1", "batch.seq=16"]),
     "as-it-should-be": ("llama-3.2-1b", ["batch.micro=8", "batch.seq=2048", "loss=fused", "compile=block"]),
 }
+LAYERS = {"busy-without-work": 6}
 WARMUP, ACTIVE = 5, 3
 
 
@@ -52,6 +56,9 @@ def measured(name: str, gpu: str, device: torch.device, folder: Path) -> dict[st
     """Predict a recipe, record its trace, and return both with the explanation."""
     model, settings = RECIPES[name]
     recipe, _ = read(model, [*settings, f"hardware.gpu={gpu}"])
+    if name in LAYERS:
+        config = model_config(model) | {"num_hidden_layers": LAYERS[name]}
+        recipe = recipe_from(merge(recipe.content(), {"model": {"config": config}}))
     predicted = predict(recipe)
     ledger, path = ledger_of(recipe), folder / f"{name}.json.gz"
     record(recipe, device, path)
