@@ -52,7 +52,7 @@ SELECTED: list[tuple[str, dict[str, list[str]], list[str]]] = [
     ("streams", {"size": ["64"]}, ["take"] * 3),
     # Waits need the time of the step alone.
     ("dataloader", {"workers": ["0"], "data": ["loaded"]}, ["take"] * 2),
-    ("autocast", {"operation": ["sum"], "autocast": ["bf16"]}, ["operation_dtypes"]),
+    ("autocast", {"operation": ["sum"], "autocast": ["bf16"]}, ["operation_dtypes"] * 2),
     ("autocast", {"component": ["loss"], "autocast": ["bf16"]}, ["component_dtypes"]),
     ("accumulation", {"sum": ["fp16"]}, ["thousand_hundredths"]),
     ("accumulation", {"method": ["Kahan"]}, ["take", "spread_out"]),

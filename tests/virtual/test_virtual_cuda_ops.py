@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_blocks import on_h200
 from trainfit.step import assemble
+from trainfit.virtual.cuda import autocast
 from trainfit.virtual.cuda.attention_backend import Query, attend, choose_backend
 from trainfit.virtual.cuda.ops import cuda_ops
 from virtual_runs import recipe_of, with_layers
@@ -69,6 +70,39 @@ def pytorchs_own_lists() -> Any:
         else:
             sys.modules[stub.__name__] = before
     return module.AutocastTestLists
+
+
+def test_every_policy_of_cuda_has_one_here() -> None:
+    """Of this version of PyTorch. The same policy as on a CPU needs no entry; cuDNN's have no CPU kernel."""
+    names = [
+        name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if "aten::" in name
+    ]
+    listed = {name for names, _ in autocast.POLICIES for name in names}
+    missing = {
+        name
+        for name in names
+        if autocast.has_policy(f"aten::{name}", "AutocastCUDA")
+        and not autocast.has_policy(f"aten::{name}", "AutocastCPU")
+        and name not in listed
+    }
+    assert missing <= {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}
+
+
+def test_policies_that_no_list_of_pytorch_tests() -> None:
+    with cuda_ops((9, 0), True), FakeTensorMode(), torch.autocast("cpu", dtype=LOW):
+        x, wide = torch.ones(4, 4, dtype=LOW), torch.ones(1, 4, 6, 6)
+        assert torch.ops.aten.norm.Scalar(x).dtype == torch.float32
+        assert torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]).dtype == torch.float32
+        assert torch.linalg.matrix_norm(x).dtype == torch.float32
+        kernel = torch.ones(4, 4, 3, 3)
+        pair = [1, 1]
+        found = torch.convolution(wide, kernel, None, pair, pair, pair, False, [0, 0], 1)
+        assert found.dtype == LOW
+        assert F.poisson_nll_loss(x, x).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(torch.sigmoid(wide), wide)
+    with cuda_ops((9, 0), True), FakeTensorMode():
+        assert F.binary_cross_entropy(torch.ones(4), torch.ones(4)).dtype == torch.float32
 
 
 NOT_COMPARED = {

@@ -1,51 +1,35 @@
 """``autocast``: the dtype that each operation and each component of a model gets, on the CPU and on CUDA.
 
-Every entry is found by running it: the output's dtype of fp32 inputs, and of inputs in the low precision
-already.
+Every entry is found by running it, for inputs in fp32, in the low precision, and mixed. The operations are
+those of PyTorch's published list and others that models use (bench/workloads/autocast_list.py). Rows of the
+virtual GPU are what trainfit predicts of CUDA; no GPU is needed for them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from trainfit.bench.harness.bench import Bench, Point
 from trainfit.bench.harness.experiment import Column, Experiment
+from trainfit.bench.workloads.autocast_list import (
+    OPERATIONS,
+    SIZE,
+    Operation,
+    dtypes,
+    name_of,
+    published_dtypes,
+)
 from trainfit.spec.bench import BenchRow, Cell
+from trainfit.virtual.cuda.ops import cuda_ops
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SIZE = 16
-
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda x: F.linear(x, torch.ones_like(x)),
-    "matmul": lambda x: x @ x,
-    "bmm": lambda x: torch.bmm(x[None], x[None]),
-    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
-    "conv1d": lambda x: F.conv1d(x[None], torch.ones(SIZE, SIZE, 1, device=x.device, dtype=x.dtype)),
-    "attention (SDPA)": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
-    "softmax": lambda x: torch.softmax(x, -1),
-    "log_softmax": lambda x: torch.log_softmax(x, -1),
-    "layer_norm": lambda x: F.layer_norm(x, (SIZE,)),
-    "rms_norm": lambda x: F.rms_norm(x, (SIZE,)),
-    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(SIZE, dtype=torch.long, device=x.device)),
-    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
-    "exp": torch.exp,
-    "pow": lambda x: x.pow(2),
-    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
-    "sum": torch.sum,
-    "cumsum": lambda x: x.cumsum(-1),
-    "norm": torch.linalg.vector_norm,
-    "mean": torch.mean,
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    "dropout": F.dropout,
-    "add of fp32": lambda x: x + torch.ones(SIZE, device=x.device),
-    "cat with fp32": lambda x: torch.cat([x, torch.ones(SIZE, SIZE, device=x.device)]),
-}
+CPU = torch.device("cpu")
+VIRTUAL = "virtual GPU"
+CAPABILITY = (9, 0)
 COMPONENTS = ("weights", "fc1", "relu", "layer norm", "fc2 (logits)", "loss", "gradients")
 
 
@@ -58,29 +42,41 @@ class ToyModel(nn.Module):
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Yield operations and components on the CPU and, where the device is a GPU, on CUDA."""
-    for device in dict.fromkeys([torch.device("cpu"), bench.device]):
-        for low, dtype in LOW.items():
-            for name, operation in OPERATIONS.items():
-                point: Point = {"device": device.type, "autocast": low, "operation": name}
-                # An operation that the device lacks in this dtype fails, and its row gives the error.
+    """Yield operations on the CPU, the virtual GPU and, where the device is one, CUDA; then components."""
+    for low, dtype in LOW.items():
+        for name, operation in OPERATIONS.items():
+            for device in dict.fromkeys(("cpu", VIRTUAL, bench.device.type)):
+                point: Point = {"operation": name, "autocast": low, "device": device}
                 yield from bench.find(point, partial(operation_dtypes, operation, device, dtype))
+    for low, dtype in LOW.items():
+        for device in dict.fromkeys([CPU, bench.device]):
             for name in COMPONENTS:
                 point = {"device": device.type, "autocast": low, "component": name}
                 yield from bench.find(point, partial(_component, name, device, dtype))
 
 
+def operation_dtypes(operation: Operation, device: str, low: torch.dtype) -> dict[str, Cell]:
+    """Return the dtypes on one device; of CUDA also whether the list and the virtual GPU have the same."""
+    if device == "cpu":
+        return {**dtypes(operation, CPU, low)}
+    predicted = predicted_dtypes(operation, low)
+    found = predicted if device == VIRTUAL else dtypes(operation, torch.device(device), low)
+    numbers: dict[str, Cell] = {"published": operation.published, **found}
+    if published := published_dtypes(operation, low):
+        numbers["as_published"] = found == published
+    if device != VIRTUAL:
+        numbers["as_predicted"] = found == predicted
+    return numbers
+
+
+def predicted_dtypes(operation: Operation, low: torch.dtype) -> dict[str, str]:
+    """Return the dtypes on the virtual GPU, whose tensors are fake CPU tensors."""
+    with cuda_ops(CAPABILITY, True), FakeTensorMode():
+        return dtypes(operation, CPU, low)
+
+
 def _component(name: str, device: torch.device, low: torch.dtype) -> dict[str, Cell]:
     return {"dtype": component_dtypes(device, low)[name]}
-
-
-def operation_dtypes(
-    operation: Callable[[Tensor], Tensor], device: torch.device, low: torch.dtype
-) -> dict[str, Cell]:
-    """Return the output's dtype under autocast to ``low``, of fp32 inputs and of inputs in ``low``."""
-    x = torch.ones(SIZE, SIZE, device=device)
-    with torch.autocast(device.type, dtype=low):
-        return {"of_fp32": _name(operation(x).dtype), "of_low": _name(operation(x.to(low)).dtype)}
 
 
 def component_dtypes(device: torch.device, low: torch.dtype) -> dict[str, str]:
@@ -98,12 +94,7 @@ def component_dtypes(device: torch.device, low: torch.dtype) -> dict[str, str]:
     gradient = model.fc1.weight.grad
     assert gradient is not None
     tensors = (weights, first, active, normed, logits, loss, gradient)
-    return {name: _name(tensor.dtype) for name, tensor in zip(COMPONENTS, tensors, strict=True)}
-
-
-def _name(dtype: torch.dtype) -> str:
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return short.get(dtype, str(dtype))
+    return {name: name_of(tensor.dtype) for name, tensor in zip(COMPONENTS, tensors, strict=True)}
 
 
 EXPERIMENT = Experiment(
@@ -112,7 +103,13 @@ EXPERIMENT = Experiment(
     run=run,
     limit_s=60,
     columns=(
-        Column("of_fp32", note="the output's dtype where the inputs are fp32"),
+        Column("published", note="in PyTorch's list: low is autocast's dtype, widest that of the operands"),
+        Column("of_fp32", note="the output's dtype where the inputs are fp32; error: PyTorch refuses it"),
         Column("of_low", note="the output's dtype where the inputs are in autocast's dtype already"),
+        Column(
+            "of_mixed", note="the output's dtype where the first input is in autocast's dtype, others in fp32"
+        ),
+        Column("as_published", note="whether the list says so too"),
+        Column("as_predicted", note="whether the virtual GPU has the same dtypes"),
     ),
 )

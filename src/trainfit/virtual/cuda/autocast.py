@@ -1,7 +1,8 @@
 """CUDA's autocast policy for fake CPU tensors.
 
 The lists are those of PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
-AT_FORALL_PROMOTE). CPU autocast differs: it keeps norms, softmax, pow and sums in the low precision.
+AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE). CPU autocast differs: it keeps norms, softmax,
+pow and sums in the low precision.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from trainfit.virtual.trace.tensors import tensors_of
 
 FP32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss multilabel_margin_loss multi_margin_loss
     cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss
     mse_loss margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist
     cdist renorm logsumexp pdist upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
@@ -24,11 +26,13 @@ FP32 = """
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
 """.split()
 FP32_OUTPUT = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
 """.split()
 PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 LOWER = """
     addmv addr mv chain_matmul linalg_multi_dot einsum lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell _convolution convolution _scaled_dot_product_flash_attention
 """.split()
 """In CUDA's low-precision list but not in the CPU's."""
 
@@ -111,6 +115,29 @@ def _fp32_output(op: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _norm(_: Any) -> Callable[..., Any]:
+    """Return the policy of ``norm`` without a dtype: that overload with fp32."""
+
+    def kernel(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False) -> Any:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with _off():
+            if dim is None:
+                return torch.ops.aten.norm.ScalarOpt_dtype(x, p, dtype=dtype)
+            return torch.ops.aten.norm.ScalarOpt_dim_dtype(x, p, dim, keepdim, dtype=dtype)
+
+    return kernel
+
+
+def _refused(op: Any) -> Callable[..., Any]:
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: combine "
+            "the sigmoid with the loss by binary_cross_entropy_with_logits, or leave autocast"
+        )
+
+    return kernel
+
+
 def _low(_: Any = None) -> torch.dtype:
     return torch.get_autocast_dtype("cpu")
 
@@ -124,4 +151,6 @@ POLICIES = (
     (FP32_OUTPUT, _fp32_output),
     (PROMOTE, _casting(_widest)),
     (LOWER, _casting(_low)),
+    (["norm.Scalar", "norm.ScalarOpt_dim"], _norm),
+    (["binary_cross_entropy"], _refused),
 )
