@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import trainfit
 from trainfit.spec.errors import InputError
 from trainfit.training import documents
 from trainfit.training.documents import MAX_DOCUMENT_CHARS, for_evaluation
@@ -138,3 +139,15 @@ def test_hub_rows_and_errors_with_a_library_of_that_form(monkeypatch):
     with pytest.raises(InputError, match="no route to host") as refused:
         list(documents.documents(HubData(name="a/b")))
     assert "more" not in str(refused.value)
+
+
+def test_the_first_record_is_read_before_the_step_is_predicted(tmp_path, monkeypatch):
+    """What is wrong with the whole file shows at once; a prediction takes seconds."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"a": "ok"}\n')
+    monkeypatch.setattr(
+        "trainfit.api.calls.planned", lambda *_: pytest.fail("planned before the data was read")
+    )
+    with pytest.raises(InputError, match="line 1 has no text"):
+        trainfit.train("gpt2", data=str(file), out=tmp_path / "run", steps=1)
+    assert not (tmp_path / "run").exists()

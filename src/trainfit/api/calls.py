@@ -209,6 +209,7 @@ def train(
         InputError: as ``predict``, or bad data, a damaged checkpoint, a folder that holds another run.
         OSError: the disk does not take a file.
     """
+    from trainfit.training import documents
     from trainfit.training.folder import refuse_unusable
     from trainfit.training.ranks.launch import launched_rank
 
@@ -225,6 +226,8 @@ def train(
     )  # fmt: skip
     if launched_rank() == 0:
         refuse_unusable(options)
+        if not resume:  # A resumed run has its own copy.
+            documents.require_first(options.data, options.eval_data)
     with errors_name(recipe, section):
         built, notes = planned(chosen, device)
         notes += (*random_base_note(chosen), *unread_weights(recipe, chosen))

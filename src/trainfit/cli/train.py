@@ -158,6 +158,7 @@ def _train(
     from trainfit.api.planned import planned
     from trainfit.api.recipes import read, unread_weights
     from trainfit.catalog.config_notes import random_base_note
+    from trainfit.training import documents
     from trainfit.training.folder import how_to_resume, refuse_unusable
     from trainfit.training.ranks.launch import launched_rank, one_report, started_by_us
 
@@ -171,6 +172,8 @@ def _train(
         wanted = train_options(data, requested.data, weights=requested.model.weights, **given)
         if first:
             refuse_unusable(wanted)
+            if not wanted.resume:  # A resumed run has its own copy.
+                documents.require_first(wanted.data, wanted.eval_data)
     record = record if first else None
     out = Path(given["out"])
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):

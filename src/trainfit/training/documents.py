@@ -41,6 +41,17 @@ def records(data: DataSpec) -> Iterator[Record]:
     return islice(_from_path(data), data.max_documents)
 
 
+def require_first(*sources: DataSpec | None) -> None:
+    """Read the first record of each source that is a file or a folder.
+
+    Raises:
+        InputError: it cannot be read. What is wrong further on is met when the data is tokenized.
+    """
+    for source in sources:
+        if isinstance(source, TextData):
+            next(records(source), None)
+
+
 def for_evaluation(document: str, fraction: float) -> bool:
     """Return whether a document is held out, by a hash of its text: equal texts are on one side."""
     digest = hashlib.blake2b(document.encode("utf-8", "surrogatepass"), digest_size=8).digest()
