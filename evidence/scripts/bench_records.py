@@ -13,7 +13,9 @@ from trainfit.spec.bench import WITHOUT_NUMBERS, BenchResult, BenchRow, Cell
 from trainfit.spec.result import Record
 
 At = frozenset[tuple[str, Cell]]
-FOUND = {"top of": ("operation", "kernel"), "peak of": ("made at", "operation")}
+FOUND = {
+    "top of": ("operation", "kernel"), "peak of": ("made at", "operation"), "code of": ("mark", "line"),
+}  # fmt: skip
 """Where a point has the first key, the other keys are findings and not part of the question."""
 
 

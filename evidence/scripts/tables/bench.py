@@ -36,12 +36,14 @@ def rows(name: str) -> tuple[BenchRow, ...]:
     return results()[name].rows
 
 
-def newest(name: str, key: str) -> BenchResult | None:
+def newest(name: str, key: str, *, needs_gpu: bool = True) -> BenchResult | None:
     """Return the newest result of an experiment, of any device, that has points with ``key``."""
     found = [
         one
         for one in merged(load(FILE))
-        if one.result.experiment == name and any(key in row.point for row in one.result.rows)
+        if one.result.experiment == name
+        and any(key in row.point for row in one.result.rows)
+        and (one.result.environment.driver is not None or not needs_gpu)
     ]
     return max(found, key=lambda one: one.records[-1].created_at).result if found else None
 

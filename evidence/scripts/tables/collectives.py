@@ -52,11 +52,12 @@ def _table(names: Sequence[str], *, is_compared: bool) -> str:
                 rows = [row for row in having(_rows(), at) if row.status != "not-run"]
                 if rows:
                     cells = [_cell(having(rows, {"size_mb": size})) for size in SIZES_MB["full"]]
-                    last = [_published(backend, ranks)] if is_compared else [name]
-                    lines.append((NAMES[backend], str(ranks), *cells, *last))
+                    first = [] if is_compared else [name]
+                    last = [_published(backend, ranks)] if is_compared else []
+                    lines.append((*first, NAMES[backend], str(ranks), *cells, *last))
     heads = ["backend", "ranks", *(f"{size:,} MB" for size in SIZES_MB["full"])]
-    heads.append("published, 1,000 MB" if is_compared else "collective")
-    return markdown_grid(heads, lines, 2) if lines else ""
+    heads = [*heads, "published, 1,000 MB"] if is_compared else ["collective", *heads]
+    return markdown_grid(heads, lines, 2 if is_compared else 3) if lines else ""
 
 
 def _cell(rows: Sequence[BenchRow]) -> str:

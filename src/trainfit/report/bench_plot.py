@@ -13,6 +13,7 @@ from trainfit.spec.units import GIB
 
 CURVE, TIMELINE = "curve", "timeline"
 MOST_COLUMNS = 4
+MOST_TICKS = 10  # Labels of a logarithmic axis
 ROW_HEIGHT = 1.2  # Of a timeline; 1 is busy throughout
 PART_COLORS = (
     "#9ecae1", "#d9b54a", "#2f6fb2", "#c0567a", "#4a9d7c", "#a6d8c2", "#e07b39", "#7f8c3a", "#1f3f66",
@@ -127,11 +128,19 @@ def _name(plot: Plot, cell: Cell) -> str:
 
 
 def _ticks(xs: Iterable[float | str]) -> dict[float, str]:
-    """Return ticks at powers of two, as ``4K`` from 1,024 on; none where fewer than two are such."""
+    """Return ticks at powers of two, as ``4K`` from 1,024 on; none where fewer than two are such.
+
+    Of more than ``MOST_TICKS`` every second, third, ... has a label.
+    """
     shown = sorted(float(x) for x in xs if math.log2(float(x)).is_integer())
     if len(shown) < 2:
         return {}
-    return {x: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}" for x in shown}
+    every = -(-len(shown) // MOST_TICKS)
+    return {x: _binary(x) if index % every == 0 else "" for index, x in enumerate(shown)}
+
+
+def _binary(x: float) -> str:
+    return f"{x / 1024**2:g}M" if x >= 1024**2 else f"{x / 1024:g}K" if x >= 1024 else f"{x:g}"
 
 
 def _timeline(rows: Sequence[BenchRow], plot: Plot, title: str) -> Panel | None:

@@ -211,8 +211,9 @@ def _size(panels: Sequence[Panel], columns: int, num_rows: int) -> tuple[float, 
         stacks = [
             len({one.stack or one.label for one in panel.series if one.kind == "bar"}) for panel in wide
         ]
-        height = max(0.9 + (0.16 + 0.16 * max(1, num)) * len(panel.names)
+        needed = max(0.9 + (0.16 + 0.16 * max(1, num)) * len(panel.names)
                      for panel, num in zip(wide, stacks, strict=True))  # fmt: skip
+        height = needed if len(wide) == len(panels) else max(height, needed)
     return width if columns == 1 else 0.8 + (4.4 if wide else 3.4) * columns, height * num_rows
 
 
@@ -301,6 +302,8 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
             axes.plot([], [], "s", color=face, markeredgecolor=color, markersize=8, label=one.label)
         elif one.kind in ("line", "step", "scatter"):
             known = [(x, y) for x, y in zip(one.x, one.y, strict=True) if y is not None]
+            if not known:  # A line without points takes the layout's space at the figure's corner.
+                continue
             style = {
                 "color": color, "marker": marker, "markerfacecolor": face, "markersize": 5.5,
                 "linestyle": "none" if one.kind == "scatter" else "--" if one.is_hollow else "-",
@@ -312,7 +315,7 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
                 style |= {"markersize": 14, "markeredgewidth": 1.8}
             elif marker == "*":
                 style |= {"markersize": 11, "markeredgecolor": "white", "markeredgewidth": 0.6}
-            axes.plot(*panel.flipped(*(zip(*known, strict=True) if known else ((), ()))), **style)
+            axes.plot(*panel.flipped(*zip(*known, strict=True)), **style)
             for x, *ends in zip(one.x, one.low, one.high, strict=True) if one.low else ():
                 if None not in ends:
                     style = {"linewidth": 5, "alpha": 0.35, "solid_capstyle": "round"}

@@ -1,8 +1,10 @@
-"""``gpu``: properties of the device, bandwidth of each memory level, matrix products in each dtype.
+"""``gpu``: properties of the device, latency and bandwidth of each memory level, matrix products by dtype.
 
-Properties are read from the driver. Bandwidth and products are measured, on random data (zeros make a GPU
-draw less power and run faster), against the data sheet. Last, a linear layer's products in bf16 and fp8 for
-seconds without a pause (``--only sustained=bf16,fp8,fp8-casts``).
+Properties are read from the driver. Latency is that of a pointer chase, whose kernel is shown from its source
+to the machine's code (``--only chase=global``, ``--only level=L2``, ``--only "code of=global_chase"``).
+Bandwidth and products are measured, on random data (zeros make a GPU draw less power and run faster), against
+the data sheet. Last, a linear layer's products in bf16 and fp8 for seconds without a pause (``--only
+sustained=bf16,fp8,fp8-casts``). On a CPU all of this is of the CPU's own caches and memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from trainfit.bench.harness.bench import Bench, Part, fp32_products, of_work
 from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import Lap
-from trainfit.bench.workloads import memory_levels, sustained
+from trainfit.bench.workloads import cpu_caches, kernel_code, memory_levels, pointer_chase, sustained
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.hardware import PeakDtype
 from trainfit.spec.units import KIB, MIB
@@ -26,6 +28,8 @@ COPY_BYTES = {"tiny": (256 * KIB, 4 * MIB), "full": (4 * MIB, 16 * MIB, 64 * MIB
 MATMUL_SIZES = {"tiny": (128,), "full": (4096, 8192)}
 CPU_DTYPES: tuple[PeakDtype, ...] = ("fp64", "fp32", "bf16")
 CUDA_DTYPES: tuple[PeakDtype, ...] = ("bf16", "fp16", "tf32", "fp8", "int8", "fp32", "fp64")
+CHASED = (pointer_chase.SHARED, pointer_chase.CONSTANT, pointer_chase.LOCAL)
+"""Memories in the plot of latencies, with global memory; a register's chase has no set."""
 PROPERTIES = {
     "multi_processor_count": "streaming multiprocessors",
     "regs_per_multiprocessor": "registers of 32 bits a multiprocessor",
@@ -41,10 +45,15 @@ PROPERTIES = {
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Yield properties, bandwidths, matrix products, copies, host copies and sustained products."""
+    """Yield properties, latencies, bandwidths, code, products, copies, host copies, sustained products."""
     for quantity, number in properties(bench.device).items():
         yield from bench.find({"property": quantity}, lambda number=number: {"value": number})
-    yield from memory_levels.rows(bench)
+    chased: list[BenchRow] = []
+    for row in pointer_chase.rows(bench):
+        chased.append(row)
+        yield row
+    yield from memory_levels.rows(bench, chased)
+    yield from kernel_code.rows(bench)
     dtypes = CUDA_DTYPES if bench.device.type == "cuda" else CPU_DTYPES
     for size in MATMUL_SIZES[bench.form]:
         for dtype in dtypes:
@@ -60,9 +69,10 @@ def run(bench: Bench) -> Iterator[BenchRow]:
 
 
 def properties(device: torch.device) -> dict[str, int]:
-    """Return what the driver reports of a GPU; of a CPU the threads that torch uses."""
+    """Return what the driver reports of a GPU; of a CPU the threads that torch uses, and its caches."""
     if device.type != "cuda":
-        return {"threads that torch uses": torch.get_num_threads()}
+        found = {f"{name} cache, bytes": size for name, size in cpu_caches.caches().items()}
+        return {"threads that torch uses": torch.get_num_threads()} | found
     known = torch.cuda.get_device_properties(device)
     found = {title: int(getattr(known, name)) for name, title in PROPERTIES.items() if hasattr(known, name)}
     return found | {"compute capability, times ten": known.major * 10 + known.minor}
@@ -131,11 +141,16 @@ def _data_sheet_tflops(row: BenchRow) -> float | None:
 
 EXPERIMENT = Experiment(
     title="Properties and rates of this device",
-    question="What bandwidth does each memory level give, and what rate do matrix products reach?",
+    question="What latency and bandwidth has each memory level, and what rate do matrix products reach?",
     run=run,
     limit_s=180,
     columns=(
-        Column("set_kib", "set, KiB"),
+        Column("set_kib", "set, KiB", note="read or chased again and again"),
+        Column("size_bytes", "size", note="of the level; L1: the largest set whose loads are as fast"),
+        Column("latency_ns", "latency, ns", ",.3g", note="of a load whose address is the value loaded last"),
+        Column("cycles", format=",.1f", note="the same in cycles of the multiprocessor"),
+        Column("text", note="an instruction of the marked source line"),
+        Column("count", note="instructions of this operation in that line"),
         Column("copied_mib", "copied, MiB"),
         Column("value"),
         Column("tflops_per_s", "TFLOP/s"),
@@ -147,12 +162,17 @@ EXPERIMENT = Experiment(
     ),
     plots=(
         Plot(
+            x=("set_kib",), y="latency_ns", series="chase", x_log=True, y_log=True,
+            where={"chase": (pointer_chase.GLOBAL, *CHASED, pointer_chase.CPU_MEMORY)},
+            title="Latency of a load by its set", x_label="KiB", y_label="ns",
+        ),
+        Plot(
             x=("level", "set_kib"), y="gb_per_s", is_bar=True, is_horizontal=True, text=",.0f",
-            title="Reads by level of memory and KiB of the set", y_label="GB/s",
+            title="Reads by level and KiB of the set", y_label="GB/s",
         ),
         Plot(
             x=("dtype", "size"), y="tflops_per_s", bound=_data_sheet_tflops, bound_label="data sheet, dense",
-            is_bar=True, is_horizontal=True, text=",.0f", title="Matrix products by dtype and size",
+            is_bar=True, is_horizontal=True, text=",.0f", title="Products by dtype and size",
             y_label="TFLOP/s",
         ),
     ),

@@ -6,6 +6,7 @@ PyTorch's pointers and streams are its own.
 """
 
 import ctypes
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -33,6 +34,17 @@ def nvcc() -> str:
     raise InputError(why, "install CUDA's compiler or set CUDA_HOME")
 
 
+def disassembler() -> str:
+    """Return nvdisasm: next to nvcc, on the path, or as Triton's package brings it."""
+    folders = [str(Path(nvcc()).parent), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    if (triton := importlib.util.find_spec("triton")) is not None and triton.origin is not None:
+        folders.append(str(Path(triton.origin).parent / "backends/nvidia/bin"))
+    for folder in folders:
+        if found := shutil.which("nvdisasm", path=folder):
+            return found
+    raise InputError("SASS needs nvdisasm, and this machine has none", "install CUDA's binary utilities")
+
+
 def compiled(name: str, capability: tuple[int, int], into: Path, *kind: str) -> None:
     """Compile ``cuda/NAME.cu`` for one compute capability; ``kind``: options of the output, as ``-cubin``."""
     number = f"{capability[0]}{capability[1]}"
@@ -54,15 +66,17 @@ def library(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
         return ctypes.CDLL(str(made))
 
 
-def launch(name: str, *arguments: Tensor | ctypes._SimpleCData) -> None:
-    """Call the function NAME of ``cuda/NAME.cu`` in the current stream of the first argument's GPU.
+def launch(name: str, *arguments: Tensor | ctypes._SimpleCData, source: str = "") -> None:
+    """Call the function NAME of ``cuda/SOURCE.cu`` in the current stream of the first argument's GPU.
 
     Args:
-        arguments: tensors, passed as pointers, and C values."""
+        arguments: tensors, passed as pointers, and C values.
+        source: empty: the function's name.
+    """
     device = next(one.device for one in arguments if isinstance(one, Tensor))
     passed = [ctypes.c_void_p(one.data_ptr()) if isinstance(one, Tensor) else one for one in arguments]
     with torch.cuda.device(device):
-        built = library(name, torch.cuda.get_device_capability(device))
+        built = library(source or name, torch.cuda.get_device_capability(device))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         error = getattr(built, name)(*passed, stream)
     if error != 0:
