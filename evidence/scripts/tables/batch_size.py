@@ -9,7 +9,7 @@ from typing import NamedTuple
 from evidence.scripts.tables import bench
 from evidence.scripts.tables.joined import recipe_of, records
 from trainfit.bench.experiments.batch import BLOCK, TOKENS, TOLERANCE
-from trainfit.bench.workloads import few_tokens
+from trainfit.bench.workloads import few_tokens, token_budget
 from trainfit.catalog.load import gpu, model_config
 from trainfit.flops.shape import shape_of
 from trainfit.report.bench_plot import number
@@ -237,16 +237,21 @@ def losses() -> str:
 
 
 def useful() -> str:
-    """Return the largest useful batch, as a sentence."""
-    rows = _rows("batches")
+    """Return the largest useful batch of the newest losses, as a sentence."""
+    rows = _rows(BUDGET)
     if not rows:
         return bench.NOT_MEASURED
-    found = {name: number(rows[0], name) for name in ("useful_tokens", "steps", "best_tokens", "source_loss")}
-    useful, steps_, best, source = (found[name] or 0.0 for name in found)
+    budget = max(int(row.point["seen"]) for row in rows)
+    losses = {int(row.point["batch"]): number(row, "loss") for row in rows if row.point["seen"] == budget}
+    found = {batch: loss for batch, loss in losses.items() if loss is not None}
+    largest = token_budget.largest_useful(found, TOLERANCE)
+    best = min(found, key=lambda batch: found[batch])
+    source = token_budget.source_loss(token_budget.held_out())
     return (
-        f"Beyond **{useful:,.0f} tokens** ({steps_:,.0f} steps) a larger batch makes the loss of this budget "
-        f"more than {TOLERANCE:.0%} worse than the best, which batches of {best:,.0f} tokens reach. The "
-        f"source itself has {source:.3f} nats."
+        f"Beyond **{largest:,} tokens** ({budget // largest:,} steps) a larger batch makes the loss of this "
+        f"budget more than {TOLERANCE:.0%} worse than the best, {found[best]:.3f} nats a token, which those "
+        f"of {best:,} tokens reach. The source itself has {source:.3f} nats. "
+        f"{bench.machine(bench.newest('batch', BUDGET))}"
     )
 
 
