@@ -53,7 +53,11 @@ def test_an_experiment_on_the_host_names_the_cpu_even_with_a_gpu(monkeypatch: py
     result = run("accumulation", limit_s=0)
     assert (result.form, result.environment.device, result.gpu) == ("full", cpu_name(), None)
     assert (result.environment.driver, result.settings["cpu"]) == (None, cpu_name())
-    assert [name for name in experiment_names() if experiment(name).on_host] == ["accumulation", "layer_norm"]
+    assert [name for name in experiment_names() if experiment(name).on_host] == [
+        "accumulation",
+        "layer_norm",
+        "rounding",
+    ]
 
 
 def test_a_thousand_hundredths() -> None:
