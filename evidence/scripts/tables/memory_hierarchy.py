@@ -92,7 +92,8 @@ def code() -> str:
             for index, row in enumerate(some):
                 lines.append(f"{'' if index else stage:<{width}}  {_instruction(row)}")
         lines.append("")
-    return "\n".join(["```text", *lines[:-1], "```"])
+    (by,) = {str(row.numbers["made_by"]) for row in rows if "made_by" in row.numbers}
+    return "\n".join([f"By {by}:", "", "```text", *lines[:-1], "```"])
 
 
 def _instruction(row: BenchRow) -> str:

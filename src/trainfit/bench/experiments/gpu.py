@@ -150,6 +150,7 @@ EXPERIMENT = Experiment(
         Column("latency_ns", "latency, ns", ",.3g", note="of a load whose address is the value loaded last"),
         Column("cycles", format=",.1f", note="the same in cycles of the multiprocessor"),
         Column("text", note="an instruction of the marked source line"),
+        Column("made_by", "by"),
         Column("count", note="instructions of this operation in that line"),
         Column("copied_mib", "copied, MiB"),
         Column("value"),

@@ -23,6 +23,13 @@ def compiler() -> str:
     raise InputError("this needs a C compiler, and this machine has none", "install gcc or clang")
 
 
+@cache
+def version() -> str:
+    """Return the compiler's name and version, as it prints them."""
+    done = subprocess.run([compiler(), "--version"], capture_output=True, text=True, timeout=BUILD_LIMIT_S)
+    return (done.stdout.splitlines() or [Path(compiler()).name])[0]
+
+
 def compiled(name: str, into: Path, *kind: str) -> None:
     """Compile ``c/NAME.c`` for this CPU; ``kind``: options of the output, as ``-shared``."""
     command = [compiler(), *OPTIONS, *kind, "-o", str(into), str(SOURCES / f"{name}.c")]

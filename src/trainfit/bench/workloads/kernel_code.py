@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,25 +51,34 @@ def rows(bench: Bench) -> Iterator[BenchRow]:
     if on_gpu or bench.form == "full":
         capability = torch.cuda.get_device_capability(bench.device) if on_gpu else HOPPER
         target = f"sm_{capability[0]}{capability[1]}"
-        yield from _rows(
-            bench, "global_chase", ("CUDA C++", "PTX", f"SASS {target}"), partial(_cuda, capability)
-        )
+        stages = ("CUDA C++", "PTX", f"SASS {target}")
+        yield from _rows(bench, "global_chase", stages, partial(_cuda, capability), _nvcc_version)
     if not on_gpu:
-        yield from _rows(bench, "chase", ("C", "assembly"), _c)
+        yield from _rows(bench, "chase", ("C", "assembly"), _c, cc.version)
 
 
 def _rows(
-    bench: Bench, kernel: str, stages: Sequence[str], compile_all: Callable[[], Sequence[Sequence[Code]]]
-) -> Iterator[BenchRow]:
+    bench: Bench, kernel: str, stages: Sequence[str], compile_all: Callable[[], Sequence[Sequence[Code]]],
+    compiler: Callable[[], str],
+) -> Iterator[BenchRow]:  # fmt: skip
     points: list[Point] = [{"code of": kernel, "in": stage} for stage in stages]
 
     def of(found: Sequence[Sequence[Code]]) -> Iterator[BenchRow]:
         for point, codes in zip(points, found, strict=True):
             for number, code in enumerate(sorted(codes, key=lambda one: one.mark)):
-                yield value({**point, "mark": code.mark, "line": number}, text=code.text, count=code.count)
+                made_by = {"made_by": compiler()} if point["in"] != stages[0] else {}
+                at: Point = {**point, "mark": code.mark, "line": number}
+                yield value(at, text=code.text, count=code.count, **made_by)
 
     if bench.wanted(points):
         yield from bench.attempt(points, compile_all, of)
+
+
+@cache
+def _nvcc_version() -> str:
+    done = subprocess.run([nvcc.nvcc(), "--version"], capture_output=True, text=True, timeout=LONGEST_S)
+    found = re.search(r"V([\d.]+)", done.stdout)
+    return f"nvcc {found[1]}" if found else "nvcc"
 
 
 def _of_source(marked: Mapping[int, tuple[int, str, str]]) -> list[Code]:

@@ -23,7 +23,7 @@ __device__ __forceinline__ void chase(P p, int warm, int steps, P* place, long l
     long long began_ns = nanoseconds();
     long long began = clock64();  // (1) Read the multiprocessor's counter of cycles.
 #pragma unroll 1
-    for (int i = 0; i < steps; i += UNROLLED) {  // (3) Count, compare and branch: once in eight loads, and while one is under way.
+    for (int i = 0; i < steps; i += UNROLLED) {  // (3) Count, compare and branch, once in eight loads.
 #pragma unroll
         for (int j = 0; j < UNROLLED; j++) p = next(p);
     }
@@ -66,7 +66,8 @@ __global__ void constant_chase(unsigned* place, int warm, int steps, long long* 
 __global__ void local_chase(const unsigned* cycle, int words, unsigned* place, int warm, int steps, long long* out) {
     unsigned set[LOCAL_WORDS];
     unsigned base = static_cast<unsigned>(__cvta_generic_to_local(set));
-    for (int i = 0; i < words; i++) asm volatile("st.local.u32 [%0], %1;" ::"r"(base + 4 * i), "r"(base + cycle[i]) : "memory");
+    for (int i = 0; i < words; i++)
+        asm volatile("st.local.u32 [%0], %1;" ::"r"(base + 4 * i), "r"(base + cycle[i]) : "memory");
     unsigned p = base + *place;
     chase(p, warm, steps, &p, out, [](unsigned p) {
         asm volatile("ld.local.u32 %0, [%0];" : "+r"(p)::"memory");
@@ -82,7 +83,8 @@ __global__ void register_chase(float* place, float factor, float addend, int ste
 
 // Each returns a cudaError_t. `place`: where the chase begins, and then where it ended; `out`: cycles, nanoseconds.
 extern "C" int chase_global(void* place, int warm, int steps, void* out, void* stream) {
-    global_chase<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<Address*>(place), warm, steps, static_cast<long long*>(out));
+    global_chase<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<Address*>(place), warm, steps, static_cast<long long*>(out));
     return cudaGetLastError();
 }
 

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(THREADS) register_stream(float* sums, float fa
     sums[blockIdx.x * THREADS + threadIdx.x] = mine;
 }
 
-// All threads of a warp read the same words, which one read of constant memory serves; `first` is 0, which the compiler does not know.
+// All threads of a warp read the same words, which one read of constant memory serves. `first` is 0, unknown to the compiler.
 __global__ void __launch_bounds__(THREADS) constant_stream(unsigned* sums, int turns, int first) {
     unsigned mine[4] = {};
     const char* from = reinterpret_cast<const char*>(constants) + first * threadIdx.x;
@@ -51,7 +51,10 @@ __global__ void __launch_bounds__(THREADS) local_stream(float* sums, float first
             // Another address in each turn: ptxas would take equal reads out of the loop.
             unsigned at = base + ((16 * (i + turn)) & (16 * LOCAL_VECTORS - 1));
             float4 x, &into = sum[i % 2];
-            asm volatile("ld.local.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+            asm volatile("ld.local.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                         : "r"(at)
+                         : "memory");
             into.x += x.x, into.y += x.y, into.z += x.z, into.w += x.w;
         }
     }
