@@ -167,3 +167,16 @@ def test_a_row_without_a_measurement_shows_its_prediction_alone(monkeypatch: pyt
     monkeypatch.setattr(tables, "sweep", lambda name: {"control": control, "amp": waiting})
     (line,) = [line for line in tables.memory("qwen3-4b").splitlines() if line.startswith("| `amp` |")]
     assert "| 120.620, predicted only |" in line
+
+
+def test_the_published_rows_are_all_there_and_bf16_costs_what_the_page_says() -> None:
+    theirs = tables.published()
+    assert len(theirs) == 11
+    assert all(perplexity(ROWS[name]) is not None for name in theirs)
+    base = theirs["control"]["perplexity"]
+    in_bf16 = [name for name in theirs if name.startswith("bf16")]
+    published = sorted(100 * (theirs[name]["perplexity"] / base - 1) for name in in_bf16)
+    ours = sorted(perplexity(ROWS[name]) for name in in_bf16)
+    ends = (published[0], published[-1], ours[0], ours[-1])
+    claim("bf16 weights do: by # to # % there, and by # to # % here", *ends)
+    assert all(abs(perplexity(ROWS[name])) < 0.2 for name in theirs if name not in in_bf16)

@@ -19,6 +19,32 @@ def test_it_is_torchs_adafactor_in_fp32() -> None:
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
 
 
+def test_absolute_steps_are_those_of_transformers_in_fp32() -> None:
+    from transformers.optimization import Adafactor
+
+    shapes = ((40, 24), (24,), (700, 3))
+    ours, theirs = weights(*shapes), weights(*shapes)
+    common = {"lr": 2e-3, "weight_decay": 0.1}
+    run(adafactor.FusedAdafactor(ours, stochastic=False, seed=0, scaled=False, **common), ours)
+    run(Adafactor(theirs, relative_step=False, scale_parameter=False, **common), theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("scaled", "lr"), [(True, 0.01), (False, 2e-4)])
+def test_absolute_steps_leave_a_norms_bf16_weights_where_they_are(scaled: bool, lr: float) -> None:
+    """Steps of 2e-4 are below half of 2^-8, the distance of bf16's neighbours below 1; 0.01 is above."""
+    norm = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    small = nn.Parameter(torch.full((64, 64), 0.02, dtype=torch.bfloat16))
+    optimizer = adafactor.FusedAdafactor([norm, small], lr=lr, stochastic=False, seed=0, scaled=scaled)
+    for _ in range(3):
+        for weight in (norm, small):
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert bool((norm == 1).all()) is not scaled
+    assert not (small == 0.02).any()
+
+
 @interpreted_loops
 @pytest.mark.parametrize(
     ("shape", "dtype"),

@@ -7,6 +7,7 @@ sweep`` writes. A row without a measurement shows its prediction alone, and is f
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -31,6 +32,8 @@ SWEEPS = {
     "trained": EXPERIMENT / "sweep.yaml",
     "measured": EXPERIMENT / "separate.yaml",
     "budgets": EXPERIMENT / "pareto.yaml",
+    "bf16-quality": EXPERIMENT / "bf16-quality.yaml",
+    "bf16-quality-docs": EXPERIMENT / "bf16-quality-docs.yaml",
     "llama-3.2-1b": ROOT / "recipes" / "ladder" / "llama-3.2-1b.yaml",
     "qwen3-4b": ROOT / "recipes" / "ladder" / "qwen3-4b.yaml",
     "llama-3.1-8b": ROOT / "recipes" / "recompute-budget" / "llama-3.1-8b.yaml",
@@ -193,6 +196,40 @@ def perplexities() -> str:
         Column("published", published_change),
     ]
     return _markdown(columns, [sweep("trained")[variant] for variant in theirs])
+
+
+QUALITY = {
+    "scaled_fp32": ("fp32 weights", "scaled_fp32"),
+    "torch_bf16": ("bf16 weights, torch's Adafactor", "scaled_fp32"),
+    "scaled_bf16": ("and epsilon of fp32 (`implementation: fused`)", "scaled_fp32"),
+    "scaled_bf16_rounded": ("and stochastic rounding", "scaled_fp32"),
+    "absolute_fp32": ("fp32 weights, absolute steps", "absolute_fp32"),
+    "absolute_bf16": ("and bf16 weights: the published optimizer's rule", "absolute_fp32"),
+    "absolute_bf16_rounded": ("and stochastic rounding", "absolute_fp32"),
+}
+"""Row of the sweep -> its change from the row above, and its control."""
+
+
+def bf16_quality() -> str:
+    """Return the perplexity of each change on the way from fp32 to bf16 weights, by steps and by data."""
+    found, on_docs = sweep("bf16-quality"), sweep("bf16-quality-docs")
+    if found["scaled_fp32"].perplexity is None:
+        return "Not measured yet on a GPU."
+    lines = []
+    for name, (change, control) in QUALITY.items():
+        more = [_per_cent(one - 1, "+z.1f") for one in over_control(found[name], found[control])]
+        other = on_docs.get(name)
+        docs = perplexity_change(other, on_docs[control]) if other is not None else None
+        perplexity = or_dash(found[name].perplexity, "{:.1f}")
+        lines.append((f"`{name}`", change, perplexity, " / ".join(more), _per_cent(docs, "+z.1f")))
+    heads = ("row", "change", "perplexity", "over fp32 after 25 / 50 / 75 / 100 steps, %", "on other text, %")
+    return markdown_grid(heads, lines, 2)
+
+
+def over_control(row: Row, control: Row) -> list[float]:
+    """Return the row's perplexity over the control's at each evaluation."""
+    mine, theirs = (one.train["evaluations"] if one.train else () for one in (row, control))
+    return [math.exp(a["loss"] - b["loss"]) for a, b in zip(mine, theirs, strict=True)]
 
 
 def _without_repetitions(name: str) -> list[Row]:

@@ -33,6 +33,7 @@ class FusedAdafactor(PerParameterOptimizer):
 
     Args:
         stochastic: Round bf16 weights stochastically; other dtypes are rounded to nearest.
+        scaled: Multiply the rate by the weights' root mean square, as PyTorch does; False: absolute steps.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class FusedAdafactor(PerParameterOptimizer):
         *,
         stochastic: bool,
         seed: int,
+        scaled: bool = True,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         register()
-        self._stochastic, self._seed = stochastic, seed
+        self._stochastic, self._seed, self._scaled = stochastic, seed, scaled
 
     def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         # Made of the parameter, so that a trace finds which layer the state belongs to.
@@ -69,7 +71,7 @@ class FusedAdafactor(PerParameterOptimizer):
             g, p = gradient.float(), parameter.float()
             variance = state["variance"].lerp_(g.square(), one_minus_beta2)
             update = variance.clamp(min=EPS * EPS).rsqrt_().mul_(g)
-            p = p * keep - update * _step_size(p.square(), update.square(), p.numel(), rate)
+            p = p * keep - update * self._step_size(p.square(), update.square(), p.numel(), rate)
             write(parameter, p, seed if stochastic else None)
             return
         b, r, c = _sizes(parameter)
@@ -80,19 +82,20 @@ class FusedAdafactor(PerParameterOptimizer):
         col.lerp_(col_parts.sum(1).div_(r), one_minus_beta2)
         mean = row.mean(1).clamp_(min=EPS)
         updates = torch.ops.trainfit.adafactor_update_squares(g, row, col, mean)
-        size = _step_size(weights, updates, parameter.numel(), rate)
+        size = self._step_size(weights, updates, parameter.numel(), rate)
         torch.ops.trainfit.adafactor_apply_(p, g, row, col, mean, size, keep, stochastic, seed)
+
+    def _step_size(self, weights: Tensor, updates: Tensor, numel: int, rate: float) -> Tensor:
+        """Return the update's factor ([] fp32): the rate, clipped; scaled by the weights' root mean square."""
+        clip = updates.sum().div_(numel).sqrt_().div_(CLIP).clamp_(min=1.0)
+        if not self._scaled:
+            return clip.reciprocal_().mul_(rate)
+        scale = weights.sum().div_(numel).sqrt_().clamp_(min=LEAST_SCALE)
+        return scale.div_(clip).mul_(rate)
 
 
 def _sizes(t: Tensor) -> tuple[int, int, int]:
     return math.prod(t.shape[:-2]), t.shape[-2], t.shape[-1]
-
-
-def _step_size(weights: Tensor, updates: Tensor, numel: int, rate: float) -> Tensor:
-    """Return the update's factor ([] fp32): root mean square of the weights times rate, clipped."""
-    scale = weights.sum().div_(numel).sqrt_().clamp_(min=LEAST_SCALE)
-    clip = updates.sum().div_(numel).sqrt_().div_(CLIP).clamp_(min=1.0)
-    return scale.div_(clip).mul_(rate)
 
 
 @cache

@@ -137,6 +137,7 @@ class Optimizer(Value):
         momentum: SGD's and Muon's momentum, or Adafactor's beta1; 0 keeps no first moment.
         in_backward: update each weight as soon as its gradient is complete (True), or each block's together.
         stochastic_rounding: round bf16 weights up or down at random, in proportion to the part cut off.
+        scale_parameter: Adafactor multiplies the rate by a weight's root mean square; False: absolute steps.
         clip_norm: the largest norm of all gradients together.
         no_decay: kinds of weights without weight decay, in a group of their own. ``[norms, biases]`` is the
             rule of the Hugging Face Trainer.
@@ -149,6 +150,7 @@ class Optimizer(Value):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     in_backward: Literal[False, True, "block"] = False
     stochastic_rounding: bool = False
+    scale_parameter: bool = True
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     no_decay: tuple[NoDecay, ...] = ()
 

@@ -141,7 +141,7 @@ def _steps(
 
     def build() -> Callable[[Lap], object]:
         forget_programs()
-        compiler = lambda module: module.compile(backend=backend(bench.device))  # noqa: E731
+        compiler = partial(_compiled_in_place, bench.device)
         step = assemble(recipe, bench.device, compiler=compiler)
         batches = step.random_batches()
         return lambda lap: step(batches)
@@ -162,6 +162,10 @@ def _steps(
 def backend(device: torch.device) -> str:
     """Return the compiler's backend: Inductor on a GPU, none of its own on a CPU."""
     return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def _compiled_in_place(device: torch.device, module: torch.nn.Module, **settings: Any) -> None:
+    module.compile(backend=backend(device), **settings)
 
 
 def first_numbers(samples: list[float], eager_s: float | None) -> dict[str, Cell]:

@@ -1,7 +1,8 @@
 """Adafactor: the second moment as one row and one column per matrix (Shazeer and Stern, arXiv:1804.04235).
 
-With momentum (the paper's beta1, a whole fp32 first moment) it is transformers', with ``relative_step=False``
-and ``scale_parameter=True``, so that its learning rate means what torch's means. ``fused`` is trainfit's
+With momentum (the paper's beta1, a whole fp32 first moment) or absolute steps it is transformers', with
+``relative_step=False``; its learning rate means what torch's means unless ``scale_parameter`` is False.
+``fused`` is trainfit's
 (optim/adafactor.py), without scratch of a weight's size and without waiting for the host.
 """
 
@@ -20,6 +21,10 @@ def check(recipe: Recipe) -> None:
         remedy = "use forloop or leave it out, or set optimizer.momentum: 0"
         problem = "Adafactor with momentum is only implemented as a loop over the weights"
         raise refusal(recipe, "optimizer.implementation", problem, remedy)
+    if not recipe.optimizer.scale_parameter and recipe.optimizer.implementation == "foreach":
+        remedy = "use optimizer.implementation: fused or forloop"
+        problem = "torch's Adafactor always multiplies its rate by the weights' size"
+        raise refusal(recipe, "optimizer.scale_parameter", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -30,11 +35,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         from trainfit.optim.adafactor import FusedAdafactor
 
         stochastic = options.stochastic_rounding
-        draft.make_optimizer = seeded(seeds(recipe), FusedAdafactor, stochastic=stochastic, **common)
-    elif options.momentum:
+        more = {"stochastic": stochastic, "scaled": options.scale_parameter}
+        draft.make_optimizer = seeded(seeds(recipe), FusedAdafactor, **more, **common)
+    elif options.momentum or not options.scale_parameter:
         from transformers.optimization import Adafactor
 
-        draft.make_optimizer = partial(Adafactor, beta1=options.momentum, relative_step=False, **common)
+        kind = {"beta1": options.momentum or None, "scale_parameter": options.scale_parameter}
+        draft.make_optimizer = partial(Adafactor, relative_step=False, **kind, **common)
     else:
         import torch
 
