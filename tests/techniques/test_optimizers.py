@@ -10,6 +10,8 @@ from tiny_recipe import tiny_recipe, wide_recipe
 from tiny_step import step_of
 from trainfit.kernels.quantize.codebook import BLOCK
 from trainfit.prediction.trace import trace
+from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Optimizer
 from trainfit.step import Step, assemble
 from trainfit.training import checkpoint
@@ -23,6 +25,11 @@ LEARNING: dict[str, tuple[Any, Optimizer]] = {
     "adamw4bit-rounded": ("block", Optimizer(name="adamw4bit", lr=1e-2, stochastic_rounding=True)),
     "sgd-rounded": (True, Optimizer(name="sgd", lr=0.1, momentum=0.9, stochastic_rounding=True)),
     "adafactor-rounded": ("block", Optimizer(name="adafactor", lr=0.05, stochastic_rounding=True)),
+    "adafactor-absolute": (
+        False,
+        Optimizer(name="adafactor", implementation="fused", lr=1e-2, scale_parameter=False),
+    ),
+    "adafactor-transformers": (False, Optimizer(name="adafactor", lr=1e-2, scale_parameter=False)),
     "muon": (False, Optimizer(name="muon", lr=1e-2)),
     "muon-rounded": ("block", Optimizer(name="muon", lr=1e-2, stochastic_rounding=True)),
 }
@@ -235,3 +242,11 @@ def test_state_weighs_what_the_papers_say(fields: dict[str, Any], state_bytes: A
     with meta:
         model = assemble(recipe.model_copy(update={"optimizer": Optimizer(name="sgd")}), meta).model
     assert found == sum(state_bytes(parameter.numel()) for parameter in model.parameters())
+
+
+def test_only_adafactor_has_steps_that_may_be_absolute() -> None:
+    with pytest.raises(InputError, match=r"optimizer\.scale_parameter.*only Adafactor"):
+        recipe_from({"model": {"config": "gpt2"}, "optimizer": {"scale_parameter": False}})
+    absolute = {"name": "adafactor", "scale_parameter": False}
+    scaled = recipe_from({"model": {"config": "gpt2"}, "optimizer": {"name": "adafactor"}})
+    assert recipe_from({"model": {"config": "gpt2"}, "optimizer": absolute}).id != scaled.id

@@ -46,6 +46,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # optimizers
     (optimizer(name="adafactor", implementation="fused", momentum=0.9), "optimizer.implementation = 'fused'",
      "use forloop"),
+    (optimizer(name="adafactor", implementation="foreach", scale_parameter=False),
+     "optimizer.scale_parameter = false", "fused or forloop"),
     (optimizer(momentum=0.9), "optimizer.momentum = 0.9: AdamW always keeps", "sgd or adafactor"),
     (optimizer(name="adamw4bit", momentum=0.9), "optimizer.momentum = 0.9", "sgd or adafactor"),
     (optimizer(name="adamw8bit", implementation="foreach"), "optimizer.implementation = 'foreach'",

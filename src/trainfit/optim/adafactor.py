@@ -86,7 +86,7 @@ class FusedAdafactor(PerParameterOptimizer):
         torch.ops.trainfit.adafactor_apply_(p, g, row, col, mean, size, keep, stochastic, seed)
 
     def _step_size(self, weights: Tensor, updates: Tensor, numel: int, rate: float) -> Tensor:
-        """Return the update's factor ([] fp32): the rate, clipped; scaled by the weights' root mean square."""
+        """Return the update's factor ([] fp32): the clipped rate, times the weights' root mean square."""
         clip = updates.sum().div_(numel).sqrt_().div_(CLIP).clamp_(min=1.0)
         if not self._scaled:
             return clip.reciprocal_().mul_(rate)

@@ -173,6 +173,13 @@ class Optimizer(Value):
             return {**data, "momentum": 0.95}
         return data
 
+    @model_validator(mode="after")
+    def _scales_by_weights(self) -> "Optimizer":
+        if not self.scale_parameter and self.name != "adafactor":
+            problem = f"only Adafactor scales its steps by the weights, and this is {self.name}"
+            raise disagreement(problem, "leave it out", field="optimizer.scale_parameter")
+        return self
+
 
 def _form(targets: Any) -> str:
     return "names" if isinstance(targets, list | tuple) else "pattern"

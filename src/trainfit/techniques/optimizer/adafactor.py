@@ -89,7 +89,9 @@ TECHNIQUE = Technique(
         states=(
             {"step": "number", "row_var": "rows", "col_var": "columns"},
             {"step": "number", "variance": "squares"},
-            # transformers'
+            # transformers', without and with momentum
+            {"step": "number", "RMS": "number", "exp_avg_sq": "squares"},
+            {"step": "number", "RMS": "number", "exp_avg_sq_row": "rows", "exp_avg_sq_col": "columns"},
             {"step": "number", "RMS": "number", "exp_avg": "weight", "exp_avg_sq": "squares"},
             {
                 "step": "number",

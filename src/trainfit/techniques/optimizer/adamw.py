@@ -58,10 +58,11 @@ def in_words(name: str, moments: tuple[float, ...], word: str = "moments") -> st
 
 
 def describe_optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, implementation and momentum."""
+    """Return the optimizer's name and implementation, its momentum, and whether steps are absolute."""
     optimizer = recipe.optimizer
     momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
-    return f"{optimizer.name} {optimizer.implementation}{momentum}"
+    absolute = "" if optimizer.scale_parameter else " absolute steps"
+    return f"{optimizer.name} {optimizer.implementation}{momentum}{absolute}"
 
 
 def smaller_state(recipe: Recipe, name: str) -> Expected:
