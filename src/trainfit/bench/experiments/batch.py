@@ -6,7 +6,8 @@ prediction. And trainings of a small model on one budget of tokens by batch, fro
 batch whose loss is as low as the best.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from trainfit.prediction.predict import predict
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate
 from trainfit.step import assemble
 
 BLOCK = {"tiny": "tiny-llama-demo", "full": "llama-3.1-8b"}
@@ -42,9 +44,16 @@ TOLERANCE = 0.01
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Yield products by tokens, steps by micro-batch, and losses by batch."""
-    yield from _products(bench)
-    yield from _steps(bench)
+    """Yield products by tokens, steps by micro-batch, and losses by batch, the largest first."""
+    points: list[Point] = [
+        {"model": MODEL[bench.form], "step of": micro * seq, "micro": micro, "seq": seq}
+        for micro, seq in MICRO[bench.form]
+    ]
+    recipes = {json.dumps(point): _recipe(bench, point) for point in bench.wanted(points)}
+    ahead = list(recipes.values()) if bench.gpu is not None and not bench.late() else []
+    with predictions(ahead, bench.device, predict) as predicted:
+        yield from _products(bench)
+        yield from _steps(bench, points, recipes, predicted)
     yield from _budget(bench)
 
 
@@ -100,28 +109,22 @@ def _product_rates(
     return found
 
 
-def _steps(bench: Bench) -> Iterator[BenchRow]:
+def _steps(
+    bench: Bench, points: list[Point], recipes: Mapping[str, Recipe], predicted: Callable[[Recipe], Estimate]
+) -> Iterator[BenchRow]:
     """Yield a step for each micro-batch: tokens a second, MFU and peak, measured and predicted."""
-    points: list[Point] = [
-        {"model": MODEL[bench.form], "step of": micro * seq, "micro": micro, "seq": seq}
-        for micro, seq in MICRO[bench.form]
-    ]
-    points = bench.wanted(points)
-    recipes = [_recipe(bench, int(point["micro"]), int(point["seq"])) for point in points]
-    ahead = recipes if bench.gpu is not None and not bench.late() else []
-    with predictions(ahead, bench.device, predict) as predicted:
-        for point, recipe in zip(points, recipes, strict=True):
-            numbers: dict[str, Cell] = {}
-            part = Part(point, rates=partial(_step_rates, bench, recipe, predicted), held=numbers)
-            yield from bench.time([part], partial(_step, bench, recipe, numbers), STEPS)
+    for point in bench.wanted(points):
+        recipe, numbers = recipes[json.dumps(point)], dict[str, Cell]()
+        part = Part(point, rates=partial(_step_rates, bench, recipe, predicted), held=numbers)
+        yield from bench.time([part], partial(_step, bench, recipe, numbers), STEPS)
 
 
-def _recipe(bench: Bench, micro: int, seq: int) -> Recipe:
+def _recipe(bench: Bench, point: Point) -> Recipe:
     """Return the reference recipe with this batch, on this device."""
     on_cuda = bench.device.type == "cuda"
     unknown = "h200" if on_cuda else CPU
     return recipe_from({
-        "model": {"config": MODEL[bench.form]}, "batch": {"micro": micro, "seq": seq},
+        "model": {"config": point["model"]}, "batch": {"micro": point["micro"], "seq": point["seq"]},
         "precision": "bf16" if on_cuda else "fp32",
         "optimizer": {"implementation": "fused" if on_cuda else "foreach"},
         "hardware": {"gpu": bench.gpu.name if bench.gpu else unknown},
@@ -144,7 +147,9 @@ def _step(bench: Bench, recipe: Recipe, numbers: dict[str, Cell]) -> Any:
     return run_step
 
 
-def _step_rates(bench: Bench, recipe: Recipe, predicted: Any, seconds: float) -> Mapping[str, Cell]:
+def _step_rates(
+    bench: Bench, recipe: Recipe, predicted: Callable[[Recipe], Estimate], seconds: float
+) -> Mapping[str, Cell]:
     found: dict[str, Cell] = {"tokens_per_s": recipe.batch.tokens / seconds}
     if bench.gpu is None:
         return found
@@ -156,6 +161,7 @@ def _step_rates(bench: Bench, recipe: Recipe, predicted: Any, seconds: float) ->
     found["predicted_peak_bytes"] = estimate.peak_allocated_bytes
     if estimate.step_s is not None:
         found["predicted_tokens_per_s"] = recipe.batch.tokens / estimate.step_s
+    if estimate.mfu is not None:
         found["predicted_mfu"] = estimate.mfu
     return found
 
@@ -165,7 +171,7 @@ def _budget(bench: Bench) -> Iterator[BenchRow]:
     size = token_budget.size_of(bench.form, bench.device)
     losses: dict[int, float] = {}
     summary: Point = {"budget": size.budget, "batches": "compared"}
-    for batch in size.batches:
+    for batch in sorted(size.batches, reverse=True):
         seen = [batch * -(-size.budget * (at + 1) // size.points // batch) for at in range(size.points)]
         points: list[Point] = [{"budget": size.budget, "batch": batch, "seen": tokens} for tokens in seen]
         if bench.wanted([*points, summary]):
@@ -186,10 +192,7 @@ def _budget(bench: Bench) -> Iterator[BenchRow]:
 
 def _trained(bench: Bench, size: token_budget.Size, batch: int) -> token_budget.Trained:
     with fp32_products("tf32" if bench.device.type == "cuda" else "fp32"):
-        found = token_budget.train(size, batch, bench.device, lambda: bench.late() is not None)
-    if found is None:
-        raise TimeoutError("the experiment's time limit came within its trainings")
-    return found
+        return token_budget.train(size, batch, bench.device, lambda: bench.late() is not None)
 
 
 def _losses(points: list[Point], found: token_budget.Trained) -> Iterator[BenchRow]:

@@ -11,6 +11,7 @@ Shapes: n sequences, s tokens of a sequence.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def size_of(form: str, device: torch.device) -> Size:
     return SIZES["cpu" if form == "full" and device.type == "cpu" else form]
 
 
+@lru_cache(maxsize=4)
 def sequences(num: int, seed: int) -> Tensor:
     """Return ``num`` sequences of the source, int64 [n, SEQ]; the lists are the same for every seed."""
     short, long = _lists()
@@ -118,14 +120,17 @@ class Trained:
         return last if math.isfinite(last) else math.inf
 
 
-def train(size: Size, batch: int, device: torch.device, is_late: Callable[[], bool]) -> Trained | None:
-    """Return the best training with batches of ``batch`` tokens; None: no time was left for one."""
-    train_ns = sequences(size.budget // SEQ, seed=0)
-    eval_ns = held_out()
-    found = []
+def train(size: Size, batch: int, device: torch.device, is_late: Callable[[], bool]) -> Trained:
+    """Return the best training with batches of ``batch`` tokens.
+
+    Args:
+        is_late: whether no time is left for a further learning rate.
+    """
+    train_ns, eval_ns = sequences(size.budget // SEQ, seed=0), held_out()
+    found: list[Trained] = []
     for factor in size.factors:
-        if is_late():
-            return None
+        if found and is_late():
+            break
         lr = factor * size.lr * math.sqrt(batch / size.base)
         found.append(_train(size, batch, lr, train_ns, eval_ns, device))
     return min(found, key=lambda one: one.last)
