@@ -91,13 +91,7 @@ class Attention(nn.Module):
 
     def forward(self, x_bse: Tensor, shared: PositionTensors) -> Tensor:
         b, s, _ = x_bse.shape
-        q, k, v = self.qkv(x_bse).view(b, s, -1, self.config.head_dim).split(self.heads, dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if shared.cos is not None and shared.sin is not None:
-            q, k = self.rotated(q, k, shared.cos, shared.sin)
-            # As a saved view, v would keep the unrotated q and k alive until the backward.
-            v = v.contiguous() if self.prefix is None else v
+        q, k, v = self.projected(x_bse, shared)
         if self.prefix is not None:
             prefix_k, prefix_v = self.prefix.to(k.dtype).unsqueeze(1).expand(-1, b, -1, -1, -1)
             k, v = torch.cat((prefix_k, k), dim=1), torch.cat((prefix_v, v), dim=1)
@@ -105,13 +99,28 @@ class Attention(nn.Module):
         if shared.slopes is not None:
             bias = positions.additive_bias(self.config, s, shared.slopes, q.dtype, q.device)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if self.kind == "eager":
-            attended = self.eager(q, k, v, bias, attention.SOFTMAX[self.config.softmax])
-        elif self.kind == "triton":
-            attended = attention.own_attention(q, k, v, bias, self.attend)
-        else:
-            attended = attention.sdpa(q, k, v, bias)
+        attended = self.attended(q, k, v, bias)
         return self.out(attended.transpose(1, 2).reshape(b, s, -1))
+
+    def projected(self, x_bse: Tensor, shared: PositionTensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [b, s, h, d], keys and values [b, s, k, d] at their positions, without a prefix."""
+        b, s, _ = x_bse.shape
+        q, k, v = self.qkv(x_bse).view(b, s, -1, self.config.head_dim).split(self.heads, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if shared.cos is not None and shared.sin is not None:
+            q, k = self.rotated(q, k, shared.cos, shared.sin)
+            # As a saved view, v would keep the unrotated q and k alive until the backward.
+            v = v.contiguous() if self.prefix is None else v
+        return q, k, v
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """Return attention of [b, h, s, d] queries over [b, k, s, d] keys and values by this layer's kind."""
+        if self.kind == "eager":
+            return self.eager(q, k, v, bias, attention.SOFTMAX[self.config.softmax])
+        if self.kind == "triton":
+            return attention.own_attention(q, k, v, bias, self.attend)
+        return attention.sdpa(q, k, v, bias)
 
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [b, s, h, d] and keys, rotated by their positions."""
@@ -230,7 +239,7 @@ class NativeDecoder(nn.Module):
         if self.embed_positions is not None:
             learned = self._learned_positions(seq, x_bse.device) if position_ids is None else position_ids
             x_bse = x_bse + self.embed_positions(learned)
-        shared = self._position_tensors(seq, x_bse, position_ids)
+        shared = self.position_tensors(seq, x_bse, position_ids)
         for block in self.layers:
             x_bse = block(x_bse, shared)
         return self.norm(x_bse)
@@ -275,10 +284,10 @@ class NativeDecoder(nn.Module):
             raise InputError(problem, "use a shorter sequence", field="batch.seq", value=seq)
         return torch.arange(self.num_prefix, self.num_prefix + seq, device=device)
 
-    def _position_tensors(
+    def position_tensors(
         self, seq: int, x_bse: Tensor, position_ids: Tensor | None = None
     ) -> PositionTensors:
-        """Compute the tensors that all blocks share, in the dtype of attention."""
+        """Compute the tensors that all blocks share, in the dtype of attention; arguments as in ``hidden``."""
         device = x_bse.device
         amp = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if amp else x_bse.dtype
