@@ -27,6 +27,7 @@ from trainfit.bench.kernels import normed_swiglu, repeated_reads
 from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
 from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.cross_entropy.terms import Terms
+from trainfit.kernels.decode_attention import op as decode_attention
 from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch
 from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
 from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
@@ -36,6 +37,7 @@ from trainfit.kernels.quantize import rowwise as rows
 from trainfit.kernels.quantize.codebook import BLOCK
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
+from trainfit.kernels.sampling import op as sampling
 from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.optim import adafactor, adamw
@@ -84,7 +86,7 @@ def plain_adamw(dtype: torch.dtype, stochastic: bool, *shape: int) -> Call:
 def master_adamw(dtype: torch.dtype, *shape: int) -> Call:
     p, g = empty(*shape, dtype=dtype), empty(*shape, dtype=dtype)
     kept = [empty(*shape, dtype=FP32) for _ in range(3)]
-    return lambda step: adamw.triton_adamw_master(p, g, *kept, numbers(step))
+    return lambda step: adamw.triton_adamw_master(p, g, *kept, numbers(step), 1.0)
 
 
 def coded_adamw(bits: int, stochastic: bool, *shape: int) -> Call:
@@ -217,6 +219,20 @@ def machine_code(kernel: Any) -> str:
         return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
+def decoding(dtype: torch.dtype, b: int, h: int, k: int, m: int, d: int, window: int = 0) -> Call:
+    q, keys = empty(b, h, d, dtype=dtype), empty(b, k, m, d, dtype=dtype)
+    lengths, slopes = empty(b, dtype=torch.int32), empty(h, dtype=FP32) if window else None
+    return lambda step: decode_attention.triton_decode(q, keys, keys, lengths, window, slopes)
+
+
+def sample(dtype: torch.dtype, b: int, v: int) -> Call:
+    logits, keys, least = empty(b, v, dtype=dtype), empty(b, 2, dtype=torch.int64), empty(b, dtype=FP32)
+    return lambda step: [
+        sampling.triton_sample(logits, keys, 1.25, noise, kept)
+        for noise, kept in ((True, least), (False, None))
+    ]
+
+
 def calls() -> Iterator[tuple[str, Call]]:
     """Name and call, each with other types, alignments or widths of its arguments."""
     yield "adamw fp32", plain_adamw(FP32, False, 2047)
@@ -245,6 +261,10 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
     yield "gates large", gates(BF16, 2**18, 14337)
     yield "rotation of a part, large", rotation(BF16, 2**8, 4096, 80, 32)
+    yield "decoding", decoding(BF16, 64, 12, 2, 1024, 128)
+    yield "decoding by parts, a large cache, ALiBi and a window", decoding(FP32, 2, 32, 8, 2**22, 80, 4096)
+    yield "samples", sample(BF16, 64, 151936)
+    yield "samples of many rows", sample(FP32, 2**15, 128256)
     yield "chain bf16", chain(BF16, 32768, 4096)
     yield "chain large and odd", chain(BF16, 2**20, 2049)
     for past_l1 in (False, True):

@@ -10,10 +10,12 @@ from tiny_step import quantized_layer
 from trainfit.kernels.cross_entropy import fused, gradients_in_forward
 from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
 from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy
+from trainfit.kernels.decode_attention import op as decode_attention
 from trainfit.kernels.flash_attention import op as flash_attention
 from trainfit.kernels.quantize import nf4, rowwise
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
+from trainfit.kernels.sampling import op as sampling
 from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.optim import adafactor, adamw
@@ -30,6 +32,8 @@ def test_operators_keep_the_rules_of_pytorch():
         rms_norm,
         swiglu,
         rope,
+        decode_attention,
+        sampling,
         nf4,
         rowwise,
     ):
@@ -53,6 +57,15 @@ def test_operators_keep_the_rules_of_pytorch():
         ("swiglu", x, x),
         ("swiglu_backward", x, x, x),
         ("rotate_pairs", q, k, angles, angles, True),
+        ("decode_attention", q[..., 0, :], q, q, torch.tensor([1, 4], dtype=torch.int32), 0, None),
+        (
+            "sample_tokens",
+            torch.randn(2, 9),
+            torch.arange(4).view(2, 2),
+            0.5,
+            True,
+            torch.tensor([-2.0, -9.0]),
+        ),
         ("quantize_blocks", torch.randn(7, 33), four_bits.levels),
         ("dequantize_nf4", like, *four_bits.buffers(), 7, 33),
         ("dequantize_rows", like, *quantized_layer("int8", 33, 7).buffers()),

@@ -81,7 +81,9 @@ def test_the_number_of_slots_changes_nothing() -> None:
     model = model_of("llama")
     sampling = Sampling(max_new=17, stop=(13,), seed=9)
     runs = [Generator(model, sampling, slots=slots, positions=64)(PROMPTS) for slots in (1, 4, 8)]
-    assert [one.tokens for one in runs[0]] == [one.tokens for one in runs[1]] == [one.tokens for one in runs[2]]
+    assert (
+        [one.tokens for one in runs[0]] == [one.tokens for one in runs[1]] == [one.tokens for one in runs[2]]
+    )
     later = list(Generator(model, sampling, slots=3, positions=64).completions(PROMPTS[2:], first=2))
     assert [one.tokens for one in later] == [one.tokens for one in runs[0][2:]]
 
@@ -96,23 +98,32 @@ def test_weights_that_change_are_used() -> None:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     after = generator(PROMPTS)
-    expected = [without_cache(model, prompt, number, sampling).tokens for number, prompt in enumerate(PROMPTS)]
+    expected = [
+        without_cache(model, prompt, number, sampling).tokens for number, prompt in enumerate(PROMPTS)
+    ]
     assert [one.tokens for one in after] == expected != [one.tokens for one in before]
 
 
 def test_as_transformers_generates(tmp_path: Path) -> None:
     """Greedily, from a folder that transformers wrote."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(**SMALL, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+    config = transformers.Qwen2Config(
+        **SMALL, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None
+    )
     torch.manual_seed(0)
     theirs = transformers.Qwen2ForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
     from trainfit.api.recipes import read
     from trainfit.step import assemble
 
-    fields = [f"model.weights={tmp_path}", "model.implementation=native", "precision=fp32", "hardware.gpu=cpu"]
+    fields = [
+        f"model.weights={tmp_path}",
+        "model.implementation=native",
+        "precision=fp32",
+        "hardware.gpu=cpu",
+    ]
     recipe, _ = read(str(tmp_path / "config.json"), [*fields, "batch.seq=32"])
-    model = assemble(recipe, torch.device("cpu")).model
+    model: Any = assemble(recipe, torch.device("cpu")).model
     found = Generator(model, Sampling(max_new=10, temperature=0), slots=3, positions=64)(PROMPTS)
     for prompt, one in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([prompt])

@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_as_written_out(name: str, kernel: str, device: str) -> None:
     case = CASES[name]
-    q, keys, values = inputs(*case["shape"], device, torch.float32)
+    q, keys, values = inputs(*case["shape"], device=device, dtype=torch.float32)
     window, h = case.get("window", 0), q.shape[1]
     slopes = torch.linspace(0.1, 0.5, h, device=device) if case.get("slopes") else None
     lengths = torch.tensor(case["lengths"], dtype=torch.int32, device=device)

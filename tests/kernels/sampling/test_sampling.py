@@ -61,7 +61,13 @@ def test_the_kernel_samples_as_the_reference(temperature: float, top_p: float | 
         pytest.skip("greedy takes the largest")
     logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(1)).to(device).bfloat16()
     least = least_kept(logits, temperature, top_p) if top_p else None
-    given = (logits, keys_of(9, 11, 2, device), 1 / temperature if temperature else 1.0, temperature > 0, least)
+    given = (
+        logits,
+        keys_of(9, 11, 2, device),
+        1 / temperature if temperature else 1.0,
+        temperature > 0,
+        least,
+    )
     tokens, logs = op.triton_sample(*given)
     expected, expected_logs = op.reference(*given)
     assert tokens.tolist() == expected.tolist()

@@ -3,8 +3,8 @@
 Shapes: logits [b, v]. The sample is the token with the largest ``logits / temperature + Gumbel noise`` (the
 Gumbel-max trick), which is distributed as softmax(logits / temperature). The noise of a token is a function
 of the seed, the sequence's number, the position and the token alone: so a sequence does not depend on which
-others are generated with it, on the device or on a restart, and no generator has a state to save. Noise has 23
-bits: tokens less likely than 2^-23 beside another are sampled less exactly.
+others are generated with it, on the device or on a restart, and no generator has a state to save. Noise has
+23 bits: tokens less likely than 2^-23 beside another are sampled less exactly.
 
 Memory: the results; ``reference`` also holds several [b, v] in fp32 and int64.
 """
@@ -94,7 +94,7 @@ def least_kept(logits: Tensor, temperature: float, top_p: float) -> Tensor:
         mass = torch.where(probabilities >= middle[:, None], probabilities, 0).sum(dim=-1)
         enough = mass >= top_p
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    # ``low`` keeps enough; with the smallest kept probability itself, rounding of the logarithm cannot lose it.
+    # The smallest kept probability, a little less: rounding of its logarithm must not lose it.
     kept = torch.where(probabilities >= low[:, None], probabilities, 2.0).amin(dim=-1)
     return kept.log() - 1e-6
 

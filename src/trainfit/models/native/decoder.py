@@ -287,7 +287,7 @@ class NativeDecoder(nn.Module):
     def position_tensors(
         self, seq: int, x_bse: Tensor, position_ids: Tensor | None = None
     ) -> PositionTensors:
-        """Compute the tensors that all blocks share, in the dtype of attention; arguments as in ``hidden``."""
+        """Compute the tensors that all blocks share, in attention's dtype; arguments as of ``hidden``."""
         device = x_bse.device
         amp = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if amp else x_bse.dtype
