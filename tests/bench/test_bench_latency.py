@@ -1,15 +1,19 @@
 """Memory hierarchy: pointer chases, the sizes that they show, rates of a CPU's caches, marked code."""
 
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench_rows import CPU
+from bench_rows import CPU, tiny_bench
+from trainfit.bench.harness.bench import Bench
 from trainfit.bench.harness.runner import run
 from trainfit.bench.kernels import cc, nvcc
-from trainfit.bench.workloads import cpu_caches, kernel_code, pointer_chase
+from trainfit.bench.workloads import cpu_caches, kernel_code, memory_levels, pointer_chase
 from trainfit.spec.bench import BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.units import KIB, MIB
@@ -75,7 +79,7 @@ def test_the_size_of_a_level_is_where_the_latency_rises() -> None:
     latencies[32 * KIB] = 500.0  # A set inside that is slow ends the level.
     assert pointer_chase.largest_within(latencies, 20.0, 140.0) == 16 * KIB
     with pytest.raises(InputError, match="full form"):
-        pointer_chase._edge("L1", {pointer_chase.IN_L1: 20.0})
+        pointer_chase.edge("L1", {pointer_chase.IN_L1: 20.0})
 
 
 def test_a_level_has_the_latency_of_the_nearest_set_of_its_memory() -> None:
@@ -205,3 +209,63 @@ def _in_the_loop(lines: list[str]) -> list[str]:
         if "BRA" in line and f"`({name})" in line and labels[name] < at
     ]
     return max(parts, key=len)
+
+
+@pytest.fixture
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench of a GPU that is not here, without time: it lists its points and builds nothing."""
+    known = SimpleNamespace(
+        multi_processor_count=132, L2_cache_size=50 * MIB, total_memory=80 * 2**30,
+        shared_memory_per_multiprocessor=228 * KIB, regs_per_multiprocessor=65536,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    return replace(tiny_bench(form="full"), device=torch.device("cuda"), ends_at=-math.inf)
+
+
+def test_every_level_of_a_gpu_has_a_size_a_latency_and_a_rate(gpu_bench: Bench) -> None:
+    levels = memory_levels.to_chase(gpu_bench)
+    assert {str(level.point["level"]) for level in levels} == {
+        "device memory", "L2", "L1", "shared memory", "constant memory", "local memory", "registers",
+    }  # fmt: skip
+    chased = [
+        row.model_copy(update={"status": "done", "message": "", "numbers": {"latency_ns": float(index)}})
+        for index, row in enumerate(pointer_chase.rows(gpu_bench, levels))
+        if "chase" in row.point
+    ]
+    for level in levels:
+        assert pointer_chase.nearest(chased, level.space, level.set_bytes) is not None
+    assert memory_levels._sizes(gpu_bench.device, chased).keys() == {
+        str(one.point["level"]) for one in levels
+    }
+
+
+@pytest.mark.parametrize(
+    ("only", "chases"),
+    [
+        ({"level": {"shared memory"}}, [("shared", 64)]),
+        ({"level": {"device memory"}}, [("global", 2**20)]),
+        ({"level": {"L1"}}, [("global", size // KIB) for size in pointer_chase.GLOBAL_BYTES["full"]]),
+        ({"size of": {"L2"}}, [("global", size // KIB) for size in pointer_chase.GLOBAL_BYTES["full"]]),
+        ({"chase": {"local"}, "set_kib": {"32"}}, [("local", 32)]),
+        ({"dtype": {"bf16"}}, []),
+    ],
+)
+def test_a_selected_level_chases_what_it_needs(
+    gpu_bench: Bench, only: dict[str, set[str]], chases: list[tuple[str, int]]
+) -> None:
+    gpu_bench.only = {key: frozenset(values) for key, values in only.items()}
+    rows = pointer_chase.rows(gpu_bench, memory_levels.to_chase(gpu_bench))
+    found = [(row.point["chase"], row.point["set_kib"]) for row in rows if "chase" in row.point]
+    assert found == chases
+
+
+@pytest.mark.gpu
+def test_chases_and_streams_pass_their_own_checks_on_a_gpu() -> None:
+    """Each build checks where its chase ends, or the sums of what was read."""
+    only = {"chase": list(pointer_chase.OTHER_BYTES)}
+    rows = run("gpu", device="cuda", form="tiny", only=only).rows
+    rows += run("gpu", device="cuda", form="tiny", only={"level": ["registers", "local memory", "L1"]}).rows
+    rows += run("gpu", device="cuda", form="tiny", only={"level": ["constant memory"]}).rows
+    assert {row.status for row in rows} <= {"done", "unsteady"}, [row.message for row in rows]
+    nearest = {str(row.point["chase"]): row.numbers["cycles"] for row in rows if "chase" in row.point}
+    assert float(nearest["register"]) < float(nearest["shared"]) < 100

@@ -15,6 +15,7 @@ from rich.console import Console
 
 import trainfit
 from tiny_training import LLAMA, Listener, options_for, stop_at, tiny
+from trainfit.measurement.feed import Feed
 from trainfit.prediction.predict import predict
 from trainfit.report.results import show_training
 from trainfit.spec.errors import InputError
@@ -205,3 +206,23 @@ def test_options_and_observers_need_no_torch():
     modules = ", ".join(f"trainfit.training.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_waits_for_data_only_where_it_has_no_work():
+    """The host waits 50 ms for each batch; the GPU has work for longer before the second one."""
+
+    def slow(step):
+        time.sleep(0.05)
+        return {"input_ids": torch.zeros(4, 32, dtype=torch.int64)}
+
+    device = torch.device("cuda", 0)
+    with Feed(tiny(), slow, device, range(2)) as feed:
+        torch.cuda.synchronize()
+        next(feed)
+        torch.cuda.synchronize()
+        assert 0.04 < feed.wait_s() < 0.2
+        torch.cuda._sleep(1_000_000_000)  # About half a second.
+        next(feed)
+        torch.cuda.synchronize()
+        assert feed.wait_s() < 0.01

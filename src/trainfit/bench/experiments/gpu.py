@@ -49,7 +49,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     for quantity, number in properties(bench.device).items():
         yield from bench.find({"property": quantity}, lambda number=number: {"value": number})
     chased: list[BenchRow] = []
-    for row in pointer_chase.rows(bench):
+    for row in pointer_chase.rows(bench, memory_levels.to_chase(bench)):
         chased.append(row)
         yield row
     yield from memory_levels.rows(bench, chased)

@@ -10,6 +10,7 @@ anything is timed. A level's row also has its size, and the latency of the chase
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from trainfit.bench.kernels import nvcc, repeated_reads
 from trainfit.bench.kernels.repeated_reads import BLOCK, Reads
 from trainfit.bench.workloads import cpu_caches, pointer_chase
 from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.errors import InputError
 from trainfit.spec.units import GIB, KIB, MIB
 
 BLOCK_BYTES = 4 * BLOCK
@@ -68,18 +70,37 @@ def rows(bench: Bench, chased: Sequence[BenchRow] = ()) -> Iterator[BenchRow]:
     rule = replace(bench.rule, hide=True, cap_s=3 * bench.rule.cap_s)
     on_gpu = bench.device.type == "cuda"
     sizes = _sizes(bench.device, chased) if on_gpu else cpu_caches.sizes()
-    for level in _gpu_levels(bench.device) if on_gpu else _cpu_levels(bench.form):
-        point: Point = {
-            "level": level.name, "set_kib": level.set_bytes // KIB, "read by": level.read_by
-        }  # fmt: skip
+    for level in _levels(bench):
+        point = _point(level)
         per_s = bench.gpu.memory_bytes_per_s if bench.gpu and level.cold_bytes else None
         rates = of_work(num_bytes=level.num_bytes, peak=per_s)
         part = Part(point, work=Work(cold_read_bytes=level.cold_bytes), rates=rates)
         numbers: dict[str, Cell] = {"size_bytes": sizes[level.name]} if level.name in sizes else {}
-        space = CHASED.get(level.name, pointer_chase.GLOBAL if on_gpu else pointer_chase.CPU_MEMORY)
-        if (near := pointer_chase.nearest(chased, space, level.set_bytes)) is not None:
+        if (near := pointer_chase.nearest(chased, _space(bench, level), level.set_bytes)) is not None:
             numbers |= {name: near.numbers[name] for name in ("latency_ns", "cycles") if name in near.numbers}
         yield from bench.time([part], level.build, rule, numbers=numbers)
+
+
+def to_chase(bench: Bench) -> list[pointer_chase.Level]:
+    """Return the levels' points, and which chases they need."""
+    return [
+        pointer_chase.Level(_point(level), _space(bench, level), level.set_bytes, level.name == "L1")
+        for level in _levels(bench)
+    ]
+
+
+def _levels(bench: Bench) -> Iterator[Level]:
+    return _gpu_levels(bench.device) if bench.device.type == "cuda" else _cpu_levels(bench.form)
+
+
+def _point(level: Level) -> Point:
+    return {"level": level.name, "set_kib": level.set_bytes // KIB, "read by": level.read_by}
+
+
+def _space(bench: Bench, level: Level) -> str:
+    """Return which memory's chase has the level's latency."""
+    on_gpu = bench.device.type == "cuda"
+    return CHASED.get(level.name, pointer_chase.GLOBAL if on_gpu else pointer_chase.CPU_MEMORY)
 
 
 def _sizes(device: torch.device, chased: Sequence[BenchRow]) -> dict[str, int]:
@@ -94,9 +115,8 @@ def _sizes(device: torch.device, chased: Sequence[BenchRow]) -> dict[str, int]:
     }
     registers = getattr(known, "regs_per_multiprocessor", None)
     found |= {"registers": 4 * registers} if registers else {}
-    for row in chased:
-        if row.point.get("size of") == "L1" and row.numbers:
-            found["L1"] = int(row.numbers["size_bytes"])
+    with suppress(InputError):  # Too few sets were chased.
+        found["L1"] = pointer_chase.edge("L1", pointer_chase.global_latencies(chased))
     return found
 
 

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,21 +82,52 @@ def _point(space: str, set_bytes: int, chased_by: str) -> Point:
     return {"chase": space, "set_kib": set_bytes // KIB, "chased by": chased_by}
 
 
-def rows(bench: Bench) -> Iterator[BenchRow]:
-    """Yield the latency of each set; on a GPU then the sizes of L1 and L2 that they show."""
+class Level(NamedTuple):
+    """A level of memory that repeats the latency of the chase of its memory whose set is nearest in size."""
+
+    point: Point
+    space: str
+    set_bytes: int
+    needs_edges: bool = False  # Its size is what all sets of global memory show
+
+
+def rows(bench: Bench, levels: Sequence[Level] = ()) -> Iterator[BenchRow]:
+    """Yield the latency of each set; on a GPU then the sizes of L1 and L2 that they show.
+
+    Args:
+        levels: where one is selected, the chases that it needs run too.
+    """
     rule = replace(bench.rule, warmup=1, max_samples=20, spread=0.05, flush=False)
     edges: list[Point] = [{"size of": level} for level in ("L1", "L2")] if bench.device.type == "cuda" else []
     latencies: dict[int, float] = {}
-    for point, build in points(bench):
+    every = points(bench)
+    nearest_of = [nearest_point([point for point, _ in every], *level[1:3]) for level in levels]
+    for point, build in every:
         chases: list[Chase] = []
-        needed_by = edges if point["chase"] == GLOBAL else ()
+        is_global = point["chase"] == GLOBAL
+        needed_by = [*(edges if is_global else ())]
+        needed_by += [
+            level.point
+            for level, near in zip(levels, nearest_of, strict=True)
+            if near == point or (level.needs_edges and is_global)
+        ]
         of = partial(_of_loads, bench, rule, point, chases)
         for row in bench.series([point], partial(_timed, build, chases), rule, of, needed_by=needed_by):
-            if point["chase"] == GLOBAL and "latency_ns" in row.numbers:
-                latencies[int(point["set_kib"]) * KIB] = float(row.numbers["latency_ns"])
+            latencies |= global_latencies([row])
             yield row
     for point in edges:
-        yield from bench.find(point, partial(_edge, str(point["size of"]), latencies))
+        yield from bench.find(
+            point, lambda point=point: {"size_bytes": edge(str(point["size of"]), latencies)}
+        )
+
+
+def global_latencies(found: Sequence[BenchRow]) -> dict[int, float]:
+    """Return the latency of each set of global memory, by its bytes."""
+    return {
+        int(row.point["set_kib"]) * KIB: float(row.numbers["latency_ns"])
+        for row in found
+        if row.point.get("chase") == GLOBAL and "latency_ns" in row.numbers
+    }
 
 
 def _timed(build: Callable[[], Chase], chases: list[Chase]) -> Callable[[Lap], object]:
@@ -126,12 +158,12 @@ def _of_loads(
     yield bench.row(Part(point, rates=rates), timing, {})
 
 
-def _edge(level: str, latencies: Mapping[int, float]) -> dict[str, Cell]:
-    """Return the largest set whose loads are still as fast as the level's."""
+def edge(level: str, latencies: Mapping[int, float]) -> int:
+    """Return the bytes of the largest set whose loads are still as fast as those from L1 or L2."""
     near, far = {"L1": (IN_L1, IN_L2), "L2": (IN_L2, BEYOND)}[level]
     if near not in latencies or far not in latencies:
         raise InputError("the sets inside and beyond the level were not measured", "use the full form")
-    return {"size_bytes": largest_within(latencies, latencies[near], latencies[far])}
+    return largest_within(latencies, latencies[near], latencies[far])
 
 
 def largest_within(latencies: Mapping[int, float], near: float, far: float) -> int:
@@ -247,9 +279,15 @@ def _cpu(set_bytes: int) -> Chase:
 
 def nearest(found: Sequence[BenchRow], space: str, set_bytes: int) -> BenchRow | None:
     """Return the chase of this memory whose set is nearest in size; None: none has a latency."""
-    mine = [row for row in found if row.point.get("chase") == space and "latency_ns" in row.numbers]
+    known = [row for row in found if "latency_ns" in row.numbers]
+    point = nearest_point([row.point for row in known], space, set_bytes)
+    return next((row for row in known if row.point == point), None)
 
-    def distance(row: BenchRow) -> float:
-        return abs(math.log((int(row.point["set_kib"]) + 1) / (set_bytes / KIB + 1)))
 
-    return min(mine, key=distance, default=None)
+def nearest_point(some: Sequence[Point], space: str, set_bytes: int) -> Point | None:
+    """Return the point of this memory whose set is nearest in size, by ratio; None: there is none."""
+
+    def distance(point: Point) -> float:
+        return abs(math.log((int(point["set_kib"]) + 1) / (set_bytes / KIB + 1)))
+
+    return min((point for point in some if point.get("chase") == space), key=distance, default=None)
