@@ -63,18 +63,24 @@ def machine(result: BenchResult | None) -> str:
     return f"Measured on {', '.join([where.device, *clocks, *versions])}."
 
 
-def plotted(name: str, key: str, which: Callable[[Plot], bool] = lambda plot: True) -> str:
+PLACEHOLDER = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 40" role="img">'
+    '<text x="200" y="25" text-anchor="middle" font-family="sans-serif" font-size="14" fill="#667">'
+    "not measured yet on a GPU</text></svg>"
+)
+"""Drawn until there is a record."""
+
+
+def plotted(
+    name: str, key: str, which: Callable[[Plot], bool] = lambda plot: True, *, needs_gpu: bool = True
+) -> str:
     """Return the SVG of an experiment's plots; before there is a record, one that says so."""
-    result = newest(name, key)
+    result = newest(name, key, needs_gpu=needs_gpu)
     plots = [plot for plot in experiment(name).plots if which(plot)]
     drawn = plot_of(result, plots) if result is not None else None
     if drawn is not None:
         return drawn.decode()
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 400 40" role="img">'
-        '<text x="200" y="25" text-anchor="middle" font-family="sans-serif" font-size="14" fill="#667">'
-        "not measured yet on a GPU</text></svg>"
-    )
+    return PLACEHOLDER
 
 
 def attention_plot() -> str:
