@@ -185,7 +185,7 @@ def rounding() -> str:
 def updates() -> str:
     """Part of AdamW's update that reaches the weights, by dtype and learning rate."""
     rows = [row for row in _arithmetic("rounding", "quantity") if "lr" in row.point]
-    heads = {rate: f"lr {rate:g}" for rate in RATES}
+    heads: dict[Cell, str] = {rate: f"lr {rate:g}" for rate in RATES}
     return bench.pivot(rows, {"dtype": "weights"}, "lr", heads, bench.of_number("kept_share", ".0%"))
 
 
