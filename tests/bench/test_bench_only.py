@@ -6,6 +6,7 @@ import pytest
 
 from trainfit.bench.experiments import accumulation, autocast, kernels, memory, transformer
 from trainfit.bench.harness import bench as harness
+from trainfit.bench.harness import runner
 from trainfit.bench.harness.bench import cell_name
 from trainfit.bench.harness.discovery import experiment_names
 from trainfit.bench.harness.runner import run
@@ -80,6 +81,16 @@ def test_only_what_is_selected_is_built(
     assert sorted(built) == sorted(expected)
     numbers = {name for row in result.rows for name in row.numbers}
     assert {"fusion": "of_a_copy", "dataloader": "waiting_share"}.get(name) in {*numbers, None}
+
+
+def test_a_value_with_commas_is_selected_as_it_is_written() -> None:
+    known = ["copy, pageable, then products", "copy", "products", "copy, then"]
+    found = runner._joined(["products", "copy", "pageable", "then products", "copy"], known)
+    assert found == ["products", "copy, pageable, then products", "copy"]
+    assert runner._joined(["copy", "then", "other"], known) == ["copy, then", "other"]
+    only = {"case": ["copy to the host", "pageable", "then products"], "streams": ["one"]}
+    rows = runner.run("streams", device="cpu", form="tiny", only=only, limit_s=0).rows
+    assert {row.point["case"] for row in rows} == {"copy to the host, pageable, then products"}
 
 
 def test_unknown_keys_and_values_are_refused_with_the_known_ones() -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -137,10 +137,23 @@ def _only(
     for key, values in only.items():
         if key not in known:
             raise InputError(f"{name} has no such key", f"use {', '.join(known)}", field="only", value=key)
-        for one in (value for value in values if value not in known[key]):
+        for one in (value for value in _joined(values, known[key]) if value not in known[key]):
             remedy = f"use {', '.join(known[key])}"
             raise InputError(f"no point of {name} has this {key}", remedy, field="only", value=f"{key}={one}")
-    return {key: frozenset(values) for key, values in only.items()}
+    return {key: frozenset(_joined(values, known[key])) for key, values in only.items()}
+
+
+def _joined(parts: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the values whose parts between commas these are; a value may have commas itself."""
+    by_parts = {tuple(part.strip() for part in name.split(",")): name for name in known}
+    found: list[str] = []
+    at = 0
+    while at < len(parts):
+        ends = range(len(parts), at, -1)
+        end = next((end for end in ends if tuple(parts[at:end]) in by_parts), at + 1)
+        found.append(by_parts.get(tuple(parts[at:end]), parts[at]))
+        at = end
+    return found
 
 
 def _make(folder: Path, name: str, chosen: Experiment) -> None:

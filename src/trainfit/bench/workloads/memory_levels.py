@@ -128,7 +128,7 @@ def _cpu_levels(form: str) -> Iterator[Level]:
     for name, set_bytes in cpu_caches.sets(form).items():
         num_bytes = set_bytes * cpu_caches.turns(set_bytes, form)
         yield Level(
-            name, set_bytes, "C, one thread", num_bytes, 0, partial(cpu_caches.build, set_bytes, form)
+            name, set_bytes, "C (one thread)", num_bytes, 0, partial(cpu_caches.build, set_bytes, form)
         )
 
 
@@ -157,12 +157,12 @@ def _gpu_levels(device: torch.device) -> Iterator[Level]:
     threads, warps = programs * STREAM_THREADS, programs * STREAM_THREADS // 32
     set_bytes, num_bytes = 4 * CONSTANT_WORDS, warps * CONSTANT_TURNS * 4 * CONSTANT_WORDS
     build = partial(_constant, programs, device)
-    yield Level("constant memory", set_bytes, "CUDA C++, a word a warp", num_bytes, 0, build)
+    yield Level("constant memory", set_bytes, "CUDA C++ (a word a warp)", num_bytes, 0, build)
     set_bytes, num_bytes = STREAM_THREADS * LOCAL_BYTES, threads * LOCAL_TURNS * LOCAL_BYTES
     yield Level("local memory", set_bytes, "CUDA C++", num_bytes, 0, partial(_local, programs, device))
     set_bytes, num_bytes = 4 * CHAINS * STREAM_THREADS, threads * REGISTER_TURNS * CHAINS * 3 * 4
     build = partial(_registers, programs, device)
-    yield Level("registers", set_bytes, "CUDA C++, three operands", num_bytes, 0, build)
+    yield Level("registers", set_bytes, "CUDA C++ (three operands)", num_bytes, 0, build)
 
 
 def _read(how: Reads, past_l1: bool, device: torch.device) -> Callable[[Lap], object]:
