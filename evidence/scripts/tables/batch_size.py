@@ -4,18 +4,20 @@ Measured rows are of the newest record of ``trainfit bench batch``. Without one,
 before: the data sheet's roofline, and the predictions of ``recipes/batch/micro.yaml``.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from evidence.scripts.tables import bench
 from evidence.scripts.tables.joined import recipe_of, records
 from trainfit.bench.experiments.batch import BLOCK, TOKENS, TOLERANCE
+from trainfit.bench.harness.discovery import experiment
 from trainfit.bench.workloads import few_tokens, token_budget
 from trainfit.catalog.load import gpu, model_config
 from trainfit.flops.shape import shape_of
-from trainfit.report.bench_plot import number
+from trainfit.report.bench_plot import number, panels_of
 from trainfit.report.plot import MEASURED, PREDICTED, Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_grid
-from trainfit.spec.bench import BenchRow
+from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB, format_seconds
 
@@ -33,6 +35,16 @@ REFERENCE_MICRO, SEQ = 4, 2048
 def _rows(key: str) -> list[BenchRow]:
     found = bench.newest("batch", key)
     return [] if found is None else [row for row in found.rows if key in row.point]
+
+
+def _trained() -> BenchResult | None:
+    """Return the newest losses: on a GPU, or else on a CPU."""
+    return bench.newest("batch", BUDGET) or bench.newest("batch", BUDGET, needs_gpu=False)
+
+
+def _losses() -> list[BenchRow]:
+    found = _trained()
+    return [] if found is None else [row for row in found.rows if BUDGET in row.point]
 
 
 def machine() -> str:
@@ -221,7 +233,7 @@ def technique_rows() -> list[list[str]]:
 
 def losses() -> str:
     """Return the loss by batch and tokens seen."""
-    rows = _rows(BUDGET)
+    rows = _losses()
     if not rows:
         return bench.NOT_MEASURED
     seen = sorted({int(row.point["seen"]) for row in rows})
@@ -238,7 +250,7 @@ def losses() -> str:
 
 def useful() -> str:
     """Return the largest useful batch of the newest losses, as a sentence."""
-    rows = _rows(BUDGET)
+    rows = _losses()
     if not rows:
         return bench.NOT_MEASURED
     budget = max(int(row.point["seen"]) for row in rows)
@@ -249,12 +261,15 @@ def useful() -> str:
     source = token_budget.source_loss(token_budget.held_out())
     return (
         f"Beyond **{largest:,} tokens** ({budget // largest:,} steps) a larger batch makes the loss of this "
-        f"budget more than {TOLERANCE:.0%} worse than the best, {found[best]:.3f} nats a token, which those "
-        f"of {best:,} tokens reach. The source itself has {source:.3f} nats. "
-        f"{bench.machine(bench.newest('batch', BUDGET))}"
+        f"budget more than {100 * TOLERANCE:g} % worse than the best, {found[best]:.3f} nats a token, of "
+        f"batches of {best:,} tokens. The source itself has {source:.3f} nats. "
+        f"{bench.machine(_trained())}"
     )
 
 
 def losses_plot() -> str:
     """Plot the loss against the tokens seen, a line for each batch."""
-    return bench.plotted("batch", BUDGET, lambda plot: BUDGET in plot.x)
+    (plot,) = (one for one in experiment("batch").plots if BUDGET in one.x)
+    rows = sorted(_losses(), key=lambda row: int(row.point["batch"]))
+    panels = [replace(panel, y_limits=(None, None)) for panel in panels_of(rows, plot)]
+    return draw(panels, "batch-losses", title=plot.title) if panels else bench.plotted("batch", BUDGET)

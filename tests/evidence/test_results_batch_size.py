@@ -1,0 +1,36 @@
+"""Figures in the sentences of batch-size.md are those of data sheets, predictions and settings."""
+
+from evidence.scripts.tables import batch_size
+from page_claims import check
+from trainfit.bench.workloads import few_tokens, token_budget
+from trainfit.catalog.load import gpu
+
+PAGE = "evidence/pages/batch-size.md"
+
+
+def test_the_crossover_is_the_data_sheets() -> None:
+    sheet = few_tokens.sheet_rates(gpu(batch_size.CARD))
+    assert sheet is not None
+    check(PAGE, r"memory-bound below # tokens on an H100", (batch_size.WEIGHTS.crossover(*sheet),))
+
+
+def test_the_predicted_speeds_are_the_pages_shares_of_the_best() -> None:
+    rates = {one.tokens: one.predicted("tokens_per_s") or 0.0 for one in batch_size._steps()}
+    best = max(rates.values())
+    check(PAGE, r"reach # % of its best speed from # tokens on and # % from # on",
+          (100 * rates[4096] / best, 4096, 100 * rates[8192] / best, 8192))  # fmt: skip
+
+
+def test_the_trainings_are_as_the_page_says() -> None:
+    full, cpu = (token_budget.SIZES[name] for name in ("full", "cpu"))
+    check(PAGE, r"parameters and a budget of # tokens, on a CPU # million and #",
+          (full.budget, 0.131136, cpu.budget))  # fmt: skip
+    check(PAGE, r"constant after a warm-up over # % of the tokens, # for # tokens \(# on a CPU\)",
+          (100 * token_budget.WARMUP_SHARE, full.lr, full.base, cpu.lr))  # fmt: skip
+
+
+def test_rows_of_the_techniques_table_are_against_the_reference() -> None:
+    rows = batch_size.technique_rows()
+    assert [row[0].split("`")[1] for row in rows] == [f"batch.micro: {micro}" for micro in (1, 2, 8)]
+    assert [row[1][0] for row in rows] == ["-", "-", "+"]  # Memory
+    assert [row[3][0] for row in rows] == ["+", "+", "-"]  # A token's time
