@@ -1,19 +1,25 @@
 """Figures in the sentences of the pages on precision, layer norms and autocast are those of the records."""
 
 import math
+from functools import cache
 
 import pytest
 
-from evidence.scripts.tables import bench
+from evidence.scripts.tables import bench, precision
 from page_claims import check
 from trainfit.bench.workloads.autocast_list import OPERATIONS
+from trainfit.report.plot import Panel
 from trainfit.spec.bench import Cell
+from trainfit.spec.result import Outcome, Record
 
 PRECISION, LAYER_NORM = "evidence/pages/precision.md", "evidence/pages/layer-norm.md"
 
 
+newest = cache(bench.newest)
+
+
 def number(experiment: str, name: str, **point: Cell) -> float:
-    found = bench.newest(experiment, next(iter(point)), needs_gpu=False)
+    found = newest(experiment, next(iter(point)), needs_gpu=False)
     assert found is not None
     (row,) = bench.having(found.rows, point)
     return float(row.numbers[name])
@@ -73,3 +79,35 @@ def test_where_fp16_breaks() -> None:
 def test_the_numbers_of_operations() -> None:
     rules = [one.published for one in OPERATIONS.values()]
     assert (rules.count("widest"), rules.count("error")) == (10, 1)
+
+
+def run(status: str, losses: list[float]) -> Record:
+    train = {"losses": losses, "evaluations": [{"loss": losses[-1]}]}
+    outcome = Outcome(status=status, request_id="0" * 16)  # pyright: ignore[reportArgumentType]
+    return Record.model_construct(kind="train", outcome=outcome, train=train)
+
+
+def test_the_tables_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss stands with its distance from the control's; a run that diverged is named and not drawn."""
+    made_up = {
+        "fp32": run("done", [3.0] * 100), "bf16": run("done", [3.25] * 100),
+        "fp16-pure": run("diverged", [9.0]), "fp32 sgd": run("done", [4.0] * 100),
+        "lora": run("done", [2.0] * 100), "lora nf4": run("done", [2.5] * 100),
+    }  # fmt: skip
+    monkeypatch.setattr(precision, "runs", lambda: made_up)
+    table = precision.quality().splitlines()
+    assert table[2:] == [
+        "| `fp32` | 3.0000 | – | – | 4.0000 |", "| `bf16` | 3.2500 (+0.2500) | – | – | – |",
+        "| `fp16-pure` | diverged | – | – | – |",
+    ]  # fmt: skip
+    assert precision.bases().splitlines()[2:] == [
+        "| `bf16` | 2.0000 |",
+        "| `quantize: nf4` | 2.5000 (+0.5000) |",
+    ]
+    drawn: list[Panel] = []
+    monkeypatch.setattr(precision, "draw", lambda panels, *_, **__: drawn.extend(panels) or "")
+    precision.curves()
+    assert [[(one.label, *one.x, *one.y) for one in panel.series] for panel in drawn] == [
+        [("bf16", 50, 100, 0.25, 0.25)]
+    ]
+    assert "| `bf16` | 19.54 |" in precision.tradeoff()

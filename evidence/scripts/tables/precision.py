@@ -34,6 +34,8 @@ GROUPS = {
 TRAINED = ("precision/records.jsonl", "precision-rates/records.jsonl", "precision-bases/records.jsonl")
 MEMORY = "precision-memory/records.jsonl"
 NOT_YET = "not yet"
+TRAINED_STEPS = 1000
+FARTHEST = 1.0  # From fp32's loss; runs beyond it are not drawn
 SMOOTHED = 50  # Steps of which a curve shows the mean
 
 
@@ -86,7 +88,7 @@ def _loss(variant: str, control: str) -> str:
         return "diverged"
     if variant == control or of_control is None:
         return f"{loss:.4f}"
-    return f"{loss:.4f} ({loss - of_control:+.4f})"
+    return f"{loss:.4f} ({loss - of_control:+z.4f})"
 
 
 def curves() -> str:
@@ -97,13 +99,15 @@ def curves() -> str:
         if control is None:
             continue
         exact = _smoothed((control.train or {})["losses"])
-        series = [
-            Series(name, [mine - own for mine, own in zip(_smoothed(losses), exact, strict=False)],
-                   x=[SMOOTHED * (at + 1) for at in range(len(exact))])
-            for name in NAMES
-            if name != "fp32" and (losses := _losses(f"{name}{end}"))
-        ]  # fmt: skip
-        panels.append(Panel(series, title, "step", "loss minus that in fp32", lines=[0.0]))
+        steps = [min(SMOOTHED * (at + 1), TRAINED_STEPS) for at in range(len(exact))]
+        series = []
+        for name in NAMES:
+            losses = _smoothed(_losses(f"{name}{end}"))
+            apart = [mine - own for mine, own in zip(losses, exact, strict=False)]
+            if name != "fp32" and apart and max(map(abs, apart)) < FARTHEST:
+                series.append(Series(name, apart, x=steps))
+        if series:
+            panels.append(Panel(series, title, "step", "loss minus that in fp32", lines=[0.0]))
     if not panels:
         return bench.PLACEHOLDER
     return draw(panels, "precision-curves", size=(9, 3.2 * math.ceil(len(panels) / 2)), columns=2)
@@ -132,7 +136,7 @@ def tradeoff() -> str:
         if record is None or record.estimate is None:
             continue
         pair = pairs.get(record.recipe_id)
-        measured = None if pair is None else pair.measurement
+        measured = None if pair is None else pair.measured
         control = "lora" if name in BASES else "fp32"
         loss = _loss(name, control) if runs() else NOT_YET
         lines.append((shown, *_held(record.estimate, measured), loss))
