@@ -1,0 +1,1 @@
+"""Losses of completions: of their tokens' log-probabilities, rewards and references."""
