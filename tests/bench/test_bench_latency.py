@@ -1,10 +1,13 @@
 """Memory hierarchy: pointer chases, the sizes that they show, rates of a CPU's caches, marked code."""
 
+import ctypes
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -269,3 +272,76 @@ def test_chases_and_streams_pass_their_own_checks_on_a_gpu() -> None:
     assert {row.status for row in rows} <= {"done", "unsteady"}, [row.message for row in rows]
     nearest = {str(row.point["chase"]): row.numbers["cycles"] for row in rows if "chase" in row.point}
     assert float(nearest["register"]) < float(nearest["shared"]) < 100
+
+
+C_TYPES = {"int": ctypes.c_int, "float": ctypes.c_float}
+
+
+def checked_launch(name: str, *arguments: Any, source: str) -> dict[str, Any]:
+    """Compare arguments with the C signature in the source, and return them by their names there."""
+    text = (nvcc.SOURCES / f"{source}.cu").read_text()
+    (signature,) = re.findall(rf'extern "C" int {name}\(([^)]*)\)', text)
+    *parameters, stream = [one.strip().rpartition(" ") for one in signature.split(",")]
+    assert stream[2] == "stream"
+    for (kind, _, parameter), argument in zip(parameters, arguments, strict=True):
+        wanted = torch.Tensor if kind.endswith("void*") else C_TYPES[kind]
+        assert isinstance(argument, wanted), f"{name}: {parameter}"
+    return {parameter: one for (_, _, parameter), one in zip(parameters, arguments, strict=True)}
+
+
+def chased_on_the_host(name: str, *arguments: Any, source: str) -> None:
+    """Do to the arguments of a chase what its kernel does."""
+    by_name = checked_launch(name, *arguments, source=source)
+    place, steps = by_name["place"], by_name["steps"].value
+    assert steps % 8 == 0
+    steps += by_name["warm"].value if "warm" in by_name else 0
+    by_name["out"].copy_(torch.tensor([2 * steps, steps]))
+    if name == "chase_register":
+        place += steps * by_name["addend"].value
+    elif name == "chase_global":
+        at = int(place)
+        for _ in range(steps):
+            at = ctypes.c_int64.from_address(at).value
+        place.fill_(at)
+    else:
+        cycle, at = by_name["cycle"].tolist(), int(place)
+        assert by_name["words"].value == len(cycle)
+        for _ in range(steps):
+            at = cycle[at // 4]
+        place.fill_(at)
+
+
+@pytest.mark.parametrize("space", [pointer_chase.GLOBAL, *pointer_chase.OTHER_BYTES])
+def test_each_chase_gives_its_kernel_the_cycle_that_it_checks(
+    space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvcc, "launch", chased_on_the_host)
+    chase = pointer_chase._gpu(space, 32 * KIB if space != pointer_chase.REGISTER else 0, CPU)
+    chase.check()
+    ns, cycles = chase.times()
+    assert ns >= pointer_chase.CHECKED_STEPS
+    assert cycles == 2 * ns
+    if space != pointer_chase.REGISTER:  # Its chain begins anew.
+        chase.run(8)
+        with pytest.raises(ArithmeticError, match="follow"):
+            chase.check()
+
+
+def test_streams_give_their_kernels_what_they_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums here are those that the kernels' definitions give, each thread's own."""
+
+    def launch(name: str, *arguments: Any, source: str) -> None:
+        by_name = checked_launch(name, *arguments, source=source)
+        turns, sums = by_name["turns"].value, by_name["sums"]
+        assert sums.numel() == by_name["blocks"].value * memory_levels.STREAM_THREADS
+        if name == "stream_constant":
+            total = sum(int((by_name["words"].long() ^ turn).sum()) for turn in range(turns)) % 2**32
+            sums.fill_(total - 2**32 if total >= 2**31 else total)
+        elif name == "stream_local":
+            sums.fill_(turns * sum(4 * (by_name["first"].value + vector) for vector in range(8)))
+        else:
+            sums.fill_(sum(chain + turns * by_name["addend"].value for chain in range(8)))
+
+    monkeypatch.setattr(nvcc, "launch", launch)
+    for build in (memory_levels._constant, memory_levels._local, memory_levels._registers):
+        build(2, CPU)(lambda name: None)
