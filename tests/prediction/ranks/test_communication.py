@@ -125,6 +125,11 @@ def test_batches_and_plots_of_the_layers_memory(tmp_path: Path, capsys: Captured
     assert main(["communication", *XXL, "--gpu", "h100", "--batch", "0"]) == 2
     assert "no number of tokens: write --batch 4096 or 1k,4k" in capsys.readouterr().err
     assert main(["communication", *XXL, "--gpu", "h100", "--plot", str(tmp_path / "a.txt")]) == 65
+    assert main(["communication", *XXL, "--gpu", "tpu-v5p", "--batch", "4k,4k,1M"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("4,000 tokens") == 2  # A line and a heading: a batch counts once.
+    assert "with 1,000,000 tokens: on no number of devices" in text
+    assert "! more than 95 GiB" in text
     drawn = tmp_path / "a.svg"
     assert main(["communication", *XXL, "--gpu", "h100", "--batch", "1k", "--plot", str(drawn)]) == 0
     assert "<svg" in drawn.read_text()

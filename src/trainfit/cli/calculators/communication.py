@@ -112,7 +112,7 @@ def _batches(text: str | None) -> list[int]:
     found = [int(count(part)) for part in (text or "").split(",") if part.strip()]
     if text is not None and (not found or min(found) < 1):
         raise typer.BadParameter(f"{text!r} is no number of tokens: write --batch 4096 or 1k,4k")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _divisors(number: int) -> list[int]:
@@ -181,7 +181,11 @@ class _Memory:
         limit = f"{self.limit / GIB:,.4g} GiB"
         for tokens, ranks in self.fewest.items():
             batch = f"with {tokens:,} tokens" if tokens else "without activations"
-            found = "on no number of devices" if ranks is None else f"from {ranks:,} devices on"
+            found = (
+                "on no number of devices"
+                if ranks is None
+                else f"from {ranks:,} {'device' if ranks == 1 else 'devices'} on"
+            )
             out.print(f"  fits in {limit} {batch}: {found}")
         heads = ["devices", *(f"{tokens:,} tokens" for tokens in self.batches), "largest batch"]
         lines = [
@@ -194,6 +198,8 @@ class _Memory:
         ]
         out.print()
         rows(out, [heads, *lines], *["right"] * len(heads))
+        if any("!" in cell for line in lines for cell in line):
+            out.print(f"  ! more than {limit}")
 
     def _cell(self, ranks: int, tokens: int) -> str:
         total = self.total(ranks, tokens)
