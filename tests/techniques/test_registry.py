@@ -82,6 +82,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "lose no update to rounding"),
     ({"precision": "bf16-master", "adapter": LORA}, "precision = 'bf16-master': only the adapter trains",
      "use precision: bf16"),
+    ({"precision": "fp16-master", "hardware": Hardware(gpu="t4")},
+     "precision = 'fp16-master': NVIDIA T4 is older", "use precision: amp-fp16"),
     (optimizer(name="sgd", precision="fp16-master"), "precision = 'fp16-master'", "amp-fp16"),
     ({"precision": "fp16-master", "adapter": LORA}, "precision = 'fp16-master'", "use precision: fp16-pure"),
     ({"precision": "fp16-master", "hardware": Hardware(count=2)}, "precision = 'fp16-master'",

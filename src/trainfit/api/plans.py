@@ -68,7 +68,8 @@ def plan(
     """Return the fastest recipes that fit, the frontier of memory against speed, and why others lost.
 
     Fields that are given stay as they are; every other field may vary. Where new weights are trained and
-    neither a precision nor ``vary`` is given, it is bf16-master; where nothing fits with it, bf16.
+    neither a precision nor ``vary`` is given, it is bf16-master (amp-fp16 on a GPU without bf16); where
+    nothing fits with it, bf16.
 
     Args:
         recipe: what to plan from, as ``predict`` takes it.
@@ -194,16 +195,19 @@ def _with_eager(found: values.Plan, estimates: "Estimates") -> values.Plan:
 
 
 def _with_master(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with the precision of pretraining: fp32 master weights.
+    """Return the recipe with the precision of pretraining: fp32 master weights, or fp32 ones without bf16.
 
     None where that is not its precision: an adapter or given weights train, or its optimizer keeps none.
     """
+    from trainfit.catalog.load import gpu as find_gpu
     from trainfit.techniques.registry import check
 
     is_new = recipe.adapter is None and recipe.model.weights == RANDOM
     if not is_new or recipe.precision != "bf16":
         return None
-    found = recipe.model_copy(update={"precision": "bf16-master"})
+    gpu = find_gpu(recipe.hardware.gpu)
+    lacks_bf16 = gpu.vendor == "nvidia" and "bf16" not in gpu.peak_flops_per_s
+    found = recipe.model_copy(update={"precision": "amp-fp16" if lacks_bf16 else "bf16-master"})
     try:
         check(found)
     except InputError:

@@ -255,7 +255,7 @@ def _little_headroom(gpu: Gpu, found: Estimate) -> tuple[str, ...]:
 
 def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
     """Return a warning for bf16 on an NVIDIA GPU older than Ampere, which has no bf16 tensor cores."""
-    if gpu.vendor != "nvidia" or "bf16" in gpu.peak_flops_per_s or not recipe.precision.endswith("bf16"):
+    if gpu.vendor != "nvidia" or "bf16" in gpu.peak_flops_per_s or "bf16" not in recipe.precision:
         return ()
     peak = peak_flops_per_s(gpu, "bf16") / 1e12
     return (

@@ -41,6 +41,13 @@ def test_else_it_is_as_before(given: dict[str, Any]) -> None:
     assert planned(vary=("recompute",)).best.precision == "bf16"
 
 
+def test_without_bf16_it_is_fp16_by_autocast() -> None:
+    """A T4 has tensor cores of fp16 alone, and Triton, which updates master weights, does not support it."""
+    found = planned({"hardware": {"gpu": "t4"}})
+    assert found.best.precision == "amp-fp16"
+    assert "amp-fp16: not given; --precision" in found.assumed
+
+
 def test_bf16_alone_where_nothing_else_fits(assumed: Plan) -> None:
     params = assumed.found[0].estimate.params
     least = min(one.estimate.peak_device_bytes for one in assumed.frontier)

@@ -11,9 +11,25 @@ Autocast is active around the forward only, as in
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainfit.spec.hardware import LEAST_FOR_TRITON
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
+
+if TYPE_CHECKING:
+    from trainfit.spec.hardware import Gpu
+
+
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuse master weights in the optimizer on an NVIDIA GPU older than Triton supports."""
+    capability = gpu.compute_capability
+    if recipe.optimizer_keeps_master and capability is not None and capability < LEAST_FOR_TRITON:
+        problem = f"{gpu.title} is older than Triton supports, which updates the master weights"
+        raise refusal(recipe, "precision", problem, "use precision: amp-fp16, or a newer GPU")
 
 
 def check(recipe: Recipe) -> None:
@@ -93,6 +109,7 @@ TECHNIQUE = Technique(
             "fp16-pure",
         ),
     },
+    check_gpu=check_gpu,
     check=check,
     apply=apply,
     when=lambda recipe: recipe.precision.startswith(("amp-", "mixed-", "bf16-", "fp16-")),
