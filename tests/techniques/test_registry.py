@@ -43,6 +43,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"recompute": Every(every=2), **STREAMED}, "offload.weights = true", "set recompute: full"),
     ({"recompute": "full", "compile": "model", **STREAMED}, "offload.weights = true", "use compile: block"),
     ({"recompute": "full", "offload": Offload(weights=True)}, "offload.weights = true", "train an adapter"),
+    ({"adapter": Adapter(kind="prompt", reparametrization="mlp")}, "adapter.reparametrization = 'mlp'",
+     "use adapter.kind: p-tuning"),
+    ({"adapter": prefix(reparametrization="lstm")}, "adapter.reparametrization = 'lstm'", "none or mlp"),
+    ({"adapter": Adapter(kind="lora", reparametrization="mlp")}, "LoRA has no virtual tokens", ""),
+    ({"adapter": prefix(encoder_hidden_size=8)}, "adapter.encoder_hidden_size = 8: no layers", ""),
     # optimizers
     (optimizer(name="adafactor", implementation="fused", momentum=0.9), "optimizer.implementation = 'fused'",
      "use forloop"),

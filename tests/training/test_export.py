@@ -127,7 +127,11 @@ ADAPTERS = {
     "prompt": ("adapter.kind=prompt", "adapter.tokens=5"),
     "prefix": ("adapter.kind=prefix", "adapter.tokens=5", "attention=eager"),
     "p-tuning": ("adapter.kind=p-tuning", "adapter.tokens=5"),
-}
+    "prefix by an mlp": ("adapter.kind=prefix", "adapter.tokens=5", "adapter.reparametrization=mlp",
+                         "adapter.encoder_hidden_size=24", "attention=eager"),
+    "p-tuning by an lstm": ("adapter.kind=p-tuning", "adapter.tokens=5", "adapter.reparametrization=lstm"),
+    "p-tuning of embeddings": ("adapter.kind=p-tuning", "adapter.tokens=5", "adapter.reparametrization=none"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,9 @@ ADAPTERS = {
             for kind in ("lora", "prompt", "prefix", "p-tuning")
             for one in ("hf", "native")
         ),
+        ("prefix by an mlp", "hf", LLAMA),
+        *(("p-tuning by an lstm", one, LLAMA) for one in ("hf", "native")),
+        ("p-tuning of embeddings", "native", LLAMA),
         ("lora with magnitudes", "hf", LLAMA),
         ("lora with magnitudes", "native", LLAMA),
         ("lora and the head", "hf", LLAMA),

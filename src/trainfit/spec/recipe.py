@@ -190,6 +190,10 @@ Targets = Annotated[
 ]
 
 
+OWN_ENCODERS = {"p-tuning": "mlp"}
+"""Kind of adapter -> its reparametrization by default; of others none."""
+
+
 class Adapter(Value):
     """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains.
 
@@ -199,6 +203,9 @@ class Adapter(Value):
         rslora: products are scaled by alpha / sqrt(rank) instead of alpha / rank.
         modules_to_save: names of modules of which a copy trains whole, next to LoRA.
         tokens: virtual tokens of prompt tuning, prefix tuning and p-tuning.
+        reparametrization: layers that produce the virtual tokens while they train: ``mlp`` or ``lstm``, of
+            p-tuning by default ``mlp``; ``none``: they train themselves. None: the kind's own.
+        encoder_hidden_size: width of these layers; None: the model's, as PEFT has it.
     """
 
     kind: Annotated[Literal["lora", "prompt", "prefix", "p-tuning"], Extensible("adapter.kind")]
@@ -211,6 +218,22 @@ class Adapter(Value):
     rslora: bool = False
     modules_to_save: tuple[str, ...] = ()
     tokens: PositiveInt = 20
+    reparametrization: Literal["none", "mlp", "lstm"] | None = None
+    encoder_hidden_size: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_reparametrization(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "reparametrization" in data:
+            # The kind's own is None, so that an id does not depend on writing it.
+            if data["reparametrization"] == OWN_ENCODERS.get(str(data.get("kind")), "none"):
+                return {**data, "reparametrization": None}
+        return data
+
+    @property
+    def encoder(self) -> str:
+        """The layers that produce the virtual tokens: ``mlp``, ``lstm`` or ``none``."""
+        return self.reparametrization or OWN_ENCODERS.get(self.kind, "none")
 
 
 class Parallel(Value):

@@ -48,7 +48,9 @@ def check_adapter(folder: Path, recipe: Recipe) -> None:
         problem = f"training does not go on from an adapter of type {config.get('peft_type')}"
         remedy = f"name one of {', '.join(KINDS)}, or the base model's folder"
         raise InputError(problem, remedy, field="model.weights", value=str(folder))
-    if own is None or own.kind != kind:
+    # p-tuning without its layers is saved as what it is, prompt tuning.
+    is_prompt = own is not None and own.kind == "p-tuning" and own.encoder == "none"
+    if own is None or (own.kind != kind and not (is_prompt and kind == "prompt")):
         problem = f"the folder holds an adapter ({kind}), and the recipe has {own.kind if own else 'none'}"
         raise InputError(problem, f"add --set adapter={kind}", field="model.weights", value=str(folder))
     if kind != "lora":

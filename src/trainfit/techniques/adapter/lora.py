@@ -52,6 +52,16 @@ def needs_peft(recipe: Recipe) -> None:
     require("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
 
 
+def check(recipe: Recipe) -> None:
+    """Refuse missing PEFT and fields of virtual tokens."""
+    needs_peft(recipe)
+    assert recipe.adapter is not None
+    for field in ("reparametrization", "encoder_hidden_size"):
+        if getattr(recipe.adapter, field) is not None:
+            problem, remedy = "LoRA has no virtual tokens", "leave it out, or use adapter.kind: p-tuning"
+            raise refusal(recipe, f"adapter.{field}", problem, remedy)
+
+
 @contextmanager
 def refused_by_peft(recipe: Recipe, field: str, remedy: str) -> Iterator[None]:
     """Convert an error that PEFT raises inside to an InputError of the field."""
@@ -202,7 +212,7 @@ TECHNIQUE = Technique(
     title="LoRA",
     fields=("adapter",),
     covers={"adapter.kind": ("lora",)},
-    check=needs_peft,
+    check=check,
     apply=apply,
     describe=_describe,
     variants=(

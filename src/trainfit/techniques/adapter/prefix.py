@@ -1,8 +1,9 @@
 """Prefix tuning: trainable keys and values that every layer's attention reads, equal for all sequences.
 
-Li and Liang, arXiv:2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT passes them
-as a cache of past tokens; on ``native`` they are parameters of each block's attention. Positions of the
-sequence begin after the prefix.
+Li and Liang, arXiv:2101.00190, by default without their reparametrization, as PEFT. On ``hf`` PEFT passes
+them as a cache of past tokens, which two linear layers may produce while they train (``reparametrization:
+mlp``); on ``native`` they are parameters of each block's attention. Positions of the sequence begin after the
+prefix.
 """
 
 import inspect
@@ -15,6 +16,7 @@ from trainfit.techniques.adapter.prompt import (
     DRAWN_TOKENS,
     check_positions,
     describe_tokens,
+    has_its_encoder,
     has_no_matrices,
     on_hf,
 )
@@ -25,6 +27,12 @@ from trainfit.techniques.draft import Draft
 def check(recipe: Recipe) -> None:
     """Refuse kernels without masks and, on ``hf``, fields that a cache of past tokens excludes."""
     has_no_matrices(recipe)
+    has_its_encoder(recipe, ("none", "mlp"))
+    assert recipe.adapter is not None
+    if recipe.adapter.encoder != "none" and recipe.model.implementation == "native":
+        problem = "the native decoder's prefixes are parameters of its blocks"
+        remedy = "use model.implementation: hf, or adapter.reparametrization: none"
+        raise refusal(recipe, "adapter.reparametrization", problem, remedy)
     if recipe.attention in ("flash", "triton"):
         remedy = "use attention: sdpa, cudnn, efficient or eager"
         raise refusal(
@@ -66,7 +74,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         problem = "this model's layers do not take keys and values in the form of PEFT's prefixes"
         raise refusal(recipe, "adapter.kind", problem, "use adapter.kind: lora or prompt")
     peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens)
+    config = peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=adapter.tokens,
+        prefix_projection=adapter.encoder == "mlp",
+        encoder_hidden_size=adapter.encoder_hidden_size,
+    )
     draft.model = on_hf(recipe, config, draft)
     convert(draft.model.get_submodule("prompt_encoder"), dtype)
 
@@ -80,7 +93,10 @@ TECHNIQUE = Technique(
     check=check,
     apply=apply,
     describe=describe_tokens,
-    variants=({"adapter": {"kind": "prefix", "dtype": "base"}},),
+    variants=(
+        {"adapter": {"kind": "prefix", "dtype": "base"}},
+        {"adapter": {"kind": "prefix", "reparametrization": "mlp"}},
+    ),
     draw=Draw(alone=lambda chance, _: {"adapter": {"kind": "prefix", "tokens": chance.choice(DRAWN_TOKENS)}}),
     # On hf the prefix is one tensor for all layers.
     trace_whole=lambda recipe: recipe.model.implementation == "hf",

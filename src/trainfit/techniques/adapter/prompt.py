@@ -1,8 +1,9 @@
 """Prompt tuning and p-tuning: trainable virtual tokens in front of every sequence; the base is frozen.
 
-``prompt`` trains the virtual tokens' embeddings (Lester et al., arXiv:2104.08691); ``p-tuning`` three
-linear layers that produce them (Liu et al., arXiv:2103.10385), both by PEFT's encoders. The last virtual
-token predicts the first real one. Their FLOPs count as the model's, but not as tokens per second.
+``prompt`` trains the virtual tokens' embeddings (Lester et al., arXiv:2104.08691); ``p-tuning`` layers that
+produce them (Liu et al., arXiv:2103.10385): three linear layers, or an LSTM of two layers and both directions
+with two linear ones, all by PEFT's encoders. Without its layers p-tuning is prompt tuning. Only the virtual
+tokens that the layers end with are kept. The last virtual token predicts the first real one. Their FLOPs count as the model's, but not as tokens per second.
 """
 
 from __future__ import annotations
@@ -24,8 +25,26 @@ DRAWN_TOKENS = (8, 20, 64)
 
 def check(recipe: Recipe) -> None:
     """Refuse missing PEFT and fields that virtual tokens do not have."""
+    assert recipe.adapter is not None
     needs_peft(recipe)
     has_no_matrices(recipe)
+    has_its_encoder(recipe, ("none", "mlp", "lstm") if recipe.adapter.kind == "p-tuning" else ("none",))
+
+
+def has_its_encoder(recipe: Recipe, known: tuple[str, ...]) -> None:
+    """Refuse layers that the kind of adapter does not have, and a width without layers."""
+    assert recipe.adapter is not None
+    adapter = recipe.adapter
+    if adapter.encoder not in known:
+        problem = f"{adapter.kind} has no such layers"
+        others = f"use adapter.reparametrization: {' or '.join(known)}" if len(known) > 1 else "leave it out"
+        raise refusal(
+            recipe, "adapter.reparametrization", problem, f"{others}, or use adapter.kind: p-tuning"
+        )
+    if adapter.encoder_hidden_size is not None and adapter.encoder == "none":
+        problem = "no layers produce the virtual tokens"
+        remedy = "leave it out, or set adapter.reparametrization: mlp"
+        raise refusal(recipe, "adapter.encoder_hidden_size", problem, remedy)
 
 
 def has_no_matrices(recipe: Recipe) -> None:
@@ -73,8 +92,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 def _config(adapter: Adapter, **sizes: int) -> Any:
     peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
-    kind: Any = peft.PromptTuningConfig if adapter.kind == "prompt" else peft.PromptEncoderConfig
-    return kind(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens, **sizes)
+    common = {"task_type": "CAUSAL_LM", "num_virtual_tokens": adapter.tokens, **sizes}
+    if adapter.encoder == "none":
+        return peft.PromptTuningConfig(**common)
+    if adapter.encoder_hidden_size is not None:
+        common["encoder_hidden_size"] = adapter.encoder_hidden_size
+    return peft.PromptEncoderConfig(encoder_reparameterization_type=adapter.encoder.upper(), **common)
 
 
 def on_hf(recipe: Recipe, config: Any, draft: Draft) -> nn.Module:
@@ -97,16 +120,22 @@ def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
     size = base.config.hidden_size
     sizes = {"token_dim": size, "num_transformer_submodules": 1}
     with torch.device(draft.device):
-        if adapter.kind == "prompt":
+        if adapter.encoder == "none":
             encoder: Any = tuners.PromptEmbedding(_config(adapter, **sizes), base.embed)
         else:
-            encoder = tuners.PromptEncoder(_config(adapter, **sizes, encoder_hidden_size=size))
+            hidden = adapter.encoder_hidden_size or size
+            sizes["encoder_hidden_size"] = hidden
+            encoder = tuners.PromptEncoder(_config(adapter, **sizes))
     return Prompted(base, encoder, adapter.tokens)
 
 
 def describe_tokens(recipe: Recipe) -> str:
-    """Return the adapter's kind and number of virtual tokens."""
-    return "" if recipe.adapter is None else f"{recipe.adapter.kind} {recipe.adapter.tokens}"
+    """Return the adapter's kind and number of virtual tokens, and layers that are not the kind's own."""
+    adapter = recipe.adapter
+    if adapter is None:
+        return ""
+    layers = {"none": " without layers", None: ""}.get(adapter.reparametrization, f" by {adapter.encoder}")
+    return f"{adapter.kind} {adapter.tokens}{layers}"
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
@@ -123,6 +152,11 @@ TECHNIQUE = Technique(
     check=check,
     apply=apply,
     describe=describe_tokens,
-    variants=({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
+    variants=(
+        {"adapter": {"kind": "p-tuning"}},
+        {"adapter": {"kind": "p-tuning", "reparametrization": "lstm"}},
+        {"adapter": {"kind": "p-tuning", "reparametrization": "none"}},
+        {"adapter": {"kind": "prompt", "dtype": "base"}},
+    ),
     draw=Draw(alone=_draw),
 )

@@ -42,12 +42,30 @@ def read(reading: Reading) -> None:
         reading.take("peft_type", "adapter.kind", OTHER_KINDS[kind])
         if (tokens := reading.whole("num_virtual_tokens")) is not None:
             reading.take("num_virtual_tokens", "adapter.tokens", tokens)
+        read_encoder(reading, OTHER_KINDS[kind])
         reading.idle(IDLE)
         reading.finish()
         return
     if kind != "LORA":
         reading.leave("peft_type", BOTH, "another kind of adapter; predicted as LoRA")
     read_lora(reading)
+
+
+def read_encoder(reading: Reading, kind: str) -> None:
+    """Read the layers that produce virtual tokens while they train."""
+    if kind == "prompt":
+        return
+    field = "adapter.reparametrization"
+    if kind == "prefix" and reading.flag("prefix_projection"):
+        reading.take("prefix_projection", field, "mlp")
+    elif kind == "p-tuning":
+        name = "encoder_reparameterization_type"
+        # PEFT writes the word, and older versions the name of its enumeration.
+        reading.take(name, field, reading.text(name, "MLP").rpartition(".")[2].lower())
+    has_layers = kind == "p-tuning" or reading.flag("prefix_projection")
+    hidden = reading.whole("encoder_hidden_size")
+    if hidden is not None and has_layers:
+        reading.take("encoder_hidden_size", "adapter.encoder_hidden_size", hidden)
 
 
 def read_lora(reading: Reading) -> None:
