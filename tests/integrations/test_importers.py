@@ -1,5 +1,6 @@
 """Configurations of other tools as recipes: values of public files, the account of every field, defaults."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from trainfit.integrations.importers.source import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.quantize import Quantized
+from trainfit.spec.recipe import Adapter
 
 FOLDER = Path(__file__).parents[1] / "data" / "imports"
 DDP = {"parallel.strategy": "ddp"}
@@ -478,6 +480,38 @@ def test_a_folder_of_a_model_is_found_next_to_the_file(tmp_path: Path) -> None:
     )
     (tmp_path / "run.yaml").write_text("base_model: mine\nmicro_batch_size: 1\nsequence_len: 256\n")
     assert imported([str(tmp_path / "run.yaml")]).recipe.model.display_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("config", "adapter"),
+    [
+        (
+            {"peft_type": "P_TUNING", "encoder_reparameterization_type": "LSTM", "encoder_hidden_size": 32,
+             "encoder_num_layers": 2, "encoder_dropout": 0.0},
+            {"kind": "p-tuning", "reparametrization": "lstm", "encoder_hidden_size": 32},
+        ),
+        ({"peft_type": "P_TUNING", "encoder_reparameterization_type": "MLP"}, {"kind": "p-tuning"}),
+        (
+            {"peft_type": "PREFIX_TUNING", "prefix_projection": True, "encoder_hidden_size": 16},
+            {"kind": "prefix", "reparametrization": "mlp", "encoder_hidden_size": 16},
+        ),
+        # PEFT writes a width that it does not use.
+        (
+            {"peft_type": "PREFIX_TUNING", "prefix_projection": False, "encoder_hidden_size": 32},
+            {"kind": "prefix"},
+        ),
+    ],
+    ids=["lstm", "mlp", "prefix by an mlp", "prefix"],
+)  # fmt: skip
+def test_layers_of_pefts_virtual_tokens(
+    config: dict[str, Any], adapter: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"token_dim": 64, "num_layers": 2, "num_attention_heads": 4, "num_transformer_submodules": 1}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**config, **sizes, "num_virtual_tokens": 5, "inference_mode": True}))
+    found = imported([str(file)], model="llama-3.2-1b")
+    assert found.recipe.adapter == Adapter(tokens=5, **adapter)
+    assert not found.unread
 
 
 def test_unknown_fields_are_named_not_dropped(tmp_path: Path) -> None:

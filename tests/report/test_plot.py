@@ -1,6 +1,7 @@
 """Plots drawn from declared series: well-formed SVG with ids of its own, texts that are no markup."""
 
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import pytest
 from matplotlib.path import Path
@@ -78,3 +79,21 @@ def test_texts_of_points_cross_nothing():
         assert axes.get_window_extent().contains(box.x0, box.y0)
         assert axes.get_window_extent().contains(box.x1, box.y1)
     plt.close(figure)
+
+
+def test_panels_with_one_scale_hold_the_highest_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are not clipped, so one above its panel would cross the title."""
+    from trainfit.report import plot
+
+    seen: list[tuple[float, float]] = []
+    share = plot._share_y
+
+    def shared(grid: Any, every: Any) -> None:
+        share(grid, every)
+        seen.extend(axes.get_ylim() for axes in grid.flat)
+
+    monkeypatch.setattr(plot, "_share_y", shared)
+    panels = [Panel([Series("a", [1.0, 2.0])]), Panel([Series("a", [1.0, 9.0])])]
+    plot_file(panels, "scale", "svg", share_y=True)
+    assert len(set(seen)) == 1
+    assert seen[0][1] >= 9

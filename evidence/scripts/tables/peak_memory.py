@@ -34,6 +34,7 @@ SWEEPS = {
     "budgets": EXPERIMENT / "pareto.yaml",
     "bf16-quality": EXPERIMENT / "bf16-quality.yaml",
     "bf16-quality-docs": EXPERIMENT / "bf16-quality-docs.yaml",
+    "soft-prompts": ROOT / "recipes" / "techniques" / "soft-prompts.yaml",
     "llama-3.2-1b": ROOT / "recipes" / "ladder" / "llama-3.2-1b.yaml",
     "qwen3-4b": ROOT / "recipes" / "ladder" / "qwen3-4b.yaml",
     "llama-3.1-8b": ROOT / "recipes" / "recompute-budget" / "llama-3.1-8b.yaml",

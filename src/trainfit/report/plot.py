@@ -163,13 +163,13 @@ def drawn(
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure, grid = plt.subplots(
             num_rows, columns, figsize=size or _size(panels, columns, num_rows), squeeze=False,
-            sharey=share_y, layout="constrained",
+            layout="constrained",
         )  # fmt: skip
         looks = _looks(panels)
         for panel, axes in zip(panels, grid.flat, strict=False):
             _draw_panel(axes, panel, looks)
-            if share_y and axes not in grid[:, 0]:
-                axes.set_ylabel("")
+        if share_y:
+            _share_y(grid, grid.flat[: len(panels)])
         for axes in grid.flat[len(panels) :]:
             axes.set_axis_off()
         _draw_heads(figure, grid, title)
@@ -183,6 +183,16 @@ def drawn(
         )  # fmt: skip
         plt.close(figure)
     return file.getvalue()
+
+
+def _share_y(grid: Any, every: Any) -> None:
+    """Give all panels one scale, which holds what each would have alone; only the first column has labels."""
+    lows, highs = zip(*(axes.get_ylim() for axes in every), strict=True)
+    for axes in every:
+        axes.set_ylim(min(lows), max(highs))
+        if axes not in grid[:, 0]:
+            axes.set_ylabel("")
+            axes.tick_params(labelleft=False)
 
 
 def _named(panel: Panel) -> Panel:

@@ -7,7 +7,15 @@ import importlib
 from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.data import Data
@@ -221,14 +229,11 @@ class Adapter(Value):
     reparametrization: Literal["none", "mlp", "lstm"] | None = None
     encoder_hidden_size: PositiveInt | None = None
 
-    @model_validator(mode="before")
+    @field_validator("reparametrization")
     @classmethod
-    def _own_reparametrization(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "reparametrization" in data:
-            # The kind's own is None, so that an id does not depend on writing it.
-            if data["reparametrization"] == OWN_ENCODERS.get(str(data.get("kind")), "none"):
-                return {**data, "reparametrization": None}
-        return data
+    def _is_none_if_the_kinds_own(cls, value: Any, info: ValidationInfo) -> Any:
+        # So that an id does not depend on writing it.
+        return None if value == OWN_ENCODERS.get(info.data.get("kind", ""), "none") else value
 
     @property
     def encoder(self) -> str:

@@ -27,6 +27,8 @@ KINDS = (("prompt", "none"), ("p-tuning", "mlp"), ("p-tuning", "lstm"), ("prefix
 """Kind of adapter and the layers that produce its virtual tokens; p-tuning without layers is ``prompt``."""
 NUM_POINTS = 10
 """Points of a loss curve, each the mean over as many steps as lie between two."""
+DRAWN = (0.001, 0.01, 0.03, 0.3)
+"""Learning rates whose curves are drawn."""
 RULE = 1
 """Number of the rule that the virtual tokens learn."""
 
@@ -62,7 +64,7 @@ class Size(NamedTuple):
 TINY = Size(32, 1, 16, 4, 4, 16, 12, 60, 20, (0.03,))
 FULL = {
     "cpu": Size(32, 2, 16, 4, 4, 16, 12, 400, 100, (0.001, 0.01, 0.03, 0.1, 0.3)),
-    "cuda": Size(256, 4, 64, 16, 10, 64, 64, 800, 200, (0.001, 0.01, 0.1, 0.3)),
+    "cuda": Size(256, 4, 64, 16, 10, 64, 64, 800, 200, (0.001, 0.01, 0.03, 0.3)),
 }
 
 
@@ -216,7 +218,8 @@ EXPERIMENT = Experiment(
     ),
     plots=(
         Plot(
-            x=("step",), y="loss", series="adapter", panels=("rate",), where={"part": ("training",)},
+            x=("step",), y="loss", series="adapter", panels=("rate",),
+            where={"part": ("training",), "rate": DRAWN}, names={rate: f"rate {rate:g}" for rate in DRAWN},
             order={"adapter": tuple(map(str, (_named(one)["adapter"] for one in KINDS)))},
             title="Loss of virtual tokens, by learning rate", x_label="step", y_label="nats a token",
         ),

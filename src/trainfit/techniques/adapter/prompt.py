@@ -3,7 +3,8 @@
 ``prompt`` trains the virtual tokens' embeddings (Lester et al., arXiv:2104.08691); ``p-tuning`` layers that
 produce them (Liu et al., arXiv:2103.10385): three linear layers, or an LSTM of two layers and both directions
 with two linear ones, all by PEFT's encoders. Without its layers p-tuning is prompt tuning. Only the virtual
-tokens that the layers end with are kept. The last virtual token predicts the first real one. Their FLOPs count as the model's, but not as tokens per second.
+tokens that the layers end with are kept. The last virtual token predicts the first real one. Their FLOPs
+count as the model's, but not as tokens per second.
 """
 
 from __future__ import annotations

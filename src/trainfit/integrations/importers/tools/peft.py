@@ -30,6 +30,14 @@ WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
     "arrow_config": (BOTH, "routed adapters"),
     "use_bdlora": (BOTH, "block-diagonal adapters"),
 }
+OF_THE_MODEL = (
+    "token_dim",
+    "num_layers",
+    "num_attention_heads",
+    "num_transformer_submodules",
+    "init_weights",
+)
+"""Sizes of the base, which PEFT writes once it has seen it, and how the tokens begin."""
 OTHER_KINDS = {"PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix", "P_TUNING": "p-tuning"}
 
 
@@ -43,7 +51,7 @@ def read(reading: Reading) -> None:
         if (tokens := reading.whole("num_virtual_tokens")) is not None:
             reading.take("num_virtual_tokens", "adapter.tokens", tokens)
         read_encoder(reading, OTHER_KINDS[kind])
-        reading.idle(IDLE)
+        reading.idle([*IDLE, *OF_THE_MODEL])
         reading.finish()
         return
     if kind != "LORA":
@@ -62,10 +70,16 @@ def read_encoder(reading: Reading, kind: str) -> None:
         name = "encoder_reparameterization_type"
         # PEFT writes the word, and older versions the name of its enumeration.
         reading.take(name, field, reading.text(name, "MLP").rpartition(".")[2].lower())
-    has_layers = kind == "p-tuning" or reading.flag("prefix_projection")
-    hidden = reading.whole("encoder_hidden_size")
-    if hidden is not None and has_layers:
+    else:
+        reading.idle(["prefix_projection", "encoder_hidden_size"])
+        return
+    if (hidden := reading.whole("encoder_hidden_size")) is not None:
         reading.take("encoder_hidden_size", "adapter.encoder_hidden_size", hidden)
+    reading.leave("encoder_dropout", ("numbers",), "dropout between the layers of an LSTM", off=(0.0,))
+    if reading.text("encoder_reparameterization_type", "MLP").upper().endswith("LSTM"):
+        reading.leave("encoder_num_layers", BOTH, "predicted with an LSTM of two layers", off=(2,))
+    else:
+        reading.idle(["encoder_num_layers"])  # PEFT ignores it.
 
 
 def read_lora(reading: Reading) -> None:
