@@ -46,7 +46,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"adapter": Adapter(kind="prompt", reparametrization="mlp")}, "adapter.reparametrization = 'mlp'",
      "use adapter.kind: p-tuning"),
     ({"adapter": prefix(reparametrization="lstm")}, "adapter.reparametrization = 'lstm'", "none or mlp"),
-    ({"adapter": Adapter(kind="lora", reparametrization="mlp")}, "LoRA has no virtual tokens", ""),
+    ({"adapter": Adapter(kind="lora", reparametrization="mlp")}, "adapter.reparametrization = 'mlp'",
+     "LoRA has no"),
     ({"adapter": prefix(encoder_hidden_size=8)}, "adapter.encoder_hidden_size = 8: no layers", ""),
     # optimizers
     (optimizer(name="adafactor", implementation="fused", momentum=0.9), "optimizer.implementation = 'fused'",
