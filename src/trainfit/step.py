@@ -197,6 +197,7 @@ class Step:
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
         self._packs_documents = draft.packs_documents
+        self._batch_tensors = draft.batch_tensors
         self._wrapped, self._before_batch = draft.wrapped, draft.before_batch
         self.mesh = draft.mesh  # The ranks; None: one rank
         self.data_rank = data_rank(draft.mesh)  # This rank's number among those that read different data
@@ -223,6 +224,8 @@ class Step:
             batch = {"input_ids": ids_bs, "labels": ids_bs.clone()}
             if self._packs_documents:  # One document, of which the mask is that of many.
                 batch["position_ids"] = torch.arange(shape[1], device=self.device).repeat(shape[0], 1)
+            if self._batch_tensors is not None:
+                batch |= self._batch_tensors(ids_bs)
             batches.append(batch)
         return batches
 

@@ -7,7 +7,8 @@ import torch
 
 from trainfit.kernels.cross_entropy.chunked import Head
 from trainfit.kernels.cross_entropy.token_logs import linear_token_loss
-from trainfit.rl.objectives.policy import PolicyLoss, group_advantages, token_weights, whitened
+from trainfit.kernels.policy_loss.op import PolicyLoss
+from trainfit.rl.objectives.policy import group_advantages, token_weights, whitened
 from trainfit.rl.objectives.preference import preference
 
 

@@ -57,11 +57,13 @@ OTHERS: dict[str, list[Any]] = {
         {"layers": ["full", "none"]}, {"layers": [{"count": 2}]}, {"layers": [{"offload": 0.5}]},
         {"layers": [{"offload": 0.5, "every": 2, "count": 4}]}, {"layers": [{"offload": 0.5, "count": 4}]},
     ],
+    "objective": ["grpo", "ppo", {"name": "grpo", "kl": 0.0}, {"name": "grpo", "rollout": {"batch": 2}}],
     "compile": ["block", "model"],
     "optimizer.name": ["sgd", "adafactor", "muon", "bnb-adamw8bit", "torchao-adamw4bit"],
     "optimizer.implementation": ["foreach", "forloop"],
     "optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0], "optimizer.momentum": [0.5],
     "optimizer.in_backward": [True, "block"], "optimizer.stochastic_rounding": [True],
+    "optimizer.scale_parameter": [False],
     "optimizer.clip_norm": [1.0], "optimizer.no_decay": [("norms",), ("norms", "biases")],
     "data.pack": ["documents", False], "data.format": ["chat"], "data.answers_only": [False],
     "data.eval_share": [0.1], "data.max_documents": [9], "data.split": ["test"],
@@ -121,7 +123,7 @@ def changed(value: Any, path: list[str], new: Any) -> Any:
 
 def parsed(field: str, value: Any) -> Any:
     """Return plain data as the value that the recipe's field holds."""
-    if field in ("recompute", "quantize", "adapter"):
+    if field in ("recompute", "quantize", "adapter", "objective"):
         extra = LORA if field == "quantize" else {}
         return getattr(parse(Recipe, {**PLAIN, **extra, field: value}), field)
     return tuple(value) if isinstance(value, list) else value

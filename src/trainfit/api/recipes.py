@@ -56,6 +56,7 @@ class FieldsButData(TypedDict, total=False):
     block_kernels: str
     loss: str
     loss_terms: Mapping[str, float]
+    objective: str | Mapping[str, Any]
     recompute: str | Mapping[str, Any]
     compile: bool | str
     optimizer: str | Mapping[str, Any]

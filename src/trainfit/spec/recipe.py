@@ -19,6 +19,7 @@ from pydantic import (
 
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.data import Data
+from trainfit.spec.objective import Objective, Pretrain
 from trainfit.spec.outside import Extensible
 from trainfit.spec.quantize import Quantize, Quantized
 from trainfit.spec.recompute import BudgetGib, Recompute
@@ -360,6 +361,7 @@ class Recipe(Value):
     """Whose norms, gates and rotations the blocks run: the model's own code, or our kernels."""
     loss: Annotated[Loss, Extensible("loss")] = "standard"
     loss_terms: LossTerms = LossTerms()
+    objective: Objective = Pretrain()
     recompute: Recompute = "none"
     compile: Annotated[Literal[False, "block", "model"], Extensible("compile")] = False
     optimizer: Optimizer = Optimizer()

@@ -70,6 +70,8 @@ class Draft:
     loss: LossFunction | None = None  # None: the model's own
     cross_entropy: LossFunction | None = None
     """The loss without label smoothing and z-loss, where ``loss`` has them."""
+    batch_tensors: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
+    """(ids [b, s]) -> what a random micro-batch holds besides, where the loss needs more than labels."""
     body: nn.Module | None = None  # The part of the model that loss calls; None: all of it
     after_backward: list[Callable[[], None]] = field(default_factory=list)
     """Called when a step's last backward is done, while gradients are still scaled."""

@@ -14,6 +14,7 @@ from trainfit.measurement.meter import is_out_of_memory
 from trainfit.models.layers import num_weights
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
+from trainfit.spec.objective import Pretrain
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.stop import StopSignal
 from trainfit.step import Step, assemble, vocabulary
@@ -55,6 +56,7 @@ def train(
         StorageError: the disk is full or failed; the message names the newest intact checkpoint.
     """
     with one_report():
+        _refuse_rollouts(recipe)
         _refuse_more_processes(recipe)
         device_type = _device_type(options.device)
         registry.check(recipe)
@@ -74,6 +76,14 @@ def train(
             observer.on_start(session.run)
         with StopSignal() as stop:
             return session.train(stop)
+
+
+def _refuse_rollouts(recipe: Recipe) -> None:
+    """Refuse objectives whose sequences the model generates; data has no rewards."""
+    if not isinstance(recipe.objective, Pretrain):
+        problem = "train has no rollouts: predict and measure know the update alone"
+        remedy, name = "use objective: pretrain", recipe.objective.name
+        raise InputError(problem, remedy, field="objective.name", value=name)
 
 
 def _refuse_more_processes(recipe: Recipe) -> None:

@@ -92,7 +92,10 @@ def linear_token_loss(
                     # tanh's derivative, from the capped logits.
                     capped = torch.tanh(logits.float() * head.scale / head.softcap)
                     exponentials.mul_(1 - capped.square_())
-                gradients.add(part, logits.copy_(exponentials), x, matrix)
+                logits.copy_(exponentials)
+                del exponentials  # Before the products, and before the next chunk's logits.
+                gradients.add(part, logits, x, matrix)
+            del logits
         return total.float(), gradients
 
     return loss_with_gradients(run, hidden, head.weight, head.bias, expected_gradient)
@@ -109,7 +112,10 @@ def _softmax(
     logits: Tensor, columns: Tensor, head: Head, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities of columns [c], exponentials [c, v] and their sums [c, 1], in fp32."""
-    scaled = logits.float() * (head.scale if head.softcap is not None else head.scale / temperature)
+    scaled = logits.to(torch.float32, copy=True)  # Of fp32 products, too: their values are needed again.
+    factor = head.scale if head.softcap is not None else head.scale / temperature
+    if factor != 1.0:
+        scaled.mul_(factor)
     if head.softcap is not None:
         scaled.div_(head.softcap).tanh_().mul_(head.softcap / temperature)
     scaled.sub_(scaled.amax(1, keepdim=True))

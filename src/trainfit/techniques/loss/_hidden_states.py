@@ -43,7 +43,7 @@ def loss_of(draft: Draft, parts: LanguageHead, function: Callable[..., Tensor]) 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         ids_bs, shards = batch["input_ids"], draft.sequences
         targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-        expected = _expected_gradient(draft)
+        expected = expected_gradient(draft)
         if shards is None:
             return mean(parts.hidden(**model_inputs(batch)), targets_bs, expected)
         hidden_bse = parts.hidden(shards.own(ids_bs), position_ids=shards.positions(ids_bs))
@@ -56,7 +56,7 @@ def loss_of(draft: Draft, parts: LanguageHead, function: Callable[..., Tensor]) 
     return loss
 
 
-def _expected_gradient(draft: Draft) -> Tensor | float:
+def expected_gradient(draft: Draft) -> Tensor | float:
     """Return the loss's gradient in the backward: 1 / micro-batches, times the loss scale if any."""
     import torch
 

@@ -1,0 +1,110 @@
+"""The objective of a recipe: what the step's loss is, and where its sequences come from."""
+
+import difflib
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from trainfit.spec.value import Count, PositiveInt, Value, disagreement
+
+NAMES = ("pretrain", "grpo", "ppo")
+Share = Annotated[float, Field(gt=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Pretrain(Value):
+    """Next-token prediction of the recipe's ``data``."""
+
+    name: Literal["pretrain"] = "pretrain"
+
+
+class Rollout(Value):
+    """How completions are generated.
+
+    Attributes:
+        kv_cache: dtype of the cached keys and values.
+        batch: sequences that are generated at a time.
+        temperature: also of the log-probabilities in the loss.
+        top_p: the fewest likeliest tokens that sum to it are sampled from.
+    """
+
+    kv_cache: Literal["bf16", "fp16", "fp32"] = "bf16"
+    batch: Count = 64
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    top_p: Share = 1.0
+
+
+class Policy(Value):
+    """Reinforcement learning from rewards: GRPO, or PPO's clipped loss without a critic.
+
+    Attributes:
+        environment: ``arithmetic``, ``xiangqi``, or ``file.py:Class`` of one's own.
+        group: completions of a prompt.
+        prompts: of a rollout.
+        max_prompt, max_new: tokens of a prompt and of a completion, at most.
+        kl: weight of the divergence from the reference.
+        clip: how far the ratio of new to old probability may move a token.
+        updates_per_rollout: updates into which a rollout's completions are divided.
+        reference: what ``kl`` is measured from: the model without its adapter, or nothing.
+        per: whether all tokens or all completions weigh equally.
+    """
+
+    name: Literal["grpo", "ppo"]
+    environment: str = "arithmetic"
+    group: PositiveInt = 8
+    prompts: PositiveInt = 16
+    max_prompt: PositiveInt = 512
+    max_new: PositiveInt = 512
+    kl: NotNegative = 0.04
+    clip: Share = 0.2
+    updates_per_rollout: PositiveInt = 1
+    reference: Literal["adapter-off", "none"] = "adapter-off"
+    per: Literal["token", "sequence"] = "token"
+    rollout: Rollout = Rollout()
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.name == "grpo" and self.group < 2:
+            problem = "grpo compares the completions of a prompt"
+            raise disagreement(problem, "use 2 or more, or name: ppo", field="objective.group")
+        if self.completions % self.updates_per_rollout:
+            problem = f"a rollout's {self.completions} completions do not divide into so many updates"
+            raise disagreement(problem, "use a divisor of it", field="objective.updates_per_rollout")
+        return self
+
+    @property
+    def completions(self) -> int:
+        """Completions of a rollout."""
+        return self.group * self.prompts
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a prompt and its completion, at most."""
+        return self.max_prompt + self.max_new
+
+    @property
+    def measures_reference(self) -> bool:
+        """Whether the loss has a divergence from a reference."""
+        return self.kl > 0 and self.reference != "none"
+
+
+def _kind(value: Any) -> str:
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return "pretrain" if name == "pretrain" else "policy"
+
+
+def _named(value: Any) -> Any:
+    """Return the mapping that a name alone stands for."""
+    name = value.get("name") if isinstance(value, dict) else value
+    if isinstance(name, str) and name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, 1)
+        remedy = f"use one of {', '.join(NAMES)}" + (f"; did you mean {near[0]}?" if near else "")
+        raise disagreement("no such objective", remedy, field="objective.name")
+    return {"name": value} if isinstance(value, str) else value
+
+
+Objective = Annotated[
+    Annotated[Pretrain, Tag("pretrain")] | Annotated[Policy, Tag("policy")],
+    Discriminator(_kind),
+    BeforeValidator(_named),
+]

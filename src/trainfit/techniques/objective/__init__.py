@@ -1,0 +1,1 @@
+"""Losses of objectives other than next-token prediction."""

@@ -1,0 +1,120 @@
+"""GRPO and PPO: the clipped policy loss of completions, from hidden states, one chunk of tokens at a time.
+
+A micro-batch holds, beside ``input_ids``, what the rollout gave for each position [b, s], fp32: ``old`` and
+``reference`` log-probabilities of the next token, its ``advantages``, and ``weights``, which are 0 for
+prompts and padding and sum to 1 over the sequences of an update. Formulas: kernels/policy_loss/op.py.
+
+Saved for backward: the hidden states' gradients; no logits of all tokens exist.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainfit.spec.objective import Policy
+from trainfit.spec.recipe import LossTerms, Recipe
+from trainfit.techniques.base import Draw, Technique, refusal
+from trainfit.techniques.draft import Draft
+from trainfit.techniques.loss._hidden_states import expected_gradient, loss_of, refuse_own_forward
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+FIELD = "objective.name"
+SHORT = {"kl": 0.0, "max_prompt": 8, "max_new": 8}
+DRAWN = ({"name": "grpo", **SHORT}, {"name": "ppo", "per": "sequence", **SHORT})
+TENSORS = ("old", "reference", "advantages", "weights")
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse other losses, meshes that split a sequence or the model, and lengths that do not agree."""
+    policy = recipe.objective
+    assert isinstance(policy, Policy)
+    if recipe.loss != "standard" or recipe.loss_terms != LossTerms():
+        problem = "the policy's loss replaces the next-token loss, and never holds all logits"
+        raise refusal(recipe, FIELD, problem, "leave loss and loss_terms out")
+    for dimension in ("tensor", "context", "pipeline", "expert"):
+        if getattr(recipe.mesh, dimension) > 1:
+            problem = f"its sequences are not divided over parallel.{dimension}"
+            raise refusal(recipe, FIELD, problem, "use parallel.shard or parallel.replicate")
+    if recipe.data.pack is not True:
+        raise refusal(
+            recipe, FIELD, "its sequences are completions, which are not packed", "leave data.pack out"
+        )
+    if policy.max_tokens > recipe.batch.seq:
+        problem = f"max_prompt + max_new is {policy.max_tokens}, batch.seq is {recipe.batch.seq}"
+        raise refusal(recipe, FIELD, problem, f"write batch.seq: {policy.max_tokens}")
+    if policy.measures_reference and recipe.adapter is None:
+        problem = "without an adapter the reference would be the trained model itself"
+        raise refusal(recipe, FIELD, problem, "set objective.kl: 0, objective.reference: none, or an adapter")
+    refuse_own_forward(recipe, FIELD, "use objective: pretrain")
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Replace the loss; the cross-entropy of evaluations is chunked as well."""
+    import torch
+
+    from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
+    from trainfit.kernels.cross_entropy.token_logs import linear_token_loss
+    from trainfit.kernels.policy_loss.op import PolicyLoss
+    from trainfit.models.language_head import language_head
+    from trainfit.models.packed import model_inputs
+
+    policy = recipe.objective
+    assert isinstance(policy, Policy)
+    parts = language_head(draft.model, recipe.loss)
+    draft.body = parts.body
+    counted: list[Tensor] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        hidden_bse = parts.hidden(**model_inputs(batch))
+        head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
+        # The last position's next token is not known; its weight is 0.
+        targets = batch["input_ids"].roll(-1, dims=1).flatten()
+        old, reference, advantages, weights = (batch[name].flatten() for name in TENSORS)
+        tokens = PolicyLoss(
+            old, advantages, weights, policy.clip, policy.kl, reference if policy.measures_reference else None
+        )
+        found = linear_token_loss(
+            hidden_bse.flatten(0, 1), head, targets, tokens,
+            temperature=policy.rollout.temperature, expected_gradient=expected_gradient(draft),
+        )  # fmt: skip
+        counted.append(tokens.sums)
+        return found
+
+    def read() -> None:
+        draft.readings["policy_sums"] = torch.stack(counted)
+        counted.clear()
+
+    draft.loss, draft.cross_entropy = loss, loss_of(draft, parts, linear_cross_entropy)
+    draft.batch_tensors = _random_tensors
+    draft.after_step.append(read)
+
+
+def _random_tensors(ids_bs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return tensors of completions that fill the sequences, for steps on random tokens."""
+    import torch
+
+    like = torch.zeros(ids_bs.shape, dtype=torch.float32, device=ids_bs.device)
+    weights = torch.full_like(like, 1 / like.numel())
+    return {"old": like - 5, "reference": like - 5, "advantages": like + 1, "weights": weights}
+
+
+def _describe(recipe: Recipe) -> str:
+    policy = recipe.objective
+    assert isinstance(policy, Policy)
+    return f"{policy.name}, {policy.prompts} prompts x {policy.group}"
+
+
+TECHNIQUE = Technique(
+    name="policy_loss",
+    order=147,
+    title="Policy loss",
+    covers={FIELD: ("grpo", "ppo")},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    examples=({"objective": DRAWN[0]},),
+    draw=Draw(alone=lambda chance, _: {"objective": chance.choice(DRAWN)}),
+)
