@@ -133,6 +133,14 @@ OPERATORS = (
     ),
     entry("torch:ops.aten._local_scalar_dense", "values that are read on the host", "default(self) -> 1"),
     entry(
+        "torch:ops.aten._thnn_fused_gru_cell", "CUDA's autocast policy",
+        "default(input_gates, hidden_gates, hx, input_bias=, hidden_bias=) -> 2",
+    ),
+    entry(
+        "torch:ops.aten._thnn_fused_lstm_cell", "CUDA's autocast policy",
+        "default(input_gates, hidden_gates, cx, input_bias=, hidden_bias=) -> 3",
+    ),
+    entry(
         "torch:ops.aten._to_copy", "copies between dtypes and devices",
         "default(self, dtype=, layout=, device=, pin_memory=, non_blocking=, memory_format=) -> 1",
     ),
