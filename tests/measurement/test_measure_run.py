@@ -86,6 +86,8 @@ def test_times_have_samples_and_what_the_trial_imports_is_not_of_its_limit(measu
     assert measured.status == "done", measured.message
     assert measured.step_times is not None
     assert len(measured.step_times.samples) == 4
+    assert measured.first_step_s is not None
+    assert measured.first_step_s > min(measured.step_times.samples)  # It allocates the optimizer's state.
     assert measured.step_s == measured.step_times.median
     assert measured.tokens_per_s == pytest.approx(2 * 64 * 2 / measured.step_times.median)
     assert release(measured.environment.torch) == release(torch.__version__)

@@ -2,17 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.api.calls import predict_recipe
+from trainfit.api.plans import _with_eager
 from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
+from trainfit.planning.estimates import Result
 from trainfit.prediction.compilation import compared, compilation, without
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.report.prediction_text import compiling
+from trainfit.spec.plan import Found, Plan
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
 from trainfit.spec.result import Estimate
@@ -84,6 +88,27 @@ def test_predict_says_it_for_compiled_recipes() -> None:
     text = found.text(width=200)
     assert "before the first step, with an empty cache: 1 graph of" in text
     assert "compiling" not in eager.text()
+
+
+def test_a_plan_says_it_of_its_best_recipe() -> None:
+    recipe = of_layers(LAYERS, "block")
+    estimate = predict(recipe)
+    best = Found(recipe=recipe.model_dump(mode="json"), changes=(), numerics=(), estimate=estimate)
+    asked: list[Recipe] = []
+
+    class Eager:
+        def of(self, requests: Any) -> list[Result]:
+            asked.extend(one.recipe for one in requests)
+            slower = estimate.model_copy(update={"step_s": 3 * (estimate.step_s or 0.0)})
+            return [Result(one.recipe, slower) for one in requests]
+
+    eager: Any = Eager()
+    plan = _with_eager(Plan.model_construct(found=(best, best)), eager)
+    first, second = plan.found
+    assert [one.compile for one in asked] == [False]
+    assert first.estimate.compilation is not None
+    assert first.estimate.compilation.pays_from_steps is not None
+    assert second == best  # Its predictions are those that the search compared.
 
 
 def test_a_budget_of_the_compiler_has_nothing_to_compare_with() -> None:
