@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8-bit": {"optimizer": {"name": "adamw8bit"}},
     "accumulated": {"batch": Batch(micro=1, seq=16, accumulate=3), "implementation": "native"},
     "scaled": {"precision": "amp-fp16"},
+    "scaled-master": {"precision": "fp16-master"},
     "recomputed": {"recompute": "full", "optimizer": {"name": "sgd", "momentum": 0.9}},
     "adapter": {"adapter": Adapter(kind="lora", rank=2)},
 }

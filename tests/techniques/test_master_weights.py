@@ -187,6 +187,23 @@ def test_fp16_takes_the_memory_of_bf16_and_the_scaler(precision: Any) -> None:
     assert 0 <= peaks[0] - peaks[1] < 4096
 
 
+def test_an_overflow_skips_the_update_of_every_part() -> None:
+    """Also before any state exists, with the state on the host, where each part has its optimizer."""
+    recipe = wide_recipe(3, optimizer=Optimizer(lr=1e-2), precision="fp16-master")
+    step = assemble(recipe.model_copy(update={"offload": Offload(optimizer=True)}), CPU)
+    assert step.scaler is not None
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    spoiled = next(iter(step.model.parameters())).register_hook(lambda g: torch.full_like(g, torch.inf))
+    batches = step.random_batches()
+    step(batches)
+    assert step.scaler.get_scale() == 2.0**15
+    assert all(torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+    spoiled.remove()
+    first = step(batches).item()
+    assert step(batches).item() < first
+    assert not any(hasattr(one, "found_inf") for one in step.optimizers)
+
+
 def test_a_scaled_step_resumes_to_the_last_bit(tmp_path: Path) -> None:
     recipe = wide_recipe(2, optimizer=Optimizer(lr=1e-2), precision="fp16-master")
     straight = assemble(recipe, CPU)
