@@ -180,3 +180,20 @@ def test_the_published_rows_are_all_there_and_bf16_costs_what_the_page_says() ->
     ends = (published[0], published[-1], ours[0], ours[-1])
     claim("bf16 weights do: by # to # % there, and by # to # % here", *ends)
     assert all(abs(perplexity(ROWS[name])) < 0.2 for name in theirs if name not in in_bf16)
+
+
+def test_what_epsilon_rounding_steps_and_data_cost_in_bf16() -> None:
+    found, docs = tables.sweep("bf16-quality-cpu"), tables.sweep("bf16-quality-cpu-docs")
+
+    def over(name: str, rows: Mapping[str, Row] = found) -> float:
+        return perplexity(rows[name], rows[tables.QUALITY[name][1]])
+
+    claim(r"torch's costs # %, as the gradients", over("torch_bf16"))
+    claim("to nearest costs # % with steps in proportion to the weights and # % with absolute ones",
+          over("scaled_bf16"), over("absolute_bf16"))  # fmt: skip
+    claim(
+        "Stochastic rounding leaves # % and # %", over("scaled_bf16_rounded"), over("absolute_bf16_rounded")
+    )
+    grown = [100 * (one - 1) for one in tables.over_control(found["absolute_bf16"], found["absolute_fp32"])]
+    claim("grows from # % after 25 steps to # % after 100", grown[0], grown[-1])
+    claim("on other text rounding costs # % and # %", over("scaled_bf16", docs), over("absolute_bf16", docs))

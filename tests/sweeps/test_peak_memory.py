@@ -21,7 +21,8 @@ from trainfit.spec.recompute import Budget, BudgetGib
 from trainfit.sweeps.read import read_sweep
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "peak-memory"
-SWEEPS = ("sweep", "separate", "pareto", "bf16-quality", "bf16-quality-docs")
+SWEEPS = ("sweep", "separate", "pareto", "bf16-quality", "bf16-quality-docs", "bf16-quality-cpu",
+          "bf16-quality-cpu-docs")  # fmt: skip
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in SWEEPS)
 PUBLISHED = tomllib.loads((FOLDER / "published.toml").read_text(encoding="utf-8"))["rows"]
 COMPUTED_OTHERWISE = {"norm": {"rmsnorm", "rmsnorm_unfused"}, "alibi_bias": {"shared", "per_layer"}}

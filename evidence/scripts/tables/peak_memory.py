@@ -34,6 +34,8 @@ SWEEPS = {
     "budgets": EXPERIMENT / "pareto.yaml",
     "bf16-quality": EXPERIMENT / "bf16-quality.yaml",
     "bf16-quality-docs": EXPERIMENT / "bf16-quality-docs.yaml",
+    "bf16-quality-cpu": EXPERIMENT / "bf16-quality-cpu.yaml",
+    "bf16-quality-cpu-docs": EXPERIMENT / "bf16-quality-cpu-docs.yaml",
     "soft-prompts": ROOT / "recipes" / "techniques" / "soft-prompts.yaml",
     "llama-3.2-1b": ROOT / "recipes" / "ladder" / "llama-3.2-1b.yaml",
     "qwen3-4b": ROOT / "recipes" / "ladder" / "qwen3-4b.yaml",
@@ -211,18 +213,18 @@ QUALITY = {
 """Row of the sweep -> its change from the row above, and its control."""
 
 
-def bf16_quality() -> str:
+def bf16_quality(name: str) -> str:
     """Return the perplexity of each change on the way from fp32 to bf16 weights, by steps and by data."""
-    found, on_docs = sweep("bf16-quality"), sweep("bf16-quality-docs")
+    found, on_docs = sweep(name), sweep(f"{name}-docs")
     if found["scaled_fp32"].perplexity is None:
         return "Not measured yet on a GPU."
     lines = []
-    for name, (change, control) in QUALITY.items():
-        more = [_per_cent(one - 1, "+z.1f") for one in over_control(found[name], found[control])]
-        other = on_docs.get(name)
-        docs = perplexity_change(other, on_docs[control]) if other is not None else None
-        perplexity = or_dash(found[name].perplexity, "{:.1f}")
-        lines.append((f"`{name}`", change, perplexity, " / ".join(more), _per_cent(docs, "+z.1f")))
+    for variant, (change, control) in QUALITY.items():
+        row, base, other = found[variant], found[control], on_docs.get(variant)
+        more = [_per_cent(one - 1, "+z.1f") for one in over_control(row, base)] if row is not base else []
+        docs = perplexity_change(other, on_docs[control]) if other is not None and more else None
+        cells = (or_dash(row.perplexity, "{:.1f}"), " / ".join(more) or NOTHING, _per_cent(docs, "+z.1f"))
+        lines.append((f"`{variant}`", change, *cells))
     heads = ("row", "change", "perplexity", "over fp32 after 25 / 50 / 75 / 100 steps, %", "on other text, %")
     return markdown_grid(heads, lines, 2)
 
