@@ -65,6 +65,7 @@ COMBINED: tuple[Data, ...] = (
 
 NOT_MEASURED = (
     "adamw_bitsandbytes", "adamw_torchao", "decay_groups", "offload_optimizer", "packed_documents",
+    "policy_loss",
 )  # fmt: skip
 """Techniques that are younger than the measurements of the page."""
 
@@ -143,7 +144,7 @@ def differences(recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str
 
 LEFT_OUT = {"model", "hardware", "seed", "batch", "optimizer"}
 LEFT_OUT_OF_OPTIMIZER = {"lr", "weight_decay"}
-WITH_FIELDS_OF_THEIR_OWN = ("batch", "optimizer", "offload", "loader", "parallel")
+WITH_FIELDS_OF_THEIR_OWN = ("batch", "data", "objective", "optimizer", "offload", "loader", "parallel")
 
 
 def as_yaml(fields: dict[str, Any]) -> str:

@@ -112,6 +112,7 @@ TECHNIQUE = Technique(
     order=147,
     title="Policy loss",
     covers={FIELD: ("grpo", "ppo")},
+    fields=("objective",),
     check=check,
     apply=apply,
     describe=_describe,

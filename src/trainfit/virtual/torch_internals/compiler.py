@@ -7,6 +7,11 @@ from trainfit.virtual.torch_internals import calls
 COMPILER = (
     entry("torch._dynamo:reset", "forgetting what was compiled before", "()"),
     entry(
+        "torch._dynamo:mark_dynamic", "benchmarks of changed lengths",
+        "(t, index, *, hint_override=, min=, max=, specialize_on=)",
+    ),
+    entry("torch._inductor.utils:clear_caches", "benchmarks of compilations without kept programs", "()"),
+    entry(
         "torch._dynamo:disable", "running FlexAttention outside a captured graph",
         "(fn=, recursive=, *, reason=, wrapping=)",
     ),
