@@ -76,6 +76,7 @@ OTHERS: dict[str, list[Any]] = {
     "adapter": [{"kind": kind} for kind in ("lora", "prompt", "prefix", "p-tuning")],
     "adapter.rank": [8], "adapter.alpha": [8, 16], "adapter.targets": ["q_proj", ["q_proj"]],
     "adapter.dtype": ["base"], "adapter.dropout": [0.1], "adapter.tokens": [8], "adapter.kind": [],
+    "adapter.reparametrization": ["mlp"], "adapter.encoder_hidden_size": [64],
     "adapter.dora": [True], "adapter.rslora": [True], "adapter.modules_to_save": [["lm_head"], ["norm"]],
     "quantize": [
         "nf4", "int8", {"kind": "nf4", "double": False}, {"kind": "nf4", "block": 128},
