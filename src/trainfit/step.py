@@ -189,7 +189,7 @@ class Step:
         self.optimizers = draft.optimizers
         self.scaler = draft.scaler
         self.readings = draft.readings
-        """Values that techniques measured in the last update, by name ([] fp32, on the device)."""
+        """Values that techniques measured in the last update, by name (``Draft.readings``)."""
         self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
         self._after_backward, self._before_update = draft.after_backward, draft.before_update
         self._after_step = draft.after_step

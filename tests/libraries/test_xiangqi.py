@@ -50,6 +50,17 @@ def test_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tasks.reward(0, "a1a10"), tasks.reward(0, "a1a2")) == (4, 1)
 
 
+def test_every_legal_move_has_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those from the tenth row, such as c10e8."""
+    tasks = Xiangqi(seed=5, plies=30)
+    position = START
+    for number in range(20):
+        moves = legal_moves(position)
+        monkeypatch.setattr(tasks, "position", lambda number, position=position: position)
+        assert all(tasks.reward(0, move) >= 1 for move in moves)
+        position = pyffish.get_fen("xiangqi", position, [moves[number % len(moves)]])
+
+
 def test_games() -> None:
     first = play(random_mover(1), random_mover(2), limit=60)
     assert first == play(random_mover(1), random_mover(2), limit=60)

@@ -138,6 +138,13 @@ def test_prompts_without_room_are_refused() -> None:
             generator([prompt])
     with pytest.raises(InputError, match="512 learned positions"):
         Generator(model_of("learned"), Sampling(), slots=1, positions=600)
+    # Positions that are no multiple of the padding.
+    torch.manual_seed(1)
+    few = build_native(
+        {**SMALL, **MODELS["learned"], "max_position_embeddings": 100}, dtype=torch.float32, device="cpu"
+    )
+    (found,) = Generator(few, Sampling(max_new=20), slots=1, positions=100)([[3] * 80])
+    assert len(found.tokens) == 20
 
 
 @pytest.mark.gpu

@@ -77,6 +77,19 @@ def test_updates_raise_what_has_an_advantage() -> None:
     assert step.readings["policy_sums"].shape == (1, 4)
 
 
+def test_two_micro_batches_make_the_update_of_one() -> None:
+    """Weights that sum to 1 over the update are multiplied by the number of micro-batches."""
+    whole = assemble(recipe(), torch.device("cpu"))
+    halves = assemble(recipe(batch={"micro": 1, "accumulate": 2}), torch.device("cpu"))
+    batch = batch_of(whole)
+    rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(2)]
+    whole([batch])
+    halves([row | {"weights": 2 * row["weights"]} for row in rows])
+    for one, other in zip(whole.model.parameters(), halves.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    assert halves.readings["policy_sums"].shape == (2, 4)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss": "chunked"}, "replaces the next-token loss"),
     ({"batch": {"seq": 12}}, r"max_prompt \+ max_new is 16, batch.seq is 12; write batch.seq: 16"),
@@ -84,6 +97,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"objective": {**GRPO, "group": 1}}, "grpo compares the completions of a prompt"),
     ({"objective": {**GRPO, "updates_per_rollout": 3}}, "4 completions do not divide"),
     ({"objective": "gpro"}, "no such objective; use one of pretrain, grpo, ppo; did you mean grpo"),
+    ({"loader": {"workers": 1}}, "its sequences are generated, not loaded"),
+    ({"objective": {**GRPO, "name": "ppo", "group": 1, "prompts": 1}}, "one completion has no other"),
     ({"data": {"pack": False}}, "completions, which are not packed"),
 ]
 

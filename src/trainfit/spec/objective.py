@@ -67,6 +67,9 @@ class Policy(Value):
         if self.name == "grpo" and self.group < 2:
             problem = "grpo compares the completions of a prompt"
             raise disagreement(problem, "use 2 or more, or name: ppo", field="objective.group")
+        if self.completions < 2:
+            problem = "one completion has no other to be compared with"
+            raise disagreement(problem, "use 2 or more", field="objective.prompts")
         if self.completions % self.updates_per_rollout:
             problem = f"a rollout's {self.completions} completions do not divide into so many updates"
             raise disagreement(problem, "use a divisor of it", field="objective.updates_per_rollout")

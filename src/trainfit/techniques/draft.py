@@ -80,7 +80,7 @@ class Draft:
     after_step: list[Callable[[], None]] = field(default_factory=list)
     """Called after each update, when gradients are freed."""
     readings: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values measured in the last update, by name ([] fp32, on the device)."""
+    """Values measured in the last update: fp32 on the device, []; ``policy_sums`` [accumulate, 4]."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
     packs_documents: bool = False  # Batches have position ids that begin anew with each document

@@ -91,3 +91,21 @@ def test_noise_is_finite() -> None:
     largest = torch.tensor((2**23 - 1) + 0.5) * 2.0**-23
     assert largest < 1
     assert torch.isfinite(-(-largest.log()).log())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_nucleus_of_one_token_is_that_token(device: str) -> None:
+    """Large logits, whose sum with the softmax's logarithm rounds by more than the threshold leaves."""
+    if device == "cpu" and not interprets_triton():
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
+    b, temperature = 200, 0.7
+    generator = torch.Generator().manual_seed(2)
+    logits = 40 + torch.randn(b, 300, generator=generator)
+    likeliest = torch.randint(300, (b,), generator=generator)
+    logits[torch.arange(b), likeliest] += 12
+    logits = logits.to(device)
+    least = least_kept(logits, temperature, 0.5)
+    for run in (op.triton_sample, op.reference):
+        tokens, logs = run(logits, keys_of(b, device=device), 1 / temperature, True, least)
+        assert tokens.tolist() == likeliest.tolist()
+        assert logs.cpu().abs().max() < 0.1

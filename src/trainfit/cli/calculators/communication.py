@@ -311,7 +311,7 @@ def _times(one: "LayerTime", mesh: "Mesh", tokens: float) -> None:
 WAYS = {
     "mesh": "{data} FSDP x {tensor} tensor parallel",
     "overlap": "FSDP and tensor traffic at the same time, on links of their own",
-    "gather in 8 bits": "weights gathered in 8 bits, multiplied in bf16",
+    "gather in 8 bits": "weights gathered in 8 bits, gradients reduced in bf16",
     "twice the links": "links of twice the rate",
     "two pipeline stages": "two pipeline stages, weights gathered once a step",
 }

@@ -92,8 +92,9 @@ def _show(spec: "WidgetSpec", memory: "WidgetMemory") -> None:
     out.print(", ".join(choices))
     count = format_count(parameters(spec))
     optimizer = f"k = {spec.k} bytes a parameter" + (" and fp32 weights" if spec.mixed else "")
+    kept = "attention scores are kept" if spec.recomputation == "none" else "attention scores are recomputed"
     rows(out, [
-        ["activations", format_bytes(memory.activations), "attention scores are kept"],
+        ["activations", format_bytes(memory.activations), kept],
         ["parameters", format_bytes(memory.parameters), f"{count}, counted as GPT-2's"],
         ["gradients", format_bytes(memory.gradients), ""],
         ["optimizer", format_bytes(memory.optimizer), optimizer],

@@ -95,7 +95,8 @@ def triton_decode(
     b, h, d = q.shape
     k, m = keys.shape[1:3]
     parts = num_parts(b, k, m)
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lengths, slopes = lengths.contiguous(), None if slopes is None else slopes.contiguous()
     if not b:
         return out
     kernels = triton_kernels("kernels.decode_attention.triton")
@@ -121,4 +122,4 @@ def triton_decode(
 def _fake(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, window: int, slopes: Tensor | None
 ) -> Tensor:
-    return torch.empty_like(q)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)

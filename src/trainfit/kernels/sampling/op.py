@@ -108,7 +108,9 @@ def reference(
     if noise:
         scores = logs - (-_uniforms(keys, logits.shape[1]).log()).log()
     if least is not None:
-        scores = scores.masked_fill(logs < least[:, None], float("-inf"))
+        # The likeliest is kept, whatever the rounding of the smallest.
+        kept = (logs >= least[:, None]) | (logs == logs.amax(dim=-1, keepdim=True))
+        scores = scores.masked_fill(~kept, float("-inf"))
     tokens = scores.argmax(dim=-1)
     return tokens, logs.gather(1, tokens[:, None])[:, 0]
 
@@ -131,6 +133,7 @@ def triton_sample(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``reference`` in one kernel; with ``least`` in two passes over the logits."""
     tokens, logs = _fake(logits, keys, scale, noise, least)
+    keys, least = keys.contiguous(), None if least is None else least.contiguous()
     if logits.shape[0]:
         triton_kernels("kernels.sampling.triton").sample_kernel[(logits.shape[0],)](
             logits, keys, logits if least is None else least, tokens, logs, logits.shape[1], scale,

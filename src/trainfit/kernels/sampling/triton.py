@@ -14,8 +14,11 @@ def _mixed(x):
 
 
 @triton.jit
-def _log_of_sum(row, v, scale, column_stride, BLOCK: tl.constexpr):
-    """Return the logarithm of the sum of the exponentials of a row's scaled logits."""
+def _largest_and_log_sum(row, v, scale, column_stride, BLOCK: tl.constexpr):
+    """Return a row's largest scaled logit, and the logarithm of the sum of exp(logit - largest).
+
+    Apart, because their sum would round differences of logits: those of 50 by 2e-6.
+    """
     largest = float("-inf")
     total = 0.0
     for start in range(0, v, BLOCK):
@@ -23,9 +26,10 @@ def _log_of_sum(row, v, scale, column_stride, BLOCK: tl.constexpr):
         x = tl.load(row + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf"))
         x = x.to(tl.float32) * scale
         new = tl.maximum(largest, tl.max(x, axis=0))
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new), axis=0)
+        known = tl.where(new > float("-inf"), new, 0.0)  # A block of -inf alone must not give NaN.
+        total = total * tl.exp(largest - known) + tl.sum(tl.exp(x - known), axis=0)
         largest = new
-    return largest + tl.log(total)
+    return largest, tl.log(total)
 
 
 @triton.jit
@@ -36,7 +40,9 @@ def sample_kernel(
     """Write the token with the largest noisy logit and its log-probability."""
     b = tl.program_id(0).to(tl.int64)
     row = LOGITS + b * row_stride
-    log_sum = _log_of_sum(row, v, scale, column_stride, BLOCK)
+    largest, log_sum = _largest_and_log_sum(  # pyright: ignore[reportGeneralTypeIssues]
+        row, v, scale, column_stride, BLOCK
+    )
     first = tl.load(KEYS + 2 * b).to(tl.uint32)
     second = tl.load(KEYS + 2 * b + 1).to(tl.uint32)
     best = float("-inf")
@@ -52,7 +58,8 @@ def sample_kernel(
             uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07
             scores = x - tl.log(-tl.log(uniform))
         if HAS_LEAST:
-            scores = tl.where(x - log_sum < tl.load(LEAST + b), float("-inf"), scores)
+            kept = ((x - largest) - log_sum >= tl.load(LEAST + b)) | (x == largest)
+            scores = tl.where(kept, scores, float("-inf"))
         here = tl.max(scores, axis=0)
         if here > best:
             best = here
@@ -60,4 +67,4 @@ def sample_kernel(
             chosen = start + at
             logit = tl.sum(tl.where(tl.arange(0, BLOCK) == at, x, 0.0), axis=0)
     tl.store(TOKENS + b, chosen.to(tl.int64))
-    tl.store(LOGS + b, logit - log_sum)
+    tl.store(LOGS + b, (logit - largest) - log_sum)

@@ -10,6 +10,7 @@ n // POSITIONS.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 from trainfit.spec.errors import InputError
 
 VARIANT = "xiangqi"
+SQUARE = re.compile(r"[a-i]\d+")
+"""Such as ``h3`` and ``h10``, of which a move names two."""
 POSITIONS = 8
 """Tasks of one game."""
 VALUES = {"p": 1.0, "a": 2.0, "b": 2.0, "n": 4.0, "c": 4.5, "r": 9.0, "k": 0.0}
@@ -70,7 +73,8 @@ class Xiangqi:
         if move not in legal_moves(position):
             return self.rewards.illegal
         won = not legal_moves(_after(position, move))  # Mate, and stalemate, which loses in xiangqi.
-        taken = VALUES[_piece_at(position, move[2:]).lower()] if _piece_at(position, move[2:]) else 0.0
+        piece = _piece_at(position, SQUARE.findall(move)[1])
+        taken = VALUES[piece.lower()] if piece else 0.0
         return self.rewards.legal + self.rewards.soldier * taken + self.rewards.wins * won
 
     def position(self, number: int) -> str:

@@ -2,7 +2,7 @@
 
 GRPO (Shao et al., arXiv:2402.03300) samples a group of completions of each prompt; a completion's advantage
 is its reward minus the group's mean, over the group's standard deviation. PPO without a critic takes the
-reward minus the mean of the whole rollout.
+reward minus the mean of the whole rollout, over its standard deviation.
 
 Example: rewards 1, 0, 0, 1 of a group have mean 0.5 and deviation 0.577, so advantages 0.87, -0.87, -0.87 and
 0.87.

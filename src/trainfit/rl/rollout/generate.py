@@ -142,8 +142,9 @@ class Generator:
         self.model, self.sampling, self._autocast = model, sampling, autocast
         weight = model.embed.weight
         self.device = weight.device
+        padded = _padded(positions) if model.embed_positions is None else min(_padded(positions), most)
         self.cache = KVCache.allocate(
-            model.config, slots, _padded(positions), dtype=cache_dtype or weight.dtype, device=self.device
+            model.config, slots, padded, dtype=cache_dtype or weight.dtype, device=self.device
         )
         self._slots = _Slots.allocate(slots, sampling.max_new, self.device)
         self._stop = torch.tensor(sampling.stop, dtype=torch.int64, device=self.device)
@@ -200,7 +201,7 @@ class Generator:
         """Read prompts into their slots, and sample the first token of each."""
         taken = [prompts[number] for _, number in begun]
         lengths = torch.tensor([len(prompt) for prompt in taken], device=self.device)
-        longest = min(_padded(int(lengths.max())), self.cache.num_positions)
+        longest = min(_padded(max(map(len, taken))), self.cache.num_positions)
         padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in taken])
         slots = torch.tensor([slot for slot, _ in begun], device=self.device)
         with self._autocast():
@@ -231,7 +232,7 @@ class Generator:
         state.logs[slots, at] = torch.where(alive, logs, state.logs[slots, at])
         state.next[slots] = tokens
         state.made[slots] = made + alive
-        stops = torch.isin(tokens, self._stop)
+        stops = (tokens[:, None] == self._stop).any(dim=1)  # torch.isin may wait for the device.
         state.alive[slots] = alive & ~stops & (made + 1 < self.sampling.max_new)
 
     def _step(self) -> None:
@@ -264,7 +265,8 @@ class Generator:
             self._decode()
         torch.cuda.current_stream(self.device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # Calls of other threads, such as a loader's that pins memory, do not end the recording.
+        with torch.cuda.device(self.device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._decode()
         for name, value in before.items():
             getattr(state, name).copy_(value)

@@ -2,7 +2,9 @@
 
 A micro-batch holds, beside ``input_ids``, what the rollout gave for each position [b, s], fp32: ``old`` and
 ``reference`` log-probabilities of the next token, its ``advantages``, and ``weights``, which are 0 for
-prompts and padding and sum to 1 over the sequences of an update. Formulas: kernels/policy_loss/op.py.
+prompts and padding. A step averages its micro-batches and ranks, so the mean of their sums of weights is 1:
+weights that sum to 1 over the update are multiplied by the number of both. Formulas:
+kernels/policy_loss/op.py.
 
 Saved for backward: the hidden states' gradients; no logits of all tokens exist.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainfit.spec.objective import Policy
-from trainfit.spec.recipe import LossTerms, Recipe
+from trainfit.spec.recipe import Loader, LossTerms, Recipe
 from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import expected_gradient, loss_of, refuse_own_forward
@@ -38,6 +40,9 @@ def check(recipe: Recipe) -> None:
         if getattr(recipe.mesh, dimension) > 1:
             problem = f"its sequences are not divided over parallel.{dimension}"
             raise refusal(recipe, FIELD, problem, "use parallel.shard or parallel.replicate")
+    if recipe.loader != Loader():
+        problem = "its sequences are generated, not loaded"
+        raise refusal(recipe, FIELD, problem, "leave loader out")
     if recipe.data.pack is not True:
         raise refusal(
             recipe, FIELD, "its sequences are completions, which are not packed", "leave data.pack out"
@@ -84,7 +89,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return found
 
     def read() -> None:
-        draft.readings["policy_sums"] = torch.stack(counted)
+        # Losses outside of a step are not of its update.
+        draft.readings["policy_sums"] = torch.stack(counted[-draft.num_micro_batches :])
         counted.clear()
 
     draft.loss, draft.cross_entropy = loss, loss_of(draft, parts, linear_cross_entropy)

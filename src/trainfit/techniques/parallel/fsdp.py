@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainfit.catalog.load import gpu as find_gpu
@@ -128,6 +129,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.outermost = draft.model if draft.body is None else _with_loss(draft)
     if mesh.pipeline > 1:  # Micro-batches in flight do not share gathered parameters.
         options["reshard_after_forward"] = mesh.reshard_after_forward
+    if draft.batch_tensors is not None:  # Log-probabilities of the batch stay in fp32.
+        options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
     model = fully_shard(draft.outermost, **options)
     assert isinstance(model, FSDPModule)
     draft.around_forward.append(_views_are_only_read)
