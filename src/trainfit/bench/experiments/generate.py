@@ -36,13 +36,15 @@ class Work:
     Attributes:
         weight_bytes: read by each step: every weight but an input embedding of its own.
         cache_bytes: keys and values of one position of one sequence.
-        weight_flops: products of one token by the weights.
+        weight_flops: products of one token by the blocks' weights.
+        head_flops: products of one token by the output layer.
         cache_flops: products of one token by the keys and values of one position.
     """
 
     weight_bytes: int
     cache_bytes: int
     weight_flops: int
+    head_flops: int
     cache_flops: int
 
     @classmethod
@@ -52,16 +54,18 @@ class Work:
         read = sum(one.numel() for one in model.parameters())
         if not config.tie_word_embeddings:
             read -= model.embed.weight.numel()
+        head = config.vocab_size * config.hidden_size
         per_head = config.num_hidden_layers * config.head_dim
         return cls(
             read * dtype_bytes, 2 * per_head * config.num_key_value_heads * dtype_bytes,
-            2 * read, 4 * per_head * config.num_attention_heads,
+            2 * (read - head), 2 * head, 4 * per_head * config.num_attention_heads,
         )  # fmt: skip
 
     def rates(self, bench: Bench, batch: int, seconds: float) -> Mapping[str, Cell]:
         """Return tokens a second, and the shares of the data sheet's bandwidth and peak that they take.
 
-        The prompt's products count, its reads do not: it is read at once.
+        The prompt's products count, its reads do not: it is read at once, and the output layer runs for its
+        last token alone.
         """
         prompt, new = PROMPT[bench.form], NEW[bench.form]
         found: dict[str, Cell] = {
@@ -73,7 +77,9 @@ class Work:
             return found
         positions = sum(range(prompt, prompt + new))
         read = new * self.weight_bytes + batch * positions * self.cache_bytes
-        flops = batch * ((prompt + new) * self.weight_flops + sum(range(prompt + new)) * self.cache_flops)
+        fed = prompt + new - 1  # The last token is sampled, and not read.
+        blocks = fed * self.weight_flops + sum(range(1, fed + 1)) * self.cache_flops
+        flops = batch * (blocks + new * self.head_flops)
         found["mbu_share"] = read / seconds / bench.gpu.memory_bytes_per_s
         found["mfu_share"] = flops / seconds / bench.gpu.peak_flops_per_s["bf16"]
         return found

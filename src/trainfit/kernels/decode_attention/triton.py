@@ -41,16 +41,16 @@ def decode_kernel(
     if HAS_SLOPES:
         slopes = tl.load(SLOPES + heads, mask=rows < group, other=0.0)
     for at in range(start, end, BLOCK):
-        places = at + tl.arange(0, BLOCK)
-        seen = (places >= first) & (places < end)
+        positions = at + tl.arange(0, BLOCK)
+        seen = (positions >= first) & (positions < end)
         wanted = seen[:, None] & (columns < d)[None, :]
-        far = places.to(tl.int64)
+        far = positions.to(tl.int64)
         keys = tl.load(
             K + b * kb + head * kh + far[:, None] * km + columns[None, :] * kd, mask=wanted, other=0.0
         )
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         if HAS_SLOPES:
-            scores -= slopes[:, None] * (length - 1 - places).to(tl.float32)[None, :]
+            scores -= slopes[:, None] * (length - 1 - positions).to(tl.float32)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new = tl.maximum(largest, tl.max(scores, axis=1))
         # A block without any wanted position leaves everything as it is.

@@ -4,7 +4,7 @@ Shapes: logits [b, v]. The sample is the token with the largest ``logits / tempe
 Gumbel-max trick), which is distributed as softmax(logits / temperature). The noise of a token is a function
 of the seed, the sequence's number, the position and the token alone: so a sequence does not depend on which
 others are generated with it, on the device or on a restart, and no generator has a state to save. Noise has
-23 bits: tokens less likely than 2^-23 beside another are sampled less exactly.
+23 bits: a token whose probability is below 2^-23 is sampled less exactly.
 
 Memory: the results; ``reference`` also holds several [b, v] in fp32 and int64.
 """

@@ -22,10 +22,10 @@ class Arithmetic:
     def reward(self, number: int, completion: str) -> float:
         """Return 1 for the answer, 0.1 for another number, else 0."""
         a, b, sign = self._task(number)
-        said = completion.strip()
-        if said == str(a + b if sign == "+" else a - b):
+        answer = completion.strip()
+        if answer == str(a + b if sign == "+" else a - b):
             return 1.0
-        return 0.1 if said.removeprefix("-").isdecimal() else 0.0
+        return 0.1 if answer.removeprefix("-").isdecimal() else 0.0
 
     def _task(self, number: int) -> tuple[int, int, str]:
         choose = random.Random(f"{self.seed} {number}")

@@ -94,9 +94,9 @@ def _blocks(model: NativeDecoder) -> list[Any]:
     return list(model.layers)
 
 
-def _embedded(model: NativeDecoder, input_ids: Tensor, places: Tensor) -> Tensor:
+def _embedded(model: NativeDecoder, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     x = model.embed(input_ids)
-    return x if model.embed_positions is None else x + model.embed_positions(places)
+    return x if model.embed_positions is None else x + model.embed_positions(position_ids)
 
 
 def _around(block: Any, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
@@ -108,13 +108,13 @@ def _around(block: Any, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor
     return x + block.mlp(block.mlp_norm(x))
 
 
-def _shared(model: NativeDecoder, places: Tensor, x: Tensor) -> PositionTensors:
+def _shared(model: NativeDecoder, position_ids: Tensor, x: Tensor) -> PositionTensors:
     """Return RoPE's cos and sin at each slot's own position, [b, 1, 1, r/2]."""
     if model.frequencies is None:
         return PositionTensors()
     amp = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if amp else x.dtype
-    angles = places[:, None].float()[..., None] * model.frequencies.float()
+    angles = position_ids[:, None].float()[..., None] * model.frequencies.float()
     factor = positions.attention_factor(model.config.rope)
     cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return PositionTensors(cos.unsqueeze(-2), sin.unsqueeze(-2))

@@ -47,7 +47,7 @@ class Sampling(Value):
         temperature: 0 takes the likeliest token.
         top_p: the fewest likeliest tokens that sum to it are sampled from.
         stop: tokens that end a completion, itself included.
-        seed: of the noise, which depends on the prompt's number and the position besides.
+        seed: of the noise, which also depends on the prompt's number and the position.
     """
 
     max_new: Count = 512
@@ -107,7 +107,7 @@ class Generator:
 
     The cache and the graph are kept between calls, while the model's weights may change in place. A
     completion is a function of the model, its prompt and number and the sampling; only rounding depends on
-    what is generated beside it.
+    the other sequences of its batch.
     """
 
     def __init__(
@@ -212,13 +212,13 @@ class Generator:
         state.alive[slots] = True
         self._take(slots, *self._sampled(logits, numbers, lengths))
 
-    def _sampled(self, logits: Tensor, numbers: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def _sampled(self, logits: Tensor, numbers: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         sampling = self.sampling
         logits = logits.float()
         cut = sampling.temperature > 0 and sampling.top_p < 1
         return sample_tokens(
             logits,
-            row_keys(sampling.seed, numbers, places),
+            row_keys(sampling.seed, numbers, position_ids),
             temperature=sampling.temperature,
             least=least_kept(logits, sampling.temperature, sampling.top_p) if cut else None,
         )
@@ -248,9 +248,9 @@ class Generator:
     def _decode(self) -> None:
         state = self._slots
         # A slot that has ended stays where it is, inside the cache.
-        places = state.lengths.clamp(max=self.cache.num_positions - 1)
+        position_ids = state.lengths.clamp(max=self.cache.num_positions - 1)
         with self._autocast():
-            logits = forward.decode(self.model, self.cache, state.next, places)
+            logits = forward.decode(self.model, self.cache, state.next, position_ids)
         state.lengths.add_(state.alive.long())
         every = torch.arange(self.cache.num_slots, device=self.device)
         self._take(every, *self._sampled(logits, state.numbers, state.lengths))
