@@ -6,8 +6,8 @@ CUDA. Shapes: b micro-batch, s sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunct
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
     from trainfit.models.weights.read import Weights
     from trainfit.spec.hardware import Gpu
@@ -191,6 +192,10 @@ class Step:
         self.readings = draft.readings
         """Values that techniques measured in the last update, by name (``Draft.readings``)."""
         self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
+        self._token_logs, self.reference = draft.token_logs, draft.reference
+        self._outermost = draft.outermost or draft.model
+        if self.reference is not None:
+            self.reference.begin(self.model)
         self._after_backward, self._before_update = draft.after_backward, draft.before_update
         self._after_step = draft.after_step
         self._around_forward = draft.around_forward
@@ -269,6 +274,65 @@ class Step:
     def cross_entropy(self, batch: Batch) -> Tensor:
         """Run the forward and return the mean next-token cross-entropy, fp32 scalar."""
         return self._forward(self._cross_entropy or self._loss, batch)
+
+    @torch.no_grad()
+    def token_logs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """Return the log-probability of each position's next token, fp32 [b, s], of a policy's model.
+
+        The model is in evaluation mode meanwhile. The last position's value means nothing.
+
+        Args:
+            batch: ``input_ids``, int64 [b, s].
+            reference: of the reference that the recipe names, instead of the model.
+        """
+        assert self._token_logs is not None, "the objective is a policy's"
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            if not reference:
+                return self._forward(self._token_logs, batch)
+            assert self.reference is not None, "the recipe names a reference"
+            self._reshard()
+            with self.reference.active(self.model):
+                found = self._forward(self._token_logs, batch)
+                self._reshard()
+            return found
+        finally:
+            self.model.train(was_training)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Hold all weights whole on every rank, for forwards that call the model's parts; a collective.
+
+        Where weights are not sharded nothing changes. Gathered weights are in the dtype of the forward.
+        """
+        for module in self._sharded_modules():
+            module.unshard()
+        try:
+            yield
+        finally:
+            self._reshard()
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether FSDP2 shards weights, so that whole ones have another address each time."""
+        return bool(self._sharded_modules())
+
+    def _sharded_modules(self) -> list[FSDPModule]:
+        if self.mesh is None:
+            return []
+        from torch.distributed.fsdp import FSDPModule
+
+        return [module for module in self._outermost.modules() if isinstance(module, FSDPModule)]
+
+    def _reshard(self) -> None:
+        """Free gathered weights, which would not follow a change of their shards."""
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def forward_contexts(self) -> ExitStack:
+        """Enter the contexts of the recipe's forwards, such as autocast."""
+        return entered(self._around_forward)
 
     def _forward(self, loss: LossFunction | None, batch: Batch) -> Tensor:
         with entered(self._around_forward):

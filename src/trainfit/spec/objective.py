@@ -3,7 +3,7 @@
 import difflib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
 from trainfit.spec.value import Count, PositiveInt, Value, disagreement
 
@@ -38,19 +38,24 @@ class Policy(Value):
     """Reinforcement learning from rewards: GRPO, or PPO's clipped loss without a critic.
 
     Attributes:
-        environment: ``arithmetic``, ``xiangqi``, or ``file.py:Class`` of one's own.
+        environment: ``arithmetic``, ``xiangqi``, or ``file.py:Class`` of one's own, whose code runs.
+        arguments: of the environment, by name. Its ``seed`` is the recipe's unless it is here.
+        workers: processes that compute prompts and rewards; 0: the training process itself.
         group: completions of a prompt.
         prompts: of a rollout.
         max_prompt, max_new: tokens of a prompt and of a completion, at most.
         kl: weight of the divergence from the reference.
         clip: how far the ratio of new to old probability may move a token.
         updates_per_rollout: updates into which a rollout's completions are divided.
-        reference: what ``kl`` is measured from: the model without its adapter, or nothing.
+        reference: what ``kl`` is measured from: the model without its adapter, a copy of what trains as it
+            was at the start, or nothing.
         per: whether all tokens or all completions weigh equally.
     """
 
     name: Literal["grpo", "ppo"]
-    environment: str = "arithmetic"
+    environment: Annotated[str, Field(min_length=1)] = "arithmetic"
+    arguments: dict[str, JsonValue] = {}
+    workers: Annotated[int, Field(ge=0, le=512)] = 0
     group: PositiveInt = 8
     prompts: PositiveInt = 16
     max_prompt: PositiveInt = 512
@@ -58,7 +63,7 @@ class Policy(Value):
     kl: NotNegative = 0.04
     clip: Share = 0.2
     updates_per_rollout: PositiveInt = 1
-    reference: Literal["adapter-off", "none"] = "adapter-off"
+    reference: Literal["adapter-off", "copy", "none"] = "adapter-off"
     per: Literal["token", "sequence"] = "token"
     rollout: Rollout = Rollout()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainfit.offload.optimizer_state import HostMoments
     from trainfit.parallel.cluster import Cluster
     from trainfit.parallel.context_parallel import SequenceShards
+    from trainfit.parallel.reference import Reference
     from trainfit.spec.pipeline import Stage
     from trainfit.spec.recipe import Recipe
 
@@ -70,6 +71,9 @@ class Draft:
     loss: LossFunction | None = None  # None: the model's own
     cross_entropy: LossFunction | None = None
     """The loss without label smoothing and z-loss, where ``loss`` has them."""
+    token_logs: LossFunction | None = None
+    """(model, micro-batch) -> log-probability of each next token, fp32 [b, s], without a gradient."""
+    reference: Reference | None = None  # What turns the model into the one that ``token_logs`` compares with
     batch_tensors: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
     """(ids [b, s]) -> what a random micro-batch holds besides, where the loss needs more than labels."""
     body: nn.Module | None = None  # The part of the model that loss calls; None: all of it

@@ -120,6 +120,7 @@ class Generator:
         cache_dtype: torch.dtype | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         graph: bool | None = None,
+        device: torch.device | None = None,
     ):
         """Allocate the cache.
 
@@ -129,6 +130,7 @@ class Generator:
             cache_dtype: None: the embedding's.
             autocast: context of every forward.
             graph: replay a recorded step; None: on CUDA.
+            device: of the cache; None: the embedding's.
 
         Raises:
             InputError: more positions than the model has, or a model with a trained prefix.
@@ -141,7 +143,7 @@ class Generator:
             )
         self.model, self.sampling, self._autocast = model, sampling, autocast
         weight = model.embed.weight
-        self.device = weight.device
+        self.device = device or weight.device
         padded = _padded(positions) if model.embed_positions is None else min(_padded(positions), most)
         self.cache = KVCache.allocate(
             model.config, slots, padded, dtype=cache_dtype or weight.dtype, device=self.device
@@ -151,17 +153,27 @@ class Generator:
         self._uses_graph = self.device.type == "cuda" if graph is None else graph
         self._graph: torch.cuda.CUDAGraph | None = None
 
+    def forget(self) -> None:
+        """Record the next step anew, as the weights have moved to other addresses."""
+        self._graph = None
+
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
         """Return a completion of each prompt; prompt i has number i."""
         return list(self.completions(prompts))
 
     @torch.no_grad()
-    def completions(self, prompts: Sequence[Sequence[int]], first: int = 0) -> Iterator[Completion]:
+    def completions(
+        self,
+        prompts: Sequence[Sequence[int]],
+        first: int = 0,
+        at_steps: Callable[[], None] = lambda: None,
+    ) -> Iterator[Completion]:
         """Yield the completions in the prompts' order.
 
         Args:
             first: the number of the first prompt, on which its noise depends.
+            at_steps: called every few steps; an exception that it raises ends the generation.
 
         Raises:
             InputError: an empty prompt, or one that leaves no room for ``max_new`` tokens.
@@ -174,16 +186,19 @@ class Generator:
         was_training = self.model.training
         self.model.eval()
         try:
-            yield from self._run(prompts, first)
+            yield from self._run(prompts, first, at_steps)
         finally:
             self.model.train(was_training)
 
-    def _run(self, prompts: Sequence[Sequence[int]], first: int) -> Iterator[Completion]:
+    def _run(
+        self, prompts: Sequence[Sequence[int]], first: int, at_steps: Callable[[], None]
+    ) -> Iterator[Completion]:
         waiting = deque(range(len(prompts)))
         running: dict[int, int] = {}  # Slot -> prompt
         done: dict[int, Completion] = {}
         given = 0
         while waiting or running:
+            at_steps()
             free = [slot for slot in range(self.cache.num_slots) if slot not in running]
             begun = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
             if begun:

@@ -50,10 +50,24 @@ def check(recipe: Recipe) -> None:
     if policy.max_tokens > recipe.batch.seq:
         problem = f"max_prompt + max_new is {policy.max_tokens}, batch.seq is {recipe.batch.seq}"
         raise refusal(recipe, FIELD, problem, f"write batch.seq: {policy.max_tokens}")
-    if policy.measures_reference and recipe.adapter is None:
-        problem = "without an adapter the reference would be the trained model itself"
-        raise refusal(recipe, FIELD, problem, "set objective.kl: 0, objective.reference: none, or an adapter")
+    if policy.measures_reference:
+        _check_reference(recipe, policy.reference)
     refuse_own_forward(recipe, FIELD, "use objective: pretrain")
+
+
+def _check_reference(recipe: Recipe, reference: str) -> None:
+    if reference == "copy":
+        if recipe.offload.weights:
+            problem = "a copy of weights that are on the host would be on the GPU"
+            raise refusal(recipe, "objective.reference", problem, "use reference: none, or an adapter")
+    elif recipe.adapter is None:
+        problem = "without an adapter the reference would be the trained model itself"
+        remedy = "set objective.reference: copy or none, objective.kl: 0, or an adapter"
+        raise refusal(recipe, FIELD, problem, remedy)
+    elif recipe.adapter.modules_to_save:
+        problem = "modules that train whole are no part of the adapter that is switched off"
+        remedy = "use reference: copy, or leave adapter.modules_to_save out"
+        raise refusal(recipe, "objective.reference", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -61,10 +75,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     import torch
 
     from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
-    from trainfit.kernels.cross_entropy.token_logs import linear_token_loss
+    from trainfit.kernels.cross_entropy.token_logs import linear_token_loss, token_logs
     from trainfit.kernels.policy_loss.op import PolicyLoss
     from trainfit.models.language_head import language_head
     from trainfit.models.packed import model_inputs
+    from trainfit.parallel.reference import AdapterOff, Copy
 
     policy = recipe.objective
     assert isinstance(policy, Policy)
@@ -72,17 +87,24 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.body = parts.body
     counted: list[Tensor] = []
 
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def inputs(batch: dict[str, Tensor]) -> tuple[Tensor, Head, Tensor]:
         hidden_bse = parts.hidden(**model_inputs(batch))
         head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
         # The last position's next token is not known; its weight is 0.
-        targets = batch["input_ids"].roll(-1, dims=1).flatten()
+        return hidden_bse.flatten(0, 1), head, batch["input_ids"].roll(-1, dims=1).flatten()
+
+    def logs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        found = token_logs(*inputs(batch), temperature=policy.rollout.temperature)
+        return found.view_as(batch["input_ids"])
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        hidden, head, targets = inputs(batch)
         old, reference, advantages, weights = (batch[name].flatten() for name in TENSORS)
         tokens = PolicyLoss(
             old, advantages, weights, policy.clip, policy.kl, reference if policy.measures_reference else None
         )
         found = linear_token_loss(
-            hidden_bse.flatten(0, 1), head, targets, tokens,
+            hidden, head, targets, tokens,
             temperature=policy.rollout.temperature, expected_gradient=expected_gradient(draft),
         )  # fmt: skip
         counted.append(tokens.sums)
@@ -94,6 +116,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         counted.clear()
 
     draft.loss, draft.cross_entropy = loss, loss_of(draft, parts, linear_cross_entropy)
+    draft.token_logs = logs
+    if policy.measures_reference:
+        draft.reference = Copy() if policy.reference == "copy" else AdapterOff()
     draft.batch_tensors = _random_tensors
     draft.after_step.append(read)
 

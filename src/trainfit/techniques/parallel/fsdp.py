@@ -185,9 +185,12 @@ def _with_loss(draft: Draft) -> nn.Module:
     from trainfit.parallel.training_forward import TrainingForward
 
     root, cross_entropy = TrainingForward(draft.model, draft.loss), draft.cross_entropy
+    token_logs = draft.token_logs
     draft.loss = lambda model, batch: root(batch)
     if cross_entropy is not None:
         draft.cross_entropy = lambda model, batch: root(batch, cross_entropy)
+    if token_logs is not None:
+        draft.token_logs = lambda model, batch: root(batch, token_logs)
     return root
 
 
