@@ -288,13 +288,15 @@ def train_built(
         notes: how they were planned.
         force: do not check this machine's memory first.
     """
-    from trainfit.training.log import JsonlLog, TensorBoard
+    from trainfit.rl.loop import rollouts_of
+    from trainfit.training.log import JsonlLog, RolloutLog, TensorBoard
     from trainfit.training.loop import train as run
     from trainfit.training.progress import ProgressBar
     from trainfit.training.ranks.launch import launched_rank
 
+    rollouts = rollouts_of(built)
     if launched_rank():  # Rank 0 alone reports.
-        return TrainingRun.of(built, run(built, options), notes)
+        return TrainingRun.of(built, run(built, options, rollouts=rollouts), notes)
     predicting = f"predicting a step of {built.model.display_name}: its FLOPs, and whether it fits here"
     with show_progress(predicting) if progress else nullcontext():
         flops = training_flops(built, options, peak_flops)
@@ -306,8 +308,10 @@ def train_built(
     bar = ProgressBar() if progress else None
     log = JsonlLog() if bar is None else JsonlLog(bar.note)
     boards = [TensorBoard()] if options.tensorboard else []
-    listening = [*([bar] if bar else []), log, *boards, *observers]
-    return TrainingRun.of(built, run(built, options, flops=flops, observers=listening), notes)
+    more = [RolloutLog()] if rollouts is not None else []
+    listening = [*([bar] if bar else []), log, *more, *boards, *observers]
+    summary = run(built, options, flops=flops, observers=listening, rollouts=rollouts)
+    return TrainingRun.of(built, summary, notes)
 
 
 def training_flops(built: Recipe, options: "TrainOptions", peak_flops: float | None) -> "StepFlops | None":

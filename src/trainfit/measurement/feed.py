@@ -52,6 +52,8 @@ class Feed:
     Each micro-batch is a ``step.Batch``. Leaving its context ends the workers.
     """
 
+    reads_ahead = True
+
     def __init__(self, recipe: Recipe, source: Source, device: torch.device, steps: range):
         """Start the workers, which read for the step numbers ``steps``."""
         import torch

@@ -124,6 +124,8 @@ def _trained(summary: "TrainSummary") -> list[Line]:
         lines.append(["loss", f"{summary.losses[-1]:.4f}", f"from {summary.losses[0]:.4f}"])
     if summary.eval_perplexity is not None:
         lines.append(["perplexity", f"{summary.eval_perplexity:.4g}", "of held-out documents"])
+    if summary.eval_reward is not None:
+        lines.append(["reward", f"{summary.eval_reward:.4f}", "of held-out prompts"])
     if summary.step_s is not None:
         total = f"median; {format_seconds(summary.wall_s)} in all"
         lines.append(["time a step", format_seconds(summary.step_s), total])

@@ -48,12 +48,13 @@ ALONE = Ranks(None, torch.device("cpu"))  # One process
 
 def save(
     folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, keep: int, ranks: Ranks = ALONE,
-    best: int | None = None,
+    best: int | None = None, queue: Mapping[str, Tensor] | None = None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of ``progress.step`` into ``folder``, then remove all but the newest ``keep``.
 
     Args:
         best: the step whose checkpoint is kept in addition.
+        queue: completions that the next steps train on, equal on all ranks; None or empty: there are none.
 
     Raises:
         FileExistsError: it exists; checkpoints are never overwritten.
@@ -68,22 +69,31 @@ def save(
     plain |= {"best": progress.best and progress.best.model_dump()}
     if ranks.several:
         tensors = _prefixed("model", model) | _prefixed("optimizer", optimizer)
-        _save_shards(path, tensors, optimizer_plain, (generators, generators_plain), plain, run, ranks)
+        tensors |= _prefixed("reference", _reference(step))
+        random = (generators, generators_plain)
+        _save_shards(path, tensors, optimizer_plain, random, dict(queue or {}), plain, run, ranks)
         ranks.on_first(lambda: _remove_old(folder, keep, best, progress))
         return path
     with durable.new_folder(path) as work:
         _write(work, "model", model)
         _write(work, "optimizer", optimizer)
+        _write(work, "reference", _reference(step))
         plain |= {"optimizer": optimizer_plain, "random": generators_plain}
-        _write_rest(work, generators, plain, run)
+        _write_rest(work, generators, dict(queue or {}), plain, run)
     _remove_old(folder, keep, best, progress)
     return path
 
 
+def _reference(step: Step) -> dict[str, Tensor]:
+    return {} if step.reference is None else step.reference.tensors
+
+
 def _write_rest(
-    work: Path, generators: dict[str, Tensor], plain: dict[str, Any], run: dict[str, Any]
-) -> None:
+    work: Path, generators: dict[str, Tensor], queue: dict[str, Tensor], plain: dict[str, Any],
+    run: dict[str, Any],
+) -> None:  # fmt: skip
     _write(work, "random", generators)
+    _write(work, "queue", queue)
     durable.write_json(work / STATE, plain)
     durable.write_json(work / RUN, run)
 
@@ -103,7 +113,7 @@ def _prefixed(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _save_shards(
     path: Path, tensors: dict[str, Tensor], optimizer: dict[str, Any], random: tuple[dict[str, Tensor], Any],
-    plain: dict[str, Any], run: dict[str, Any], ranks: Ranks,
+    queue: dict[str, Tensor], plain: dict[str, Any], run: dict[str, Any], ranks: Ranks,
 ) -> None:  # fmt: skip
     """Write a checkpoint of several ranks: each its shards, rank 0 the rest, once all have succeeded."""
     work = ranks.on_first(lambda: durable.begin_folder(path))
@@ -125,7 +135,7 @@ def _save_shards(
             files = shards.write(work, tensors, ranks.group)
             sums = {file.name: durable.sha256(file) for file in files}
             if ranks.is_first:
-                _write_rest(work, generators, plain, run)
+                _write_rest(work, generators, queue, plain, run)
         except OSError as error:
             failure = error
         except shards.ShardsError as error:
@@ -173,6 +183,7 @@ def _load(path: Path, step: Step, ranks: Ranks) -> Progress:
         state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared)
     else:
         _load_model(saved, step, plain.shared)
+    _load_reference(path, saved, step)
     broken = state.first_not_finite(step)
     if broken is not None:
         remedy = "resume from an older checkpoint"
@@ -182,6 +193,35 @@ def _load(path: Path, step: Step, ranks: Ranks) -> Progress:
         step.scaler.load_state_dict(plain.scaler)
     _load_random(path, plain, step, ranks)
     return Progress(plain.step, plain.loss, plain.best)
+
+
+def queue_of(path: Path) -> Mapping[str, Tensor]:
+    """Return the completions that a checkpoint holds for the next steps, read on access; empty: none."""
+    return _LazyTensors(path, "queue", "cpu")
+
+
+def _load_reference(path: Path, saved: shards.Shards | None, step: Step) -> None:
+    """Fill the reference's copy; InputError unless names, shapes and dtypes are those of what trains."""
+    own = _reference(step)
+    if saved is None:
+        lazy = _LazyTensors(path, "reference", str(step.device))
+        state.check_names(set(own), set(lazy))
+        for name, tensor in own.items():
+            found = lazy[name]
+            state.check_form(name, tensor, found.shape, found.dtype)
+            shards.local(tensor).copy_(shards.local(shards.laid_out_as(tensor, found)))
+    else:
+        forms = {name: form for name, form in saved.index.items() if name.startswith("reference/")}
+        state.check_names(set(own), {name.removeprefix("reference/") for name in forms})
+        for name, tensor in own.items():
+            form = forms[f"reference/{name}"]
+            state.check_form(name, tensor, form.size, form.properties.dtype)
+        if own:
+            saved.read_into(_prefixed("reference", own))
+    for name, tensor in own.items():
+        if not bool(torch.isfinite(shards.local(tensor)).all()):
+            remedy = "resume from an older checkpoint"
+            raise InputError("not finite numbers", remedy, field=f"reference {name}", file=str(path))
 
 
 def _load_random(path: Path, plain: SavedState, step: Step, ranks: Ranks) -> None:

@@ -1,7 +1,8 @@
 """Logs of a run: ``log.jsonl`` (JSON Lines) and TensorBoard event files (extra ``tensorboard``).
 
-``log.jsonl`` has one JSON object per step and evaluation. A resumed run drops the lines after its
-checkpoint's step, because those steps run again; missing lines are reported in a line of kind ``gap``.
+``log.jsonl`` has one JSON object per step and evaluation, ``rollouts.jsonl`` one per rollout. A resumed run
+drops the lines after its checkpoint's step, because those steps run again; missing lines are reported in a
+line of kind ``gap``.
 """
 
 import json
@@ -18,12 +19,13 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.files import Appender
 from trainfit.spec.optional import optional
 from trainfit.training import durable
-from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
+from trainfit.training.observer import EvalMetrics, RolloutMetrics, RunStart, StepMetrics, TrainSummary
 
-LOG = "log.jsonl"
+LOG, ROLLOUTS = "log.jsonl", "rollouts.jsonl"
 SCALARS = (
     "train/loss", "train/learning_rate", "train/gradient_norm", "speed/step_s", "speed/tokens_per_s",
     "speed/mfu", "speed/hfu", "speed/data_wait_s", "device/peak_memory_bytes", "device/busy",
+    "policy/reward", "policy/kl", "policy/clipped_share",
 )  # fmt: skip
 """TensorBoard tags: a group, and a field of StepMetrics."""
 FILE_VERSION = "brain.Event:2"  # First event of every file (tensorboard/summary/writer/event_file_writer.py)
@@ -38,6 +40,8 @@ class _FileLog:
         assert self._file is not None, "on_start comes first"
         self._file.sync()
 
+    def on_step(self, metrics: StepMetrics) -> None: ...
+    def on_eval(self, metrics: EvalMetrics) -> None: ...
     def on_end(self, summary: TrainSummary) -> None: ...
 
     def close(self) -> None:
@@ -75,6 +79,19 @@ class JsonlLog(_FileLog):
         self.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
+class RolloutLog(_FileLog):
+    """Observer that writes ``rollouts.jsonl``."""
+
+    def on_start(self, run: RunStart) -> None:
+        path = Path(run.out) / ROLLOUTS
+        cut_after(path, run.first_step)
+        self._file = Appender(path)
+
+    def on_rollout(self, metrics: RolloutMetrics) -> None:
+        line = json.dumps({"kind": "rollout", **metrics.model_dump(mode="json")}, allow_nan=False)
+        self.write(line.encode() + b"\n")
+
+
 class TensorBoard(_FileLog):
     """Observer that writes event files; a resumed run hides the events of the steps that run again.
 
@@ -102,7 +119,8 @@ class TensorBoard(_FileLog):
         self._scalars(metrics.step, {tag: value for tag, value in values.items() if value is not None})
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self._scalars(metrics.step, {"eval/loss": metrics.loss, "eval/perplexity": metrics.perplexity})
+        values = {f"eval/{name}": getattr(metrics, name) for name in ("loss", "perplexity", "reward")}
+        self._scalars(metrics.step, {tag: value for tag, value in values.items() if value is not None})
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         value = [self._summary.Summary.Value(tag=tag, simple_value=number) for tag, number in values.items()]

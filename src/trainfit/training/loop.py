@@ -27,6 +27,7 @@ from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSumma
 from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks, joined
 from trainfit.training.ranks.launch import launched_world_size, one_report
+from trainfit.training.rollouts import MakeRollouts, Rollouts
 from trainfit.training.session import Session
 from trainfit.training.state import first_not_finite
 
@@ -41,6 +42,7 @@ def train(
     *,
     flops: StepFlops | None = None,
     observers: Sequence[Observer] = (),
+    rollouts: MakeRollouts | None = None,
 ) -> TrainSummary:
     """Train ``recipe`` for ``options.steps`` steps, from the start or from the newest checkpoint.
 
@@ -50,13 +52,14 @@ def train(
     Args:
         flops: FLOPs of one step, for MFU and HFU; None leaves them out.
         observers: called at every step, evaluation and checkpoint, in this order, and closed at the end.
+        rollouts: makes what generates for an objective that trains on completions of its own model.
 
     Raises:
         InputError: bad data, a damaged checkpoint, another run's folder, a missing device.
         StorageError: the disk is full or failed; the message names the newest intact checkpoint.
     """
     with one_report():
-        _refuse_rollouts(recipe)
+        _refuse_rollouts(recipe, rollouts)
         _refuse_more_processes(recipe)
         device_type = _device_type(options.device)
         registry.check(recipe)
@@ -71,17 +74,19 @@ def train(
             stack.callback(observer.close)
         ranks.on_first(lambda: stack.enter_context(folder.locked(options.folder)) and None)
         stack.enter_context(_deterministic(ranks.device, options))
-        session = _session(recipe, options, ranks, flops, observers)
+        session = _session(recipe, options, ranks, flops, observers, rollouts)
+        if not isinstance(session.source, Corpora):
+            stack.callback(session.source.close)
         for observer in observers:
             observer.on_start(session.run)
         with StopSignal() as stop:
             return session.train(stop)
 
 
-def _refuse_rollouts(recipe: Recipe) -> None:
-    """Refuse objectives whose sequences the model generates; data has no rewards."""
-    if not isinstance(recipe.objective, Pretrain):
-        problem = "train has no rollouts: predict and measure know the update alone"
+def _refuse_rollouts(recipe: Recipe, rollouts: MakeRollouts | None) -> None:
+    """Refuse objectives whose sequences the model generates where nothing generates; data has no rewards."""
+    if not isinstance(recipe.objective, Pretrain) and rollouts is None:
+        problem = "the runs of this command train on data, which has no rewards"
         remedy, name = "use objective: pretrain", recipe.objective.name
         raise InputError(problem, remedy, field="objective.name", value=name)
 
@@ -96,17 +101,24 @@ def _refuse_more_processes(recipe: Recipe) -> None:
 
 def _session(
     recipe: Recipe, options: TrainOptions, ranks: Ranks, flops: StepFlops | None,
-    observers: Sequence[Observer],
+    observers: Sequence[Observer], rollouts: MakeRollouts | None,
 ) -> Session:  # fmt: skip
     """Open the run's folder and data, build the step, and restore the newest checkpoint."""
     device = ranks.device
     newest, before = ranks.on_first(lambda: folder.open_run(recipe, options)) or (None, None)
     step = _assemble(recipe, ranks, reads_weights=newest is None)
-    corpora = _corpora(recipe, options, ranks, vocabulary(step.model))
-    plan = RunData.of(recipe, corpora)
-    if options.epochs is not None:
-        options = options.over(plan.steps_of(options.epochs))
+    plan: RunData | None = None
+    if isinstance(recipe.objective, Pretrain):
+        source = _corpora(recipe, options, ranks, vocabulary(step.model))
+        plan = RunData.of(recipe, source)
+        if options.epochs is not None:
+            options = options.over(plan.steps_of(options.epochs))
+    else:
+        assert rollouts is not None
+        source = rollouts(recipe, options, step, ranks)
     progress = checkpoint.load(newest, step, ranks) if newest else Progress(0, None)
+    if newest is not None and not isinstance(source, Corpora):
+        source.restore(progress.step, checkpoint.queue_of(newest))
     if step.weights is not None and (name := first_not_finite(step)) is not None:
         remedy = "name weights that are finite"
         raise InputError(
@@ -119,6 +131,8 @@ def _session(
     environment = {"torch": torch.__version__, "device": _name(device), "threads": torch.get_num_threads()}
     if ranks.several:
         environment["ranks"] = ranks.world_size
+    if not isinstance(source, Corpora):
+        environment |= source.identity
     described = folder.describe(recipe, options) | {"environment": environment}
     ranks.on_first(lambda: folder.write_run(options.folder, described))
     parameters = list(step.model.parameters())
@@ -132,22 +146,31 @@ def _session(
         steps=options.steps,
         first_step=progress.step,
         tokens_per_step=recipe.batch.tokens * recipe.mesh.data_ranks,
-        train_tokens=plan.tokens,
-        eval_tokens=plan.eval_tokens,
-        tokenizer_tokens=plan.tokenizer_tokens,
-        data=plan,
+        **_sizes(source, plan),
         predicted=flops and flops.predicted,
         resumed_from=newest and str(newest),
         notes=(
             *([step.weights.note()] if step.weights else ()),
-            *((OTHER_TOKENIZER,) if step.weights and options.tokenizer is None else ()),
+            *((OTHER_TOKENIZER,) if step.weights and options.tokenizer is None and plan else ()),
             *_changes(before, environment),
             *_other_schedule(before, options),
-            *corpora.index.notes,
+            *(source.index.notes if isinstance(source, Corpora) else source.notes),
             *_loss_notes(recipe),
         ),
     )
-    return Session(step, corpora, options, run, described, flops, observers, progress, newest, ranks)
+    return Session(step, source, options, run, described, flops, observers, progress, newest, ranks)
+
+
+def _sizes(source: Corpora | Rollouts, plan: RunData | None) -> dict[str, Any]:
+    """Return the fields of RunStart that say what a run trains on."""
+    if plan is None:
+        assert not isinstance(source, Corpora)
+        sizes = {"train_tokens": 0, "eval_tokens": 0, "tokenizer_tokens": source.tokenizer_tokens}
+        return {**sizes, "rollouts": source.title}
+    return {
+        "train_tokens": plan.tokens, "eval_tokens": plan.eval_tokens,
+        "tokenizer_tokens": plan.tokenizer_tokens, "data": plan,
+    }  # fmt: skip
 
 
 def _refuse_unsavable(recipe: Recipe) -> None:

@@ -48,6 +48,7 @@ class RunStart(Value):
     data: RunData | None = None  # None: of a record of an older version
     predicted: PredictedRun | None = None
     resumed_from: str | None = None
+    rollouts: str | None = None  # What the model's own completions answer; None: it trains on data
     notes: tuple[str, ...] = ()  # Remarks for the user, such as versions that changed since the checkpoint
 
 
@@ -73,16 +74,67 @@ class StepMetrics(Value):
     own.
     """
     gradient_norm: float | None = None  # Norm of all gradients before clipping; None without clipping
+    reward: float | None = None  # Of a policy: mean reward of the completions of this update
+    kl: float | None = None  # Divergence from the reference, nats a token
+    clipped_share: float | None = None  # Share of tokens that the clipped loss leaves as they are
+
+
+class RolloutMetrics(Value):
+    """One rollout: completions of prompts by the model, their rewards and log-probabilities.
+
+    Attributes:
+        step: the first step that trains on it.
+        reward, deviation: mean and standard deviation over all completions.
+        parts: mean of each part of the reward; ``shares``: share of completions where it is above 0.
+        equal_groups: share of prompts whose completions all have one reward, from which GRPO learns nothing.
+        prompts_cut: share of prompts longer than ``max_prompt``, whose beginnings were left out.
+        tokens_mean, tokens_max, cut_share: lengths of the completions; share that ``max_new`` ended.
+        log_difference_mean, log_difference_max: size of the difference between the log-probabilities that
+            tokens had when they were sampled and those that the update's forward gives them.
+        rollout_s, reward_s, scoring_s: time of each phase, of the rank that took longest.
+        rollout_tokens_per_s, scoring_tokens_per_s: completion tokens, and all tokens, a second.
+    """
+
+    step: Count
+    completions: Count
+    reward: float
+    deviation: float
+    parts: dict[str, float]
+    shares: dict[str, float]
+    equal_groups: Share
+    prompts_cut: Share
+    prompt_tokens_mean: float
+    tokens_mean: float
+    tokens_max: Count
+    cut_share: Share
+    log_difference_mean: float
+    log_difference_max: float
+    rollout_s: Seconds
+    reward_s: Seconds
+    scoring_s: Seconds
+    rollout_tokens_per_s: float
+    scoring_tokens_per_s: float
 
 
 class EvalMetrics(Value):
-    """Evaluation after ``step`` steps."""
+    """Evaluation after ``step`` steps: loss of held-out text, or a policy's reward of held-out prompts."""
 
     step: Count
-    loss: float  # Mean next-token cross-entropy, nats per token, without loss_terms
-    perplexity: float
+    loss: float | None = None  # Mean next-token cross-entropy, nats per token, without loss_terms
+    perplexity: float | None = None
+    reward: float | None = None
+    parts: dict[str, float] | None = None  # Mean of each part of the reward
+    shares: dict[str, float] | None = None  # Share of completions where it is above 0
     sequences: Count
     eval_s: Seconds
+
+    @property
+    def cost(self) -> float:
+        """What the best evaluation has least of: the loss, or minus the reward."""
+        if self.loss is not None:
+            return self.loss
+        assert self.reward is not None, "an evaluation has one of both"
+        return -self.reward
 
 
 class TrainSummary(Value):
@@ -97,6 +149,7 @@ class TrainSummary(Value):
     losses: tuple[float, ...]
     evaluations: tuple[EvalMetrics, ...]
     eval_perplexity: float | None
+    eval_reward: float | None = None
     step_s: Seconds | None
     """Median without the first step and throttled steps; speeds and shares follow from it."""
     tokens_per_s: float | None
@@ -128,6 +181,7 @@ class Observer(Protocol):
     def on_start(self, run: RunStart) -> None: ...
     def on_step(self, metrics: StepMetrics) -> None: ...
     def on_eval(self, metrics: EvalMetrics) -> None: ...
+    # Also called where it exists: on_rollout(metrics: RolloutMetrics), before the steps that train on it.
     def on_checkpoint(self, step: int, path: Path) -> None: ...
     def on_end(self, summary: TrainSummary) -> None:
         """Handle the end of the run; not called if an exception ended it."""

@@ -31,12 +31,12 @@ class ProgressBar:
 
     def on_start(self, run: RunStart) -> None:
         self._device, self._steps = "GPU" if run.device_type == "cuda" else "CPU", run.steps
-        self._print(
-            f"{run.model}: {format_count(run.params)} parameters ({format_count(run.trainable_params)} "
-            f"train) on {run.device}; {format_count(run.train_tokens)} training and "
-            f"{format_count(run.eval_tokens)} evaluation tokens, {run.tokenizer_tokens:,} in the tokenizer; "
-            f"{run.tokens_per_step:,} a step"
+        size = f"{format_count(run.params)} parameters ({format_count(run.trainable_params)} train)"
+        trains_on = run.rollouts or (
+            f"{format_count(run.train_tokens)} training and {format_count(run.eval_tokens)} evaluation "
+            f"tokens, {run.tokenizer_tokens:,} in the tokenizer; {run.tokens_per_step:,} a step"
         )
+        self._print(f"{run.model}: {size} on {run.device}; {trains_on}")
         if run.data is not None:
             for line in plan_lines(run.data, run.predicted, run.steps):
                 self._print(line)
@@ -64,8 +64,7 @@ class ProgressBar:
             self._print(f"step {metrics.step}/{self._steps}  {text}")
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        result = f"perplexity {metrics.perplexity:.4g}, loss {metrics.loss:.4f}"
-        self._print(f"evaluation after step {metrics.step}: {result}")
+        self._print(f"evaluation after step {metrics.step}: {evaluation_line(metrics)}")
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         self._print(f"saved {path}")
@@ -136,9 +135,20 @@ def _takes(predicted: PredictedRun | None, steps: float) -> str:
     return text
 
 
+def evaluation_line(metrics: EvalMetrics) -> str:
+    """Return the result of an evaluation in one line."""
+    if metrics.loss is not None:
+        return f"perplexity {metrics.perplexity:.4g}, loss {metrics.loss:.4f}"
+    shares = (metrics.shares or {}).items()
+    parts = f" ({', '.join(f'{name} in {share:.1%}' for name, share in shares)})" if len(shares) > 1 else ""
+    return f"reward {metrics.reward:.4f}{parts} of {metrics.sequences:,} held-out prompts"
+
+
 def step_line(metrics: StepMetrics, device: str) -> str:
     """Return one step in one line, without unknown values."""
-    parts = [f"loss {metrics.loss:.4f}", f"{format_count(metrics.tokens_per_s)} tokens/s"]
+    parts = [] if metrics.reward is None else [f"reward {metrics.reward:.4f}"]
+    parts += [f"KL {metrics.kl:.4f}"] if metrics.kl else []
+    parts += [f"loss {metrics.loss:.4f}", f"{format_count(metrics.tokens_per_s)} tokens/s"]
     shares = {"MFU": metrics.mfu, "HFU": metrics.hfu}
     parts += [f"{name} {value:.1%}" for name, value in shares.items() if value is not None]
     if metrics.data_wait_s is not None and metrics.data_wait_s >= SHOWN_WAIT * metrics.step_s:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainfit.measurement.feed import Feed
+from trainfit.measurement import feed as corpus_feed
 from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 from trainfit.spec.bench import SLOWDOWNS
 from trainfit.spec.errors import InputError
@@ -25,12 +25,13 @@ from trainfit.step import Batch, Step
 from trainfit.training import checkpoint, folder, state
 from trainfit.training.checkpoint import Best, Progress
 from trainfit.training.corpus import Corpora
-from trainfit.training.folder import CHECKPOINTS
+from trainfit.training.folder import CHECKPOINTS, name_of
 from trainfit.training.gauges import Load, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.ranks.exchange import AgreedStop, Ranks
+from trainfit.training.rollouts import Feed, Rollouts
 
 NO_CHECKPOINT = "no checkpoint was saved before"
 
@@ -44,7 +45,8 @@ class Session:
     """The part of a run that one process trains."""
 
     step: Step
-    corpora: Corpora
+    source: Corpora | Rollouts
+    """What it trains on: data, or completions of its own model."""
     options: TrainOptions
     run: RunStart
     described: dict[str, Any]  # Content of run.json, copied into every checkpoint
@@ -59,6 +61,8 @@ class Session:
     """Times of representative steps: not the first, not the one whose live tensors are counted, no throttled
     ones.
     """
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of these steps on all ranks."""
     waits: list[float] = field(default_factory=list)
     """Seconds of these steps in which a device waited for data, of the rank that waited longest."""
     held_back: Counter[str] = field(default_factory=Counter)
@@ -68,6 +72,7 @@ class Session:
         self._load = Load(self.step.device)
         self._highest: int | None = None  # Peak memory so far, of the rank with the highest
         self._ended_early = ""  # Why, where evaluations no longer improve
+        self._rollouts = None if isinstance(self.source, Corpora) else self.source
 
     def train(self, stop: StopSignal) -> TrainSummary:
         """Train until the last step, a signal, a loss that is not finite, or a lack of memory.
@@ -102,7 +107,9 @@ class Session:
 
     def _report(self, event: str, *values: object) -> None:
         for observer in self.observers:
-            getattr(observer, event)(*values)
+            # Observers of runs on data need no ``on_rollout``.
+            if event != "on_rollout" or hasattr(observer, event):
+                getattr(observer, event)(*values)
 
     def _steps(self, stop: StopSignal | AgreedStop) -> None:
         numbers = range(self.progress.step, self.options.steps)
@@ -111,20 +118,52 @@ class Session:
         else:
             stop.raises = len(numbers) > 0
         self._catch_up(stop)
-        seed, per_step = self.step.recipe.seed, self._sequences_per_step
-        share = (self.step.data_rank, self._data_ranks)
-        source = partial(step_sequences, self.corpora.train, seed, per_step, share=share)
-        with Feed(self.step.recipe, source, self.step.device, numbers) as feed:
-            batches = next(feed, None)
+        with self._feed(stop, numbers) as feed:
+            batches = self._next(feed)
             while batches is not None and stop.name is None and not self._ended_early:
                 batches = self._one_step(batches, feed, stop)
                 self._evaluate_and_save(stop)
+                if not feed.reads_ahead and stop.name is None and not self._ended_early:
+                    batches = self._next(feed)
         if not self.evaluations:
             self._evaluate(stop)  # A resumed run with no steps left still reports its perplexity.
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == self.progress.step
         at_end = self.progress.step == self.options.steps or bool(self._ended_early)
         complete = at_end and (evaluated or not self.options.evaluates)
         if stop.name is not None and not complete:
+            raise Stopped(stop.name)
+
+    def _feed(self, stop: StopSignal | AgreedStop, numbers: range) -> Any:
+        """Return the context of a feed."""
+        if not isinstance(self.source, Corpora):
+            report = partial(self._report, "on_rollout")
+            return self.source.feed(numbers, partial(self._pause, stop), report)
+        seed, per_step = self.step.recipe.seed, self._sequences_per_step
+        share = (self.step.data_rank, self._data_ranks)
+        source = partial(step_sequences, self.source.train, seed, per_step, share=share)
+        return corpus_feed.Feed(self.step.recipe, source, self.step.device, numbers)
+
+    def _next(self, feed: Feed) -> list[Batch] | None:
+        """Return the next step's micro-batches; save the last step if a signal ends their generation."""
+        try:
+            return next(feed, None)
+        except Stopped:
+            done = self.progress.step
+            if done > self.run.first_step and (
+                self.checkpoint is None or self.checkpoint.name != name_of(done)
+            ):
+                self._save()
+            raise
+
+    def _pause(self, stop: StopSignal | AgreedStop, phase: str, together: bool) -> None:
+        """Note a phase of generation; end it by ``Stopped`` if a signal was received.
+
+        Several ranks end where they all are.
+        """
+        self.ranks.enter(self.progress.step + 1, phase)
+        if together:
+            self._agree(stop)
+        if stop.name is not None and (together or not self.ranks.several):
             raise Stopped(stop.name)
 
     @property
@@ -177,7 +216,7 @@ class Session:
         with self._peak.around(index, batches) as counted:
             loss_tensor = self.step(batches, partial(self.ranks.enter, done + 1))
         self.ranks.enter(done + 1, "reading")
-        following = next(feed, None)
+        following = next(feed, None) if feed.reads_ahead else None
         self.ranks.enter(done + 1, "waiting for the loss")
         own = loss_tensor.item()
         held_back = self._load.held_back()
@@ -194,6 +233,7 @@ class Session:
         if index > 0 and not counted and not reasons:
             self.seconds.append(step_s)
             self.waits.append(wait_s)
+            self.tokens.append(self._num_tokens())
         if not math.isfinite(loss):
             remedy = "lower optimizer.lr, warm it up, or use a wider precision"
             raise DivergedError(f"loss is {loss} at step {done + 1}: {remedy}")
@@ -207,41 +247,51 @@ class Session:
         self, loss: float, rate: float, step_s: float, wait_s: float, held_back: tuple[str, ...]
     ) -> StepMetrics:
         norm = float(self.step.readings.get("gradient_norm", math.nan))
+        epoch = 0.0
+        if isinstance(self.source, Corpora):
+            epoch = self.progress.step * self._sequences_per_step / len(self.source.train)
+        is_full = self._rollouts is None or self._rollouts.is_full()
         return StepMetrics(
             step=self.progress.step,
             loss=loss,
             learning_rate=rate,
-            epoch=self.progress.step * self._sequences_per_step / len(self.corpora.train),
-            **self._rates(step_s),
+            epoch=epoch,
+            **self._rates(step_s, self._num_tokens() / step_s, has_mfu=is_full),
             data_wait_s=wait_s,
             peak_memory_bytes=self._peak_bytes(),
             busy=self._load.share(),
             held_back=held_back or None,
             # A step that the loss scaler skips has gradients that are not finite.
             gradient_norm=norm if math.isfinite(norm) else None,
+            **({} if self._rollouts is None else self._rollouts.readings()),
         )
+
+    def _num_tokens(self) -> int:
+        return self.run.tokens_per_step if self._rollouts is None else self._rollouts.num_tokens()
 
     def _peak_bytes(self) -> int | None:
         return self._highest if self.ranks.several else self._peak.read()
 
-    def _rates(self, step_s: float) -> dict[str, Any]:
-        """Return the fields that follow from a step's time; MFU and HFU if the device's peak is known."""
-        rates = {
-            "step_s": step_s,
-            "tokens_per_s": self.run.tokens_per_step / step_s,
-            "mfu": None,
-            "hfu": None,
-        }
-        if self.flops is not None and self.flops.peak_flops_per_s is not None:
+    def _rates(self, step_s: float, tokens_per_s: float, *, has_mfu: bool = True) -> dict[str, Any]:
+        """Return the fields that follow from a step's time; MFU and HFU if the device's peak is known.
+
+        Args:
+            has_mfu: the step computes what was counted; shorter completions take fewer FLOPs.
+        """
+        rates = {"step_s": step_s, "tokens_per_s": tokens_per_s, "mfu": None, "hfu": None}
+        if has_mfu and self.flops is not None and self.flops.peak_flops_per_s is not None:
             possible = self.flops.peak_flops_per_s * step_s
             rates |= {"mfu": self.flops.model_flops / possible, "hfu": self.flops.hardware_flops / possible}
         return rates
 
     def _evaluate(self, stop: StopSignal | AgreedStop) -> bool:
         """Evaluate and report the result, unless a signal ends the evaluation; return whether it is best."""
-        if not len(self.corpora.eval) or stop.name is not None:
+        evaluates = self.options.evaluates
+        if isinstance(self.source, Corpora):
+            evaluates = len(self.source.eval) > 0
+        if not evaluates or stop.name is not None:
             return False
-        found = self._evaluation(stop)
+        found = self._evaluation(stop) if self._rollouts is None else self._rewards(stop)
         if found is None:
             if stop.name is not None:
                 return False
@@ -255,8 +305,8 @@ class Session:
         best = self.progress.best
         if best is not None and best.last == found.step:  # A resumed run evaluates its last step again.
             return False
-        if best is None or found.loss < best.loss:
-            best = Best(step=found.step, loss=found.loss, last=found.step)
+        if best is None or found.cost < best.loss:
+            best = Best(step=found.step, loss=found.cost, last=found.step)
         else:
             since = best.evaluations_since + 1
             best = best.model_copy(update={"evaluations_since": since, "last": found.step})
@@ -284,8 +334,20 @@ class Session:
             return
         if best.evaluations_since >= patience:
             count = f"{best.evaluations_since} evaluations were no better"
-            than = f"than the loss {best.loss:.4f} of step {best.step}"
+            what = f"loss {best.loss:.4f}" if self._rollouts is None else f"reward {-best.loss:.4f}"
+            than = f"than the {what} of step {best.step}"
             self._ended_early = f"ended early after step {self.progress.step}: {count} {than}"
+
+    def _rewards(self, stop: StopSignal | AgreedStop) -> EvalMetrics | None:
+        """Return the mean reward of held-out prompts; None if a signal ended it."""
+        assert self._rollouts is not None
+        count, pause = self.options.eval_sequences, partial(self._pause, stop)
+        try:
+            return self._rollouts.evaluation(self.progress.step, count, pause)
+        except Stopped:
+            if not self.ranks.several and stop.name is None:
+                raise  # From an enclosing handler.
+            return None
 
     def _evaluation(self, stop: StopSignal | AgreedStop) -> EvalMetrics | None:
         """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
@@ -297,7 +359,8 @@ class Session:
         Returns:
             None if a signal ended it or the loss is not finite.
         """
-        step, corpus = self.step, self.corpora.eval
+        assert isinstance(self.source, Corpora)
+        step, corpus = self.step, self.source.eval
         count = min(self.options.eval_sequences, len(corpus))
         micro = self.options.eval_batch or step.recipe.batch.micro
         start_s = time.perf_counter()
@@ -343,6 +406,7 @@ class Session:
         self.checkpoint = checkpoint.save(
             where, self.step, self.progress, self.described, keep=options.keep, ranks=self.ranks,
             best=best.step if best is not None and options.keep_best else None,
+            queue=None if self._rollouts is None else self._rollouts.queue(),
         )  # fmt: skip
         self._report("on_checkpoint", self.progress.step, self.checkpoint)
 
@@ -353,8 +417,14 @@ class Session:
         return f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else NO_CHECKPOINT
 
     def _summary(self, status: Any, message: str, wall_s: float) -> TrainSummary:
-        unknown = dict.fromkeys(("step_s", "tokens_per_s", "mfu", "hfu"))
+        unknown: dict[str, Any] = dict.fromkeys(("step_s", "tokens_per_s", "mfu", "hfu"))
         evaluations = tuple(self.evaluations)
+        rates = unknown
+        if self.seconds:
+            step_s, full = statistics.median(self.seconds), self.run.tokens_per_step
+            of_data = self._rollouts is None
+            tokens_per_s = full / step_s if of_data else sum(self.tokens) / sum(self.seconds)
+            rates = self._rates(step_s, tokens_per_s, has_mfu=of_data)
         return TrainSummary(
             status=status,
             message=message,
@@ -364,7 +434,8 @@ class Session:
             losses=tuple(self.losses),
             evaluations=evaluations,
             eval_perplexity=evaluations[-1].perplexity if evaluations else None,
-            **(self._rates(statistics.median(self.seconds)) if self.seconds else unknown),
+            eval_reward=evaluations[-1].reward if evaluations else None,
+            **rates,
             data_wait_share=sum(self.waits) / sum(self.seconds) if self.seconds else None,
             peak_memory_bytes=self._peak_bytes(),
             peak_memory_is=self._peak.kind,

@@ -19,13 +19,15 @@ class Arithmetic:
         a, b, sign = self._task(number)
         return f"{a}{sign}{b}="
 
-    def reward(self, number: int, completion: str) -> float:
-        """Return 1 for the answer, 0.1 for another number, else 0."""
+    def reward(self, number: int, completion: str) -> dict[str, float]:
+        """Return 0.1 for a number and 0.9 more for the answer."""
         a, b, sign = self._task(number)
         answer = completion.strip()
-        if answer == str(a + b if sign == "+" else a - b):
-            return 1.0
-        return 0.1 if answer.removeprefix("-").isdecimal() else 0.0
+        is_number = answer.removeprefix("-").isdecimal()
+        return {
+            "number": 0.1 * is_number,
+            "right": 0.9 * (answer == str(a + b if sign == "+" else a - b)),
+        }
 
     def _task(self, number: int) -> tuple[int, int, str]:
         choose = random.Random(f"{self.seed} {number}")

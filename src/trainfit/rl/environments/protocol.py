@@ -11,8 +11,12 @@ Example: the whole of an environment of one's own, ``count.py``, used as ``envir
 
         def reward(self, number: int, completion: str) -> float:
             return float(completion.strip() == str(number % 90 + 1))
+
+A reward of several parts is a mapping, such as ``{"legal": 1.0, "material": 0.4}``: their sum counts, and the
+log has each. A class whose constructor takes ``seed`` gets the recipe's.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 
@@ -23,6 +27,6 @@ class Environment(Protocol):
         """Return the text that the model continues; number >= 0."""
         ...
 
-    def reward(self, number: int, completion: str) -> float:
-        """Return the reward of an answer, without the token that ended it."""
+    def reward(self, number: int, completion: str) -> float | Mapping[str, float]:
+        """Return the reward of an answer, without the token that ended it, or its parts by name."""
         ...

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from trainfit.spec.errors import InputError
@@ -51,13 +52,20 @@ class Xiangqi:
         seed: games of another seed are others.
         plies: moves of a game before its last position, at most.
         mask: the prompt lists the legal moves.
+        rewards: values of Rewards by name; those that are not given have their defaults.
 
     Raises:
         InputError: pyffish is not installed.
     """
 
-    def __init__(self, seed: int = 0, plies: int = 60, mask: bool = False, rewards: Rewards | None = None):
-        self.seed, self.plies, self.mask, self.rewards = seed, plies, mask, rewards or Rewards()
+    def __init__(
+        self,
+        seed: int = 0,
+        plies: int = 60,
+        mask: bool = False,
+        rewards: Mapping[str, float] = MappingProxyType({}),
+    ):
+        self.seed, self.plies, self.mask, self.rewards = seed, plies, mask, Rewards(**rewards)
         _pyffish()
 
     def prompt(self, number: int) -> str:
@@ -67,15 +75,16 @@ class Xiangqi:
         listed = f" [{' '.join(legal_moves(position))}]" if self.mask else ""
         return f"{board} {side}{listed} "
 
-    def reward(self, number: int, completion: str) -> float:
-        """Return the reward of a move."""
+    def reward(self, number: int, completion: str) -> dict[str, float]:
+        """Return the reward of a move: for being legal or not, for what it takes, and for a win."""
         position, move = self.position(number), completion.strip()
         if move not in legal_moves(position):
-            return self.rewards.illegal
+            return {"legal": self.rewards.illegal, "material": 0.0, "win": 0.0}
         won = not legal_moves(_after(position, move))  # Mate, and stalemate, which loses in xiangqi.
         piece = _piece_at(position, SQUARE.findall(move)[1])
         taken = VALUES[piece.lower()] if piece else 0.0
-        return self.rewards.legal + self.rewards.soldier * taken + self.rewards.wins * won
+        material, win = self.rewards.soldier * taken, self.rewards.wins * won
+        return {"legal": self.rewards.legal, "material": material, "win": win}
 
     def position(self, number: int) -> str:
         """Return the task's position (FEN)."""

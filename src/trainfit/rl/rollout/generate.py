@@ -144,9 +144,9 @@ class Generator:
         self.model, self.sampling, self._autocast = model, sampling, autocast
         weight = model.embed.weight
         self.device = device or weight.device
-        padded = _padded(positions) if model.embed_positions is None else min(_padded(positions), most)
+        room = padded(positions) if model.embed_positions is None else min(padded(positions), most)
         self.cache = KVCache.allocate(
-            model.config, slots, padded, dtype=cache_dtype or weight.dtype, device=self.device
+            model.config, slots, room, dtype=cache_dtype or weight.dtype, device=self.device
         )
         self._slots = _Slots.allocate(slots, sampling.max_new, self.device)
         self._stop = torch.tensor(sampling.stop, dtype=torch.int64, device=self.device)
@@ -216,11 +216,11 @@ class Generator:
         """Read prompts into their slots, and sample the first token of each."""
         taken = [prompts[number] for _, number in begun]
         lengths = torch.tensor([len(prompt) for prompt in taken], device=self.device)
-        longest = min(_padded(max(map(len, taken))), self.cache.num_positions)
-        padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in taken])
+        longest = min(padded(max(map(len, taken))), self.cache.num_positions)
+        ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in taken])
         slots = torch.tensor([slot for slot, _ in begun], device=self.device)
         with self._autocast():
-            logits = forward.prefill(self.model, self.cache, slots, padded.to(self.device), lengths)
+            logits = forward.prefill(self.model, self.cache, slots, ids.to(self.device), lengths)
         numbers = torch.tensor([first + number for _, number in begun], device=self.device)
         state = self._slots
         state.lengths[slots], state.numbers[slots], state.made[slots] = lengths, numbers, 0
@@ -303,5 +303,6 @@ class Generator:
         return found
 
 
-def _padded(positions: int) -> int:
+def padded(positions: int) -> int:
+    """Return the positions rounded up to a multiple of ``PAD``."""
     return -(-positions // PAD) * PAD

@@ -99,8 +99,12 @@ def _figures(run: SavedRun) -> list[tuple[str, str]]:
         found.append(("training loss, last step", f"{run.state.loss:.4f}"))
     if evaluations:
         last = evaluations[-1]
-        value = f"{last['loss']:.4f} (perplexity {last['perplexity']:.4g})"
-        found.append((f"evaluation loss, after step {last['step']:,}", value))
+        if last.get("reward") is not None:
+            value = f"{last['reward']:.4f} of {last['sequences']:,} held-out prompts"
+            found.append((f"reward, after step {last['step']:,}", value))
+        else:
+            value = f"{last['loss']:.4f} (perplexity {last['perplexity']:.4g})"
+            found.append((f"evaluation loss, after step {last['step']:,}", value))
     timed = [entry for entry in steps[1:] if not entry.get("held_back")]
     for key, title, text in (
         ("tokens_per_s", "tokens per second, median", lambda value: f"{value:,.0f}"),

@@ -1,0 +1,401 @@
+"""The loop of a policy: rollouts of its own model, their rewards and log-probabilities, and their updates.
+
+``training.session`` runs the steps; this is what it trains on. One rollout gives the completions of
+``updates_per_rollout`` steps. Every rank generates a share of them, knows the rewards of all, and scores and
+trains on its share of each update.
+
+Tasks, and the noise of sampling, are functions of the recipe's seed and the completion's number, which counts
+through the whole run. So a resumed run needs no state of environment and sampler; only completions that were
+generated and not yet trained on are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from trainfit.rl.environments.load import Maker
+from trainfit.rl.environments.pool import Pool
+from trainfit.rl.objectives.policy import group_advantages, whitened
+from trainfit.rl.queue import Queue, Share
+from trainfit.rl.rollout import phases
+from trainfit.rl.rollout.generate import Completion
+from trainfit.spec.errors import InputError
+from trainfit.spec.files import writing
+from trainfit.spec.objective import Policy
+from trainfit.spec.recipe import Recipe
+from trainfit.step import Batch, Step, vocabulary
+from trainfit.training import durable
+from trainfit.training.folder import DATA
+from trainfit.training.observer import EvalMetrics, RolloutMetrics
+from trainfit.training.options import SyntheticData, TrainOptions
+from trainfit.training.ranks.exchange import Ranks
+from trainfit.training.rollouts import MakeRollouts, Pause
+from trainfit.training.tokenizer import (
+    TOKENIZER,
+    RunTokenizer,
+    encode,
+    load_tokenizer,
+    open_tokenizer,
+    train_tokenizer,
+)
+
+HELD_OUT = 1 << 40
+"""Number of the first held-out task: a run has fewer completions."""
+INDEX = "index.json"
+BYTES = 257
+"""Tokens of the tokenizer of a model from scratch: the bytes, and the end."""
+
+
+def rollouts_of(recipe: Recipe) -> MakeRollouts | None:
+    """Return what makes the rollouts of a recipe; None: it trains on data.
+
+    Raises:
+        InputError: the recipe can be updated, but not generate, or its counts do not agree.
+    """
+    if not isinstance(recipe.objective, Policy):
+        return None
+    phases.check(recipe)
+    policy, batch, ranks = recipe.objective, recipe.batch, recipe.mesh.data_ranks
+    an_update = policy.completions // policy.updates_per_rollout
+    had = batch.micro * batch.accumulate * ranks
+    if had != an_update:
+        on = f" x {ranks} GPUs" if ranks > 1 else ""
+        problem = f"an update has {an_update} completions, and micro x accumulate{on} is {had} sequences"
+        fits, rest = divmod(an_update, batch.micro * ranks)
+        remedy = "use a batch.micro that divides them" if rest else f"write batch.accumulate: {fits}"
+        raise InputError(problem, remedy, field="batch.accumulate", value=batch.accumulate)
+    return Rollouts
+
+
+class Sampled(NamedTuple):
+    """A completion of a task, with its reward by parts."""
+
+    prompt: list[int]
+    completion: Completion
+    reward: dict[str, float]
+    was_cut: bool
+    """The prompt's beginning was left out."""
+
+
+class Rollouts:
+    """``training.rollouts.Rollouts`` of a policy."""
+
+    def __init__(self, recipe: Recipe, options: TrainOptions, step: Step, ranks: Ranks):
+        """Make the environment, open the tokenizer, and check the data that is not needed."""
+        self._recipe, self._step, self._ranks = recipe, step, ranks
+        self._policy = policy = phases.policy_of(recipe)
+        _refuse_data(options)
+        self._vocabulary = vocabulary(step.model)
+        self._tokens = _tokenizer(options, ranks, self._vocabulary)
+        maker = Maker.of(policy, recipe.seed)
+        self._pool = Pool(maker, policy.workers)
+        self._share = Share(
+            policy.completions, policy.updates_per_rollout, ranks.world_size, ranks.rank, recipe.batch.micro
+        )
+        self._generator = phases.generator_of(step, (self._tokens.end,))
+        self._queue: Queue | None = None
+        self._update = 0
+        self._sums: Tensor | None = None
+        self.tokenizer_tokens = self._tokens.tokenizer.get_vocab_size()
+        self.notes: tuple[str, ...] = self._tokens.notes
+        self.identity = {"environment": digest} if (digest := maker.digest()) else {}
+        updates = policy.updates_per_rollout
+        self.title = (
+            f"{policy.name} on {policy.environment}: {policy.prompts} prompts x {policy.group} completions a "
+            f"rollout, {updates} update{'s' * (updates > 1)} each; {self.tokenizer_tokens:,} tokens in the "
+            f"tokenizer"
+        )
+
+    def feed(self, steps: range, pause: Pause, on_rollout: Callable[[RolloutMetrics], None]) -> _Feed:
+        """Return the micro-batches of these steps."""
+        return _Feed(self, steps, pause, on_rollout)
+
+    def batches(self, number: int, pause: Pause, on_rollout: Callable[[RolloutMetrics], None]) -> list[Batch]:
+        """Return the micro-batches of step ``number`` (from 0), after a rollout if one is due."""
+        rollout, self._update = divmod(number, self._policy.updates_per_rollout)
+        if self._queue is None or self._queue.rollout != rollout:
+            self._queue, metrics = self._rollout(rollout, number + 1, pause)
+            on_rollout(metrics)
+        batch = self._recipe.batch
+        on_host = self._queue.batches(
+            self._policy, self._update, batch.seq, batch.accumulate, bool(self._recipe.compile)
+        )
+        device = self._step.device
+        return [{name: tensor.to(device) for name, tensor in one.items()} for one in on_host]
+
+    def _rollout(self, rollout: int, step: int, pause: Pause) -> tuple[Queue, RolloutMetrics]:
+        """Generate, reward and score the completions of a rollout."""
+        policy, share = self._policy, self._share
+        first, size = rollout * policy.completions, policy.completions // share.ranks
+        numbers = range(first + share.rank * size, first + (share.rank + 1) * size)
+        mine, times = self._sampled(numbers, policy.group, pause)
+        every = [one for part in self._ranks.gather(mine) for one in part]
+        pause("rewards", True)
+        rewards = torch.tensor([sum(one.reward.values()) for one in every], dtype=torch.float32)
+        grouped = policy.name == "grpo"
+        advantages = group_advantages(rewards, policy.group) if grouped else whitened(rewards)
+        prompts, completions = [one.prompt for one in every], [one.completion for one in every]
+        queue = Queue.of(rollout, share, prompts, completions, rewards, advantages)
+        start_s = time.perf_counter()
+        self._score(queue, pause)
+        times["scoring"] = time.perf_counter() - start_s
+        return queue, self._metrics(step, queue, every, times)
+
+    def _sampled(
+        self, numbers: range, group: int, pause: Pause, task: Callable[[int], int] | None = None
+    ) -> tuple[list[Sampled], dict[str, float]]:
+        """Return completions by number, and the seconds of each phase.
+
+        Args:
+            group: completions of a task; a completion's task is its number over it.
+        """
+        tasks = [number // group for number in numbers]
+        pause("prompts", True)
+        start_s = time.perf_counter()
+        distinct = list(dict.fromkeys(tasks))
+        texts = dict(zip(distinct, self._pool.prompts(distinct), strict=True))
+        encoded = self._tokens.encode(list(texts.values()))
+        prompts: dict[int, tuple[list[int], bool]] = {}
+        for number, ids in zip(distinct, encoded, strict=True):
+            if not ids:
+                problem = f"prompt({number}) has no tokens"
+                raise InputError(problem, "return text", field="objective.environment")
+            prompts[number] = ids[-self._policy.max_prompt :], len(ids) > self._policy.max_prompt
+        prompts_s = time.perf_counter() - start_s
+        pause("rollout", True)
+        start_s = time.perf_counter()
+        given = [prompts[number][0] for number in tasks]
+        with phases.generating(self._step):
+            if self._step.shards_weights:
+                self._generator.forget()
+            completions = list(
+                self._generator.completions(given, numbers.start, lambda: pause("rollout", False))
+            )
+        rollout_s = time.perf_counter() - start_s
+        pause("rewards", True)
+        start_s = time.perf_counter()
+        answers = self._tokens.decode([_without_stop(one) for one in completions])
+        rewards = self._pool.rewards(tasks, answers)
+        times = {"rollout": rollout_s, "rewards": prompts_s + time.perf_counter() - start_s}
+        rows = zip(tasks, completions, rewards, strict=True)
+        return [
+            Sampled(prompts[number][0], one, reward, prompts[number][1]) for number, one, reward in rows
+        ], times
+
+    def _score(self, queue: Queue, pause: Pause) -> None:
+        """Fill the queue's log-probabilities, by the micro-batches of the updates."""
+        seq, whole = self._recipe.batch.seq, bool(self._recipe.compile)
+        for update in range(queue.share.updates):
+            for rows in queue.micro_batches(update):
+                pause("scoring", False)
+                ids = queue.ids(rows, queue.positions(rows, seq, whole)).to(self._step.device)
+                width = min(ids.shape[1], queue.input_ids.shape[1])
+                queue.old[rows, :width] = phases.score(self._step, ids).cpu()[:, :width]
+                if self._policy.measures_reference:
+                    found = phases.score(self._step, ids, reference=True)
+                    queue.reference[rows, :width] = found.cpu()[:, :width]
+
+    def _metrics(
+        self, step: int, queue: Queue, every: Sequence[Sampled], times: dict[str, float]
+    ) -> RolloutMetrics:
+        """Return the metrics of all ranks; a collective."""
+        numbers = queue.share.every()
+        sampled = torch.zeros_like(queue.old)
+        counted = queue.counted(numbers)
+        for row, number in enumerate(numbers):
+            sampled[row, counted[row]] = torch.tensor(every[number].completion.logs)
+        apart = (queue.old - sampled)[counted].abs()
+        rows = self._ranks.numbers(
+            float(apart.sum()), float(apart.max()), times["rollout"], times["rewards"], times["scoring"]
+        )
+        sums, largest, *seconds = zip(*rows, strict=True)
+        rollout_s, reward_s, scoring_s = map(max, seconds)
+        lengths, prompts = queue.lengths.float(), queue.prompts.float()
+        groups = queue.rewards.view(self._policy.prompts, -1)
+        equal = (groups == groups[:, :1]).all(dim=1).float().mean()
+        return RolloutMetrics(
+            step=step,
+            completions=len(every),
+            reward=float(queue.rewards.mean()),
+            deviation=float(queue.rewards.std()),
+            **parts_of([one.reward for one in every]),
+            equal_groups=float(equal),
+            prompts_cut=sum(one.was_cut for one in every) / len(every),
+            prompt_tokens_mean=float(prompts.mean()),
+            tokens_mean=float(lengths.mean()),
+            tokens_max=int(queue.lengths.max()),
+            cut_share=sum(not one.completion.stopped for one in every) / len(every),
+            log_difference_mean=sum(sums) / float(lengths.sum()),
+            log_difference_max=max(largest),
+            rollout_s=rollout_s,
+            reward_s=reward_s,
+            scoring_s=scoring_s,
+            rollout_tokens_per_s=float(lengths.sum()) / rollout_s,
+            scoring_tokens_per_s=float((lengths + prompts).sum()) / scoring_s,
+        )
+
+    def evaluation(self, step: int, count: int, pause: Pause) -> EvalMetrics:
+        """Return the mean reward of held-out prompts, one completion each, sampled as in rollouts."""
+        start_s, share = time.perf_counter(), self._share
+        first, last = (HELD_OUT + count * one // share.ranks for one in (share.rank, share.rank + 1))
+        mine, _ = self._sampled(range(first, last), 1, pause)
+        every = [reward for part in self._ranks.gather([one.reward for one in mine]) for reward in part]
+        return EvalMetrics(
+            step=step,
+            reward=sum(sum(one.values()) for one in every) / count,
+            **parts_of(every),
+            sequences=count,
+            eval_s=time.perf_counter() - start_s,
+        )
+
+    def num_tokens(self) -> int:
+        """Return the tokens of the newest update on all ranks, without padding."""
+        assert self._queue is not None
+        size = self._share.completions // self._share.updates
+        here = slice(self._update * size, (self._update + 1) * size)
+        return int((self._queue.prompts + self._queue.lengths)[here].sum())
+
+    def is_full(self) -> bool:
+        """Return whether the newest update's sequences on this rank all have the recipe's length."""
+        assert self._queue is not None
+        queue, seq = self._queue, self._recipe.batch.seq
+        whole = bool(self._recipe.compile)
+        return all(queue.positions(rows, seq, whole) == seq for rows in queue.micro_batches(self._update))
+
+    def readings(self) -> dict[str, float]:
+        """Return reward, divergence and clipped share of the newest update; a collective."""
+        assert self._queue is not None
+        size = self._share.completions // self._share.updates
+        here = slice(self._update * size, (self._update + 1) * size)
+        # The sums are weighted so that their mean over micro-batches and ranks is the update's.
+        own = self._step.readings["policy_sums"].mean(dim=0)[:2].tolist()
+        clipped, divergence = (
+            sum(values) / len(values) for values in zip(*self._ranks.numbers(*own), strict=True)
+        )
+        found = {"reward": float(self._queue.rewards[here].mean()), "clipped_share": clipped}
+        return found | ({"kl": divergence} if self._policy.measures_reference else {})
+
+    def queue(self) -> dict[str, Tensor]:
+        """Return completions that later updates train on, of all ranks; empty after a rollout's last."""
+        if self._queue is None or self._update + 1 == self._share.updates:
+            return {}
+        return self._queue.tensors(self._ranks.gather(self._queue.own()))
+
+    def restore(self, step: int, queue: Mapping[str, Tensor]) -> None:
+        """Continue after ``step`` steps; its queue is there if the rollout has updates left."""
+        rollout, update = divmod(step, self._policy.updates_per_rollout)
+        if not update:
+            return
+        self._queue = Queue.restored(rollout, self._share, dict(queue), self._policy, self._vocabulary)
+        self._update = update - 1
+
+    def close(self) -> None:
+        """End the environment's workers."""
+        self._pool.close()
+
+
+class _Feed:
+    """``training.rollouts.Feed``: generates when it is asked, after the step before is done."""
+
+    reads_ahead = False
+
+    def __init__(
+        self, rollouts: Rollouts, steps: range, pause: Pause, on_rollout: Callable[[RolloutMetrics], None]
+    ):
+        self._rollouts, self._steps = rollouts, iter(steps)
+        self._pause, self._on_rollout = pause, on_rollout
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        return self._rollouts.batches(next(self._steps), self._pause, self._on_rollout)
+
+    def wait_s(self) -> float:
+        """Return 0: the time of rollouts is no part of a step's."""
+        return 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def parts_of(rewards: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the mean of each part of the rewards, and the share of completions where it is above 0."""
+    names = list(dict.fromkeys(name for one in rewards for name in one))
+    values = {name: [one.get(name, 0.0) for one in rewards] for name in names}
+    return {
+        "parts": {name: sum(of) / len(of) for name, of in values.items()},
+        "shares": {name: sum(value > 0 for value in of) / len(of) for name, of in values.items()},
+    }
+
+
+class PolicyTokenizer:
+    """The tokenizer of prompts and completions."""
+
+    def __init__(self, tokenizer: Any, end: int, notes: tuple[str, ...] = ()):
+        self.tokenizer, self.end, self.notes = tokenizer, end, notes
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text; names of special tokens in it are these tokens."""
+        return [one.ids for one in encode(self.tokenizer, texts, None)]
+
+    def decode(self, rows: list[list[int]]) -> list[str]:
+        """Return the text of each row, without special tokens."""
+        return self.tokenizer.decode_batch(rows)
+
+
+def _without_stop(completion: Completion) -> list[int]:
+    return completion.tokens[:-1] if completion.stopped else completion.tokens
+
+
+def _refuse_data(options: TrainOptions) -> None:
+    """Refuse data, which a policy does not train on."""
+    if options.data != SyntheticData() or options.eval_data is not None:
+        problem = "a policy trains on its own completions"
+        raise InputError(problem, "leave the data out, or use objective: pretrain", field="data.train")
+    if options.epochs is not None:
+        raise InputError("a policy has no data to pass over", "use steps", field="epochs")
+
+
+def _tokenizer(options: TrainOptions, ranks: Ranks, vocabulary: int) -> PolicyTokenizer:
+    """Return the run's tokenizer, which rank 0 writes into the run's folder, or verifies there.
+
+    Without one it is byte by byte: the model's weights are random, and so are its tokens.
+    """
+    place = options.folder / DATA
+    ranks.on_first(lambda: _write_tokenizer(place, options, vocabulary))
+    tokenizer, _ = load_tokenizer(place / TOKENIZER)
+    index = durable.read_json(place / INDEX)
+    return PolicyTokenizer(tokenizer, index["end"], tuple(index["notes"]))
+
+
+def _write_tokenizer(place: Path, options: TrainOptions, vocabulary: int) -> None:
+    if options.tokenizer is None:
+        found = RunTokenizer(train_tokenizer([], min(BYTES, vocabulary)), [], "")
+    else:
+        found = open_tokenizer(options.tokenizer, options.chat_template)
+    if place.exists():
+        durable.check_folder(place)
+        if durable.read_json(place / INDEX)["digest"] != found.digest:
+            problem, remedy = "the run was started with another", "leave it out, or start a new run"
+            raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
+        return
+    size, end = found.tokenizer.get_vocab_size(), found.end_token()
+    if max(size, end + 1) > vocabulary:
+        problem = f"the tokenizer has {size:,} tokens, the model's vocabulary {vocabulary:,}"
+        remedy = "use the model's own tokenizer, or a config with a larger vocab_size"
+        raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
+    notes = [f"switched off in tokenizer.json: {' and '.join(found.switched_off)}"] * bool(found.switched_off)
+    with durable.new_folder(place) as work:
+        with writing(work / TOKENIZER):
+            found.save(work)
+        durable.write_json(work / INDEX, {"digest": found.digest, "end": end, "notes": notes})
