@@ -6,7 +6,7 @@ import pyffish  # pyright: ignore[reportMissingImports]
 import pytest
 
 from trainfit.rl.environments.pool import Pool
-from trainfit.rl.environments.xiangqi import Rewards, Xiangqi, legal_moves, play, random_mover
+from trainfit.rl.environments.xiangqi import Xiangqi, legal_moves, play, random_mover
 
 START = pyffish.start_fen("xiangqi")
 
@@ -40,14 +40,17 @@ def test_positions_are_functions_of_their_number() -> None:
 
 def test_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cannon takes a horse from the start; a chariot gives mate; what is no legal move."""
-    tasks = Xiangqi(rewards=Rewards(illegal=-1, legal=1, soldier=0.5, wins=3))
+    tasks = Xiangqi(rewards={"illegal": -1, "legal": 1, "soldier": 0.5, "wins": 3})
     monkeypatch.setattr(tasks, "position", lambda number: START)
     given = {"h3h10": 1 + 0.5 * 4, " h3e3 ": 1, "h3e4": -1, "": -1, "h3e3 h3h10": -1, "H3E3": -1}
-    assert {text: tasks.reward(0, text) for text in given} == given
+    assert {text: sum(tasks.reward(0, text).values()) for text in given} == given
     mate = "3k5/8R/9/9/9/9/9/9/9/R4K3 w - - 0 1"
     assert "a1a10" in legal_moves(mate)
     monkeypatch.setattr(tasks, "position", lambda number: mate)
-    assert (tasks.reward(0, "a1a10"), tasks.reward(0, "a1a2")) == (4, 1)
+    assert [tasks.reward(0, move) for move in ("a1a10", "a1a2")] == [
+        {"legal": 1, "material": 0, "win": 3},
+        {"legal": 1, "material": 0, "win": 0},
+    ]
 
 
 def test_every_legal_move_has_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +60,7 @@ def test_every_legal_move_has_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         moves = legal_moves(position)
         monkeypatch.setattr(tasks, "position", lambda number, position=position: position)
-        assert all(tasks.reward(0, move) >= 1 for move in moves)
+        assert all(tasks.reward(0, move)["legal"] == 1 for move in moves)
         position = pyffish.get_fen("xiangqi", position, [moves[number % len(moves)]])
 
 

@@ -1,12 +1,17 @@
 """Policies on each process of ``rank_processes.Ranks``."""
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tiny_policies import options_for, policy, rollouts_in, trained
 from trainfit.rl.rollout import phases
+from trainfit.rl.rollout.generate import Generator
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.step import assemble
 
@@ -44,3 +49,26 @@ def phases_of(fields: dict[str, Any]) -> dict[str, Any]:
         batch["weights"][:, -1] = 0
         step([batch])
     return found
+
+
+def trained_policy(
+    out: Path, steps: int, fields: dict[str, Any], *, signal_in: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """Train a policy; ``signal_in``: the rollout (from 1) in which rank 1 gets SIGTERM while it generates."""
+    plain, begun = Generator.completions, []
+
+    def signalled(self: Generator, *arguments: Any) -> Any:
+        begun.append(1)
+        if dist.is_initialized() and dist.get_rank() == 1 and len(begun) == signal_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *arguments)
+
+    Generator.completions = signalled  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        summary = trained(policy(**fields), options_for(out, steps, **more))
+    finally:
+        Generator.completions = plain
+    return {
+        "status": summary.status, "steps": summary.steps, "losses": summary.losses,
+        "reward": summary.eval_reward, "rollouts": rollouts_in(out),
+    }  # fmt: skip

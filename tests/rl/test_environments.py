@@ -12,12 +12,9 @@ def test_arithmetic() -> None:
     for number in range(40):
         left, right = tasks.prompt(number).removesuffix("=").replace("-", "+-").split("+")
         answer = int(left) + int(right)
-        assert [tasks.reward(number, text) for text in (f" {answer}", str(answer + 1), "x", "")] == [
-            1,
-            0.1,
-            0,
-            0,
-        ]
+        rewards = [tasks.reward(number, text) for text in (f" {answer}", str(answer + 1), "x", "")]
+        assert rewards[:2] == [{"number": 0.1, "right": 0.9}, {"number": 0.1, "right": 0}]
+        assert rewards[2:] == [{"number": 0, "right": 0}] * 2
     assert {tasks.prompt(number).count("-") for number in range(40)} == {0, 1}
 
 
@@ -27,4 +24,6 @@ def test_workers_give_the_same() -> None:
         prompts = here.prompts(numbers)
         assert there.prompts(numbers) == prompts
         answers = [str(eval(prompt[:-1])) if number % 2 else "?" for number, prompt in enumerate(prompts)]
-        assert there.rewards(numbers, answers) == here.rewards(numbers, answers) == [0.0, 1.0] * 10
+        rewards = here.rewards(numbers, answers)
+        assert there.rewards(numbers, answers) == rewards
+        assert [sum(one.values()) for one in rewards] == [0.0, 1.0] * 10

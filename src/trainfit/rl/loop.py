@@ -45,7 +45,7 @@ from trainfit.training.tokenizer import (
     train_tokenizer,
 )
 
-HELD_OUT = 1 << 40
+HELD_OUT = 1 << 52
 """Number of the first held-out task: a run has fewer completions."""
 INDEX = "index.json"
 BYTES = 257
@@ -147,9 +147,7 @@ class Rollouts:
         times["scoring"] = time.perf_counter() - start_s
         return queue, self._metrics(step, queue, every, times)
 
-    def _sampled(
-        self, numbers: range, group: int, pause: Pause, task: Callable[[int], int] | None = None
-    ) -> tuple[list[Sampled], dict[str, float]]:
+    def _sampled(self, numbers: range, group: int, pause: Pause) -> tuple[list[Sampled], dict[str, float]]:
         """Return completions by number, and the seconds of each phase.
 
         Args:

@@ -99,7 +99,8 @@ def _class_in_file(name: str) -> Any:
     # Classes are pickled by their module's name, and the file may import its neighbours.
     module_name = f"trainfit_environment_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path.resolve())
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     if (folder := str(path.resolve().parent)) not in sys.path:
