@@ -1,12 +1,14 @@
 """The environment of xiangqi, by pyffish's rules."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pyffish  # pyright: ignore[reportMissingImports]
 import pytest
 
 from trainfit.rl.environments.pool import Pool
-from trainfit.rl.environments.xiangqi import Xiangqi, legal_moves, play, random_mover
+from trainfit.rl.environments.protocol import Result
+from trainfit.rl.environments.xiangqi import Board, Xiangqi, legal_moves
 
 START = pyffish.start_fen("xiangqi")
 
@@ -64,20 +66,51 @@ def test_every_legal_move_has_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
         position = pyffish.get_fen("xiangqi", position, [moves[number % len(moves)]])
 
 
+def played(answer: Callable[[str], str], count: int, limit: int) -> list[Result]:
+    """Play games in which the model's answer is a function of the prompt."""
+    games = Xiangqi(seed=1).games(count, limit)
+    try:
+        prompts = next(games)
+        while True:
+            prompts = games.send([answer(prompt) for prompt in prompts])
+    except StopIteration as ended:
+        return ended.value
+
+
 def test_games() -> None:
-    first = play(random_mover(1), random_mover(2), limit=60)
-    assert first == play(random_mover(1), random_mover(2), limit=60)
-    assert (first.result, len(first.moves)) == (0, 60)
-    lost = play(random_mover(1), lambda position, legal: "a1a1")
-    assert (lost.result, lost.illegal, len(lost.moves)) == (1, True, 1)
-    finished = [play(random_mover(n), random_mover(n + 50), limit=400) for n in range(3)]
-    for game in finished:
-        rest = pyffish.legal_moves("xiangqi", START, list(game.moves))
-        # Mated, or ended by repetition or its like.
-        assert not game.illegal
-        assert game.result in (-1, 0, 1)
-        if not rest:
-            assert game.result == (1 if len(game.moves) % 2 else -1)
+    """The first legal move is no good plan; a move that is not legal loses at once."""
+
+    def first(prompt: str) -> str:
+        return legal_moves(f"{prompt}- - 0 1")[0]
+
+    results = played(first, 4, 60)
+    assert results == played(first, 4, 60)
+    assert all(one.outcome in (-1, 0, 1) and not one.illegal and one.moves <= 60 for one in results)
+    assert played(lambda prompt: "a1a1", 2, 60) == [Result(-1, 0, True), Result(-1, 1, True)]
+
+
+def test_how_a_game_ends() -> None:
+    board = Board()
+    for move in ("h3h10", "i10h10", "b3b10", "a10b10"):
+        assert board.outcome() is None
+        board.push(move)
+    assert board.moves[-1] == "a10b10"
+    shuffled = Board()
+    for move in ["a1a2", "a10a9", "a2a1", "a9a10"] * 4:
+        shuffled.push(move)
+    assert shuffled.outcome() == 0
+    mated = Board()
+    mated.position = "3k5/8R/9/9/9/9/9/9/9/R4K3 w - - 0 1"
+    mated.push("a1a10")
+    assert mated.outcome() == -1
+
+
+def test_a_board_square_by_square() -> None:
+    board, side = Xiangqi(squares=True).written(START).split()
+    rows = board.split("/")
+    assert side == "w"
+    assert [len(row) for row in rows] == [9] * 10
+    assert rows[2] == ".c.....c."
 
 
 def test_workers() -> None:

@@ -38,7 +38,7 @@ def phases_of(fields: dict[str, Any]) -> dict[str, Any]:
     step = assemble(recipe, torch.device("cpu"), mesh=mesh)
     ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(1))
     with phases.generating(step):
-        completions = phases.generator_of(step, stop=())(PROMPTS)
+        completions = phases.generator_of(step, phases.sampling_of(recipe, ()))(PROMPTS)
     found: dict[str, Any] = {"tokens": [one.tokens for one in completions]}
     for when in ("", " after an update"):
         found[f"own{when}"] = phases.score(step, ids)[:, :-1]

@@ -42,7 +42,7 @@ def test_generated_and_scored_log_probabilities_agree(adapter: Any, precision: s
     step = assemble(recipe(adapter=adapter, precision=precision, objective=objective), CPU)
     changed(step)
     with phases.generating(step):
-        found = phases.generator_of(step, stop=(3, 4))(PROMPTS)
+        found = phases.generator_of(step, phases.sampling_of(step.recipe, (3, 4)))(PROMPTS)
     for prompt, one in zip(PROMPTS, found, strict=True):
         logs = phases.score(step, torch.tensor([[*prompt, *one.tokens]]))[0, len(prompt) - 1 : -1]
         assert logs.tolist() == pytest.approx(one.logs, abs=1e-4 if precision == "fp32" else 0.1)

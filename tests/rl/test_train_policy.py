@@ -187,7 +187,7 @@ BROKEN = {
     "raises": ("class Task:\n  def __init__(self):\n    1 / 0", r"ZeroDivisionError.*task\.py, line 3"),
     "methods": ("class Task:\n  def prompt(self, number): return ''", "has no method reward"),
     "prompt": (PROMPT.format("5", "1"), "not text"),
-    "empty": (PROMPT.format("''", "1"), "no tokens"),
+    "empty": (PROMPT.format("''", "1"), "has no tokens"),
     "reward": (PROMPT.format("'1'", "None"), r"reward\(0, .*TypeError"),
     "nan": (PROMPT.format("'1'", "float('nan')"), "not a finite number"),
 }

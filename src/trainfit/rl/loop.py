@@ -13,43 +13,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from trainfit.rl.answers import HELD_OUT, Answers, PolicyTokenizer, Sampled, write_tokenizer
 from trainfit.rl.environments.load import Maker
 from trainfit.rl.environments.pool import Pool
 from trainfit.rl.objectives.policy import group_advantages, whitened
 from trainfit.rl.queue import Queue, Share
 from trainfit.rl.rollout import phases
-from trainfit.rl.rollout.generate import Completion
 from trainfit.spec.errors import InputError
-from trainfit.spec.files import writing
 from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Batch, Step, vocabulary
-from trainfit.training import durable
 from trainfit.training.folder import DATA
 from trainfit.training.observer import EvalMetrics, RolloutMetrics
 from trainfit.training.options import SyntheticData, TrainOptions
 from trainfit.training.ranks.exchange import Ranks
 from trainfit.training.rollouts import MakeRollouts, Pause
-from trainfit.training.tokenizer import (
-    TOKENIZER,
-    RunTokenizer,
-    encode,
-    load_tokenizer,
-    open_tokenizer,
-    train_tokenizer,
-)
-
-HELD_OUT = 1 << 52
-"""Number of the first held-out task: a run has fewer completions."""
-INDEX = "index.json"
-BYTES = 257
-"""Tokens of the tokenizer of a model from scratch: the bytes, and the end."""
 
 
 def rollouts_of(recipe: Recipe) -> MakeRollouts | None:
@@ -73,16 +56,6 @@ def rollouts_of(recipe: Recipe) -> MakeRollouts | None:
     return Rollouts
 
 
-class Sampled(NamedTuple):
-    """A completion of a task, with its reward by parts."""
-
-    prompt: list[int]
-    completion: Completion
-    reward: dict[str, float]
-    was_cut: bool
-    """The prompt's beginning was left out."""
-
-
 class Rollouts:
     """``training.rollouts.Rollouts`` of a policy."""
 
@@ -92,16 +65,17 @@ class Rollouts:
         self._policy = policy = phases.policy_of(recipe)
         _refuse_data(options)
         self._vocabulary = vocabulary(step.model)
-        self._tokens = _tokenizer(options, ranks, self._vocabulary)
+        place = options.folder / DATA
+        ranks.on_first(lambda: write_tokenizer(place, options, self._vocabulary))
+        self._tokens = PolicyTokenizer.in_folder(place)
         maker = Maker.of(policy, recipe.seed)
         self._pool = Pool(maker, policy.workers)
+        self._answers = Answers(step, self._tokens, self._pool)
         self._share = Share(
             policy.completions, policy.updates_per_rollout, ranks.world_size, ranks.rank, recipe.batch.micro
         )
-        self._generator = phases.generator_of(step, (self._tokens.end,))
         self._queue: Queue | None = None
         self._update = 0
-        self._sums: Tensor | None = None
         self.tokenizer_tokens = self._tokens.tokenizer.get_vocab_size()
         self.notes: tuple[str, ...] = self._tokens.notes
         self.identity = {"environment": digest} if (digest := maker.digest()) else {}
@@ -134,7 +108,7 @@ class Rollouts:
         policy, share = self._policy, self._share
         first, size = rollout * policy.completions, policy.completions // share.ranks
         numbers = range(first + share.rank * size, first + (share.rank + 1) * size)
-        mine, times = self._sampled(numbers, policy.group, pause)
+        mine, times = self._answers.of_tasks(numbers, policy.group, pause)
         every = [one for part in self._ranks.gather(mine) for one in part]
         pause("rewards", True)
         rewards = torch.tensor([sum(one.reward.values()) for one in every], dtype=torch.float32)
@@ -146,45 +120,6 @@ class Rollouts:
         self._score(queue, pause)
         times["scoring"] = time.perf_counter() - start_s
         return queue, self._metrics(step, queue, every, times)
-
-    def _sampled(self, numbers: range, group: int, pause: Pause) -> tuple[list[Sampled], dict[str, float]]:
-        """Return completions by number, and the seconds of each phase.
-
-        Args:
-            group: completions of a task; a completion's task is its number over it.
-        """
-        tasks = [number // group for number in numbers]
-        pause("prompts", True)
-        start_s = time.perf_counter()
-        distinct = list(dict.fromkeys(tasks))
-        texts = dict(zip(distinct, self._pool.prompts(distinct), strict=True))
-        encoded = self._tokens.encode(list(texts.values()))
-        prompts: dict[int, tuple[list[int], bool]] = {}
-        for number, ids in zip(distinct, encoded, strict=True):
-            if not ids:
-                problem = f"prompt({number}) has no tokens"
-                raise InputError(problem, "return text", field="objective.environment")
-            prompts[number] = ids[-self._policy.max_prompt :], len(ids) > self._policy.max_prompt
-        prompts_s = time.perf_counter() - start_s
-        pause("rollout", True)
-        start_s = time.perf_counter()
-        given = [prompts[number][0] for number in tasks]
-        with phases.generating(self._step):
-            if self._step.shards_weights:
-                self._generator.forget()
-            completions = list(
-                self._generator.completions(given, numbers.start, lambda: pause("rollout", False))
-            )
-        rollout_s = time.perf_counter() - start_s
-        pause("rewards", True)
-        start_s = time.perf_counter()
-        answers = self._tokens.decode([_without_stop(one) for one in completions])
-        rewards = self._pool.rewards(tasks, answers)
-        times = {"rollout": rollout_s, "rewards": prompts_s + time.perf_counter() - start_s}
-        rows = zip(tasks, completions, rewards, strict=True)
-        return [
-            Sampled(prompts[number][0], one, reward, prompts[number][1]) for number, one, reward in rows
-        ], times
 
     def _score(self, queue: Queue, pause: Pause) -> None:
         """Fill the queue's log-probabilities, by the micro-batches of the updates."""
@@ -242,7 +177,7 @@ class Rollouts:
         """Return the mean reward of held-out prompts, one completion each, sampled as in rollouts."""
         start_s, share = time.perf_counter(), self._share
         first, last = (HELD_OUT + count * one // share.ranks for one in (share.rank, share.rank + 1))
-        mine, _ = self._sampled(range(first, last), 1, pause)
+        mine, _ = self._answers.of_tasks(range(first, last), 1, pause)
         every = [reward for part in self._ranks.gather([one.reward for one in mine]) for reward in part]
         return EvalMetrics(
             step=step,
@@ -336,25 +271,6 @@ def parts_of(rewards: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
-class PolicyTokenizer:
-    """The tokenizer of prompts and completions."""
-
-    def __init__(self, tokenizer: Any, end: int, notes: tuple[str, ...] = ()):
-        self.tokenizer, self.end, self.notes = tokenizer, end, notes
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of each text; names of special tokens in it are these tokens."""
-        return [one.ids for one in encode(self.tokenizer, texts, None)]
-
-    def decode(self, rows: list[list[int]]) -> list[str]:
-        """Return the text of each row, without special tokens."""
-        return self.tokenizer.decode_batch(rows)
-
-
-def _without_stop(completion: Completion) -> list[int]:
-    return completion.tokens[:-1] if completion.stopped else completion.tokens
-
-
 def _refuse_data(options: TrainOptions) -> None:
     """Refuse data, which a policy does not train on."""
     if options.data != SyntheticData() or options.eval_data is not None:
@@ -362,38 +278,3 @@ def _refuse_data(options: TrainOptions) -> None:
         raise InputError(problem, "leave the data out, or use objective: pretrain", field="data.train")
     if options.epochs is not None:
         raise InputError("a policy has no data to pass over", "use steps", field="epochs")
-
-
-def _tokenizer(options: TrainOptions, ranks: Ranks, vocabulary: int) -> PolicyTokenizer:
-    """Return the run's tokenizer, which rank 0 writes into the run's folder, or verifies there.
-
-    Without one it is byte by byte: the model's weights are random, and so are its tokens.
-    """
-    place = options.folder / DATA
-    ranks.on_first(lambda: _write_tokenizer(place, options, vocabulary))
-    tokenizer, _ = load_tokenizer(place / TOKENIZER)
-    index = durable.read_json(place / INDEX)
-    return PolicyTokenizer(tokenizer, index["end"], tuple(index["notes"]))
-
-
-def _write_tokenizer(place: Path, options: TrainOptions, vocabulary: int) -> None:
-    if options.tokenizer is None:
-        found = RunTokenizer(train_tokenizer([], min(BYTES, vocabulary)), [], "")
-    else:
-        found = open_tokenizer(options.tokenizer, options.chat_template)
-    if place.exists():
-        durable.check_folder(place)
-        if durable.read_json(place / INDEX)["digest"] != found.digest:
-            problem, remedy = "the run was started with another", "leave it out, or start a new run"
-            raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
-        return
-    size, end = found.tokenizer.get_vocab_size(), found.end_token()
-    if max(size, end + 1) > vocabulary:
-        problem = f"the tokenizer has {size:,} tokens, the model's vocabulary {vocabulary:,}"
-        remedy = "use the model's own tokenizer, or a config with a larger vocab_size"
-        raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
-    notes = [f"switched off in tokenizer.json: {' and '.join(found.switched_off)}"] * bool(found.switched_off)
-    with durable.new_folder(place) as work:
-        with writing(work / TOKENIZER):
-            found.save(work)
-        durable.write_json(work / INDEX, {"digest": found.digest, "end": end, "notes": notes})

@@ -14,10 +14,14 @@ Example: the whole of an environment of one's own, ``count.py``, used as ``envir
 
 A reward of several parts is a mapping, such as ``{"legal": 1.0, "material": 0.4}``: their sum counts, and the
 log has each. A class whose constructor takes ``seed`` gets the recipe's.
+
+An environment of a game may have a third method, ``games`` (below), for ``trainfit evaluate --games``: a
+generator that plays all games at once. It yields the prompts of those in which the model is to move, is sent
+its answers, and returns the results.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Environment(Protocol):
@@ -29,4 +33,27 @@ class Environment(Protocol):
 
     def reward(self, number: int, completion: str) -> float | Mapping[str, float]:
         """Return the reward of an answer, without the token that ended it, or its parts by name."""
+        ...
+
+
+class Result(NamedTuple):
+    """How a game ended.
+
+    Attributes:
+        outcome: 1 the model won, -1 it lost, 0 a draw, or too long.
+        moves: of both sides.
+        illegal: the model lost by an answer that is no legal move.
+    """
+
+    outcome: int
+    moves: int
+    illegal: bool
+
+
+@runtime_checkable
+class Games(Protocol):
+    """An environment whose model can play whole games."""
+
+    def games(self, count: int, limit: int) -> Generator[list[str], Sequence[str], list[Result]]:
+        """Play ``count`` games of at most ``limit`` moves, the model on both sides in turn."""
         ...

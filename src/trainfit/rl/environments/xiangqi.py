@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from trainfit.rl.environments.protocol import Result
 from trainfit.spec.errors import InputError
 
 VARIANT = "xiangqi"
@@ -25,8 +26,8 @@ POSITIONS = 8
 """Tasks of one game."""
 VALUES = {"p": 1.0, "a": 2.0, "b": 2.0, "n": 4.0, "c": 4.5, "r": 9.0, "k": 0.0}
 """Of the pieces, in soldiers: a, b, n, c and r are advisor, elephant, horse, cannon and chariot."""
-Mover = Callable[[str, list[str]], str]
-"""(position, legal moves) -> the move that is played; one that is not legal loses the game."""
+QUIET = 60
+"""Half-moves without a capture from which the rules may end a game."""
 
 
 class Rewards(NamedTuple):
@@ -52,6 +53,7 @@ class Xiangqi:
         seed: games of another seed are others.
         plies: moves of a game before its last position, at most.
         mask: the prompt lists the legal moves.
+        squares: the board is written square by square, empty ones as dots, instead of as FEN's counts.
         rewards: values of Rewards by name; those that are not given have their defaults.
 
     Raises:
@@ -63,15 +65,22 @@ class Xiangqi:
         seed: int = 0,
         plies: int = 60,
         mask: bool = False,
+        squares: bool = False,
         rewards: Mapping[str, float] = MappingProxyType({}),
     ):
-        self.seed, self.plies, self.mask, self.rewards = seed, plies, mask, Rewards(**rewards)
+        self.seed, self.plies, self.mask, self.squares = seed, plies, mask, squares
+        self.rewards = Rewards(**rewards)
         _pyffish()
 
     def prompt(self, number: int) -> str:
         """Return board, side to move and, with ``mask``, the legal moves."""
-        position = self.position(number)
+        return self.written(self.position(number))
+
+    def written(self, position: str) -> str:
+        """Return the prompt of a position (FEN)."""
         board, side = position.split()[:2]
+        if self.squares:
+            board = "".join("." * int(one) if one.isdecimal() else one for one in board)
         listed = f" [{' '.join(legal_moves(position))}]" if self.mask else ""
         return f"{board} {side}{listed} "
 
@@ -86,6 +95,45 @@ class Xiangqi:
         material, win = self.rewards.soldier * taken, self.rewards.wins * won
         return {"legal": self.rewards.legal, "material": material, "win": win}
 
+    def games(self, count: int, limit: int) -> Generator[list[str], Sequence[str], list[Result]]:
+        """Play games against a player that plays any legal move; the model is red in every second.
+
+        A draw is a repetition, or ``limit`` moves. An answer that is no legal move loses.
+        """
+        boards = [Board() for _ in range(count)]
+        choose = [random.Random(f"opponent {self.seed} {number}") for number in range(count)]
+        results: dict[int, Result] = {}
+
+        def note(number: int, outcome: int, *, illegal: bool = False) -> None:
+            results[number] = Result(outcome, len(boards[number].moves), illegal)
+
+        for ply in range(limit):
+            turns = []
+            for number, board in enumerate(boards):
+                if number in results:
+                    continue
+                mine = (number + ply) % 2 == 0
+                ended = board.outcome()
+                if ended is not None:  # Of the side to move.
+                    note(number, ended if mine else -ended)
+                elif mine:
+                    turns.append(number)
+                else:
+                    board.push(choose[number].choice(board.legal()))
+            answers = (yield [self.written(boards[number].position) for number in turns]) if turns else ()
+            for number, answer in zip(turns, answers, strict=True):
+                move = answer.strip()
+                if move in boards[number].legal():
+                    boards[number].push(move)
+                else:
+                    note(number, -1, illegal=True)
+            if len(results) == count:
+                break
+        for number in range(count):
+            if number not in results:
+                note(number, 0)
+        return [results[number] for number in range(count)]
+
     def position(self, number: int) -> str:
         """Return the task's position (FEN)."""
         game = _game(self.seed, number // POSITIONS, self.plies)
@@ -93,43 +141,37 @@ class Xiangqi:
         return choose.choice(game)
 
 
-class Game(NamedTuple):
-    """A finished game.
+class Board:
+    """A game in progress, from the start."""
 
-    Attributes:
-        result: 1 first player wins, -1 loses, 0 a draw (or too long).
-        illegal: a player lost by a move that is not legal.
-    """
+    def __init__(self) -> None:
+        self.position: str = _pyffish().start_fen(VARIANT)
+        self.moves: list[str] = []
+        self._seen = {self._placed(): 1}
 
-    result: int
-    moves: tuple[str, ...]
-    illegal: bool
+    def legal(self) -> tuple[str, ...]:
+        """Return the legal moves of the side to move."""
+        return legal_moves(self.position)
 
+    def push(self, move: str) -> None:
+        """Play a legal move."""
+        self.position = _after(self.position, move)
+        self.moves.append(move)
+        self._seen[self._placed()] = self._seen.get(self._placed(), 0) + 1
 
-def play(red: Mover, black: Mover, *, limit: int = 200) -> Game:
-    """Play a game from the start; ``limit`` moves without a result are a draw."""
-    rules = _pyffish()
-    start, moves = rules.start_fen(VARIANT), []
-    for number in range(limit):
-        legal = rules.legal_moves(VARIANT, start, moves)
-        lost = 1 if number % 2 else -1  # For red, if the side to move loses.
-        if not legal:
-            return Game(lost, tuple(moves), False)
-        ends, value = rules.is_optional_game_end(VARIANT, start, moves)
-        if ends:  # Repetition: the value is that of the side to move.
-            return Game(-lost * ((value > 0) - (value < 0)), tuple(moves), False)
-        position = rules.get_fen(VARIANT, start, moves)
-        move = (black if number % 2 else red)(position, legal)
-        if move not in legal:
-            return Game(lost, tuple(moves), True)
-        moves.append(move)
-    return Game(0, tuple(moves), False)
+    def outcome(self) -> int | None:
+        """Return how the game has ended for the side to move, 1, 0 or -1; None: it goes on."""
+        if not self.legal():
+            return -1  # Mate, and stalemate, which loses in xiangqi.
+        # Rules of repetition and of moves without a capture need all moves, which takes longer.
+        if self._seen[self._placed()] < 2 and int(self.position.split()[4]) < QUIET:
+            return None
+        rules = _pyffish()
+        ends, value = rules.is_optional_game_end(VARIANT, rules.start_fen(VARIANT), self.moves)
+        return (value > 0) - (value < 0) if ends else None
 
-
-def random_mover(seed: int) -> Mover:
-    """Return a player that plays any legal move."""
-    choose = random.Random(seed)
-    return lambda position, legal: choose.choice(legal)
+    def _placed(self) -> str:
+        return " ".join(self.position.split()[:2])
 
 
 @lru_cache(maxsize=1 << 16)

@@ -99,20 +99,25 @@ def decode(step: Step, cache: KVCache, tokens: Tensor, lengths: Tensor) -> Tenso
         return forward.decode(decoder_of(step.model), cache, tokens, lengths)
 
 
-def generator_of(step: Step, stop: tuple[int, ...]) -> Generator:
-    """Return a generator with the recipe's sampling and cache, which is used within ``generating``.
+def sampling_of(recipe: Recipe, stop: tuple[int, ...]) -> Sampling:
+    """Return the recipe's sampling.
 
     Args:
         stop: tokens that end a completion.
     """
-    policy, rollout = policy_of(step.recipe), policy_of(step.recipe).rollout
-    sampling = Sampling(
+    policy, rollout = policy_of(recipe), policy_of(recipe).rollout
+    return Sampling(
         max_new=policy.max_new, temperature=rollout.temperature, top_p=rollout.top_p, stop=stop,
-        seed=step.recipe.seed,
+        seed=recipe.seed,
     )  # fmt: skip
+
+
+def generator_of(step: Step, sampling: Sampling) -> Generator:
+    """Return a generator with the recipe's cache, which is used within ``generating``."""
+    policy = policy_of(step.recipe)
     return Generator(
         decoder_of(step.model), sampling, slots=num_slots(step.recipe), positions=policy.max_tokens,
-        cache_dtype=DTYPES[rollout.kv_cache], autocast=step.forward_contexts, device=step.device,
+        cache_dtype=DTYPES[policy.rollout.kv_cache], autocast=step.forward_contexts, device=step.device,
     )  # fmt: skip
 
 

@@ -1,0 +1,158 @@
+"""Answers of a step's model to an environment's tasks: tokens in and out of text, and the rewards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainfit.rl.environments.pool import Pool
+from trainfit.rl.rollout import phases
+from trainfit.rl.rollout.generate import Completion, Sampling
+from trainfit.spec.errors import InputError
+from trainfit.spec.files import writing
+from trainfit.step import Step
+from trainfit.training import durable
+from trainfit.training.options import TrainOptions
+from trainfit.training.rollouts import Pause
+from trainfit.training.tokenizer import (
+    TOKENIZER,
+    RunTokenizer,
+    encode,
+    load_tokenizer,
+    open_tokenizer,
+    train_tokenizer,
+)
+
+HELD_OUT = 1 << 52
+"""Number of the first held-out task: a run has fewer completions."""
+INDEX = "index.json"
+BYTES = 257
+"""Tokens of the tokenizer of a model from scratch: the bytes, and the end."""
+
+
+class PolicyTokenizer:
+    """The tokenizer of prompts and completions, and the token that ends a completion."""
+
+    def __init__(self, tokenizer: Any, end: int, notes: tuple[str, ...] = ()):
+        self.tokenizer, self.end, self.notes = tokenizer, end, notes
+
+    @classmethod
+    def in_folder(cls, place: Path) -> PolicyTokenizer:
+        """Return the tokenizer that ``write_tokenizer`` wrote."""
+        index = durable.read_json(place / INDEX)
+        return cls(load_tokenizer(place / TOKENIZER)[0], index["end"], tuple(index["notes"]))
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of each text; names of special tokens in it are these tokens."""
+        return [one.ids for one in encode(self.tokenizer, texts, None)]
+
+    def decode(self, completions: Sequence[Completion]) -> list[str]:
+        """Return the text of each completion, without special tokens."""
+        rows = [one.tokens[:-1] if one.stopped else one.tokens for one in completions]
+        return self.tokenizer.decode_batch(rows)
+
+
+def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int) -> None:
+    """Write a run's tokenizer and its end token into ``place``, or verify those that are there.
+
+    Without one it is byte by byte: the model's weights are random, and so are its tokens.
+
+    Raises:
+        InputError: no such tokenizer, another than the run's, or one with more tokens than the model has.
+    """
+    if options.tokenizer is None:
+        found = RunTokenizer(train_tokenizer([], min(BYTES, vocabulary)), [], "")
+    else:
+        found = open_tokenizer(options.tokenizer, options.chat_template)
+    if place.exists():
+        durable.check_folder(place)
+        if durable.read_json(place / INDEX)["digest"] != found.digest:
+            problem, remedy = "the run was started with another", "leave it out, or start a new run"
+            raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
+        return
+    size, end = found.tokenizer.get_vocab_size(), found.end_token()
+    if max(size, end + 1) > vocabulary:
+        problem = f"the tokenizer has {size:,} tokens, the model's vocabulary {vocabulary:,}"
+        remedy = "use the model's own tokenizer, or a config with a larger vocab_size"
+        raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
+    notes = [f"switched off in tokenizer.json: {' and '.join(found.switched_off)}"] * bool(found.switched_off)
+    with durable.new_folder(place) as work:
+        with writing(work / TOKENIZER):
+            found.save(work)
+        durable.write_json(work / INDEX, {"digest": found.digest, "end": end, "notes": notes})
+
+
+class Sampled(NamedTuple):
+    """A completion of a task, with its reward by parts.
+
+    Attributes:
+        was_cut: the prompt's beginning was left out.
+    """
+
+    prompt: list[int]
+    completion: Completion
+    reward: dict[str, float]
+    was_cut: bool
+
+
+class Answers:
+    """Generates completions of tasks, and has them rewarded.
+
+    Args:
+        temperature: of the sampling; None: the recipe's.
+    """
+
+    def __init__(
+        self, step: Step, tokenizer: PolicyTokenizer, pool: Pool, *, temperature: float | None = None
+    ):
+        self._step, self._tokens, self._pool = step, tokenizer, pool
+        self._max_prompt = phases.policy_of(step.recipe).max_prompt
+        changed = {} if temperature is None else {"temperature": temperature}
+        sampling: Sampling = phases.sampling_of(step.recipe, (tokenizer.end,)).model_copy(update=changed)
+        self._generator = phases.generator_of(step, sampling)
+
+    def of_tasks(self, numbers: range, group: int, pause: Pause) -> tuple[list[Sampled], dict[str, float]]:
+        """Return completions by number, and the seconds of each phase; a collective.
+
+        Args:
+            numbers: of the completions, on which their noise depends.
+            group: completions of a task; a completion's task is its number over it.
+        """
+        tasks = [number // group for number in numbers]
+        pause("prompts", True)
+        start_s = time.perf_counter()
+        distinct = list(dict.fromkeys(tasks))
+        texts = self._pool.prompts(distinct)
+        prompts_s = time.perf_counter() - start_s
+        pause("rollout", True)
+        start_s = time.perf_counter()
+        prompts = dict(zip(distinct, self._prompts(texts), strict=True))
+        completions = self._completed([prompts[task][0] for task in tasks], numbers.start, pause)
+        rollout_s = time.perf_counter() - start_s
+        pause("rewards", True)
+        start_s = time.perf_counter()
+        rewards = self._pool.rewards(tasks, self._tokens.decode(completions))
+        times = {"rollout": rollout_s, "rewards": prompts_s + time.perf_counter() - start_s}
+        rows = zip(tasks, completions, rewards, strict=True)
+        return [Sampled(prompts[task][0], one, reward, prompts[task][1]) for task, one, reward in rows], times
+
+    def of_texts(self, texts: list[str], first: int, pause: Pause) -> list[str]:
+        """Return the answer to each text; ``first``: the number of the first, on which its noise depends."""
+        prompts = [ids for ids, _ in self._prompts(texts)]
+        return self._tokens.decode(self._completed(prompts, first, pause))
+
+    def _prompts(self, texts: list[str]) -> list[tuple[list[int], bool]]:
+        """Return the tokens of each prompt, its last ``max_prompt``, and whether it was longer."""
+        encoded = self._tokens.encode(texts)
+        if not all(encoded):
+            remedy = "return text that has tokens"
+            raise InputError("a prompt has no tokens", remedy, field="objective.environment")
+        return [(ids[-self._max_prompt :], len(ids) > self._max_prompt) for ids in encoded]
+
+    def _completed(self, prompts: list[list[int]], first: int, pause: Pause) -> list[Completion]:
+        with phases.generating(self._step):
+            if self._step.shards_weights:
+                self._generator.forget()
+            return list(self._generator.completions(prompts, first, lambda: pause("rollout", False)))
