@@ -15,6 +15,8 @@ from trainfit.catalog.collectives import CollectiveKind, collective_kinds
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
 GROUPS_PER_RUN = 3
 ALLOCATE, FREE = 1, 0
+RECORDED = "capture"
+"""Phase in which a CUDA graph is recorded, which begins by emptying the cache (torch.cuda.graph)."""
 
 
 def part_of(group: int) -> int:

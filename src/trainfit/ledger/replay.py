@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainfit.ledger.allocator import CachingAllocator
-from trainfit.ledger.ledger import ALLOCATE, Ledger, LiveEvent
+from trainfit.ledger.ledger import ALLOCATE, RECORDED, Ledger, LiveEvent
 from trainfit.ledger.segments import rounded
 from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown, PhasePeaks, Phases
 
@@ -28,6 +28,8 @@ class Replay:
     """Live allocations at the peak: (index of the storage, bytes)."""
     segment_peaks: list[int]
     """Highest allocated bytes of each segment."""
+    segment_reserved: list[int]
+    """Highest reserved bytes of each segment; where the cache is emptied within one, those at its end."""
 
 
 class UncachedAllocator:
@@ -36,6 +38,10 @@ class UncachedAllocator:
     def __init__(self) -> None:
         self.allocated_bytes = self.peak_reserved_bytes = self.num_retries = 0
         self._sizes: list[int] = []
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.allocated_bytes
 
     def malloc(self, num_bytes: int, stream: int = 0) -> int:
         self._sizes.append(rounded(num_bytes))
@@ -72,7 +78,7 @@ def replay(
     """
     gpu, events = allocator, ledger.expand()
     streams = [storage.stream for storage in ledger.storages]
-    peaks = [0] * len(ledger.segments)
+    peaks, reserved = [0] * len(ledger.segments), [0] * len(ledger.segments)
     handles: dict[tuple[int, int], int] = {}
     peak, peak_index, segment, after_init, init_reserved = -1, 0, -1, 0, 0
     malloc, free, emptied_at = gpu.malloc, gpu.free, frozenset(ledger.emptied_at)
@@ -86,9 +92,12 @@ def replay(
                 if empty_cache_after_init:
                     gpu.empty_cache()
                     gpu.reset_peaks()
+            reserved[segment] = gpu.reserved_bytes
             for number in range(segment + 1, event_segment + 1):
-                peaks[number] = gpu.allocated_bytes
+                peaks[number], reserved[number] = gpu.allocated_bytes, gpu.reserved_bytes
             segment = event_segment
+            if ledger.segments[segment].phase == RECORDED:
+                gpu.empty_cache()
         if index in emptied_at:
             gpu.empty_cache()
         if kind == ALLOCATE:
@@ -100,8 +109,9 @@ def replay(
                 peak, peak_index = now, index
         else:
             free(handles.pop(key))
+    reserved[segment] = gpu.reserved_bytes
     for number in range(segment + 1, len(peaks)):
-        peaks[number] = gpu.allocated_bytes
+        peaks[number], reserved[number] = gpu.allocated_bytes, gpu.reserved_bytes
     if more_steps:
         _repeat_steady_step(ledger, events, gpu, handles, more_steps)
     alive = _alive_at(events, peak_index)
@@ -115,6 +125,7 @@ def replay(
         peak_event=peak_index,
         at_peak=alive,
         segment_peaks=peaks,
+        segment_reserved=reserved,
     )
 
 

@@ -38,7 +38,7 @@ def evaluation_peak(
     assert 0 < sequences <= MOST_COUNT
     machine = machine or machine_of(recipe.hardware)
     evaluates = partial(run_evaluation, sequences=sequences)
-    ledger = trace(recipe, machine.row, deterministic=deterministic, after=evaluates)
+    ledger = trace(recipe, machine.row, deterministic=deterministic, run=evaluates)
     # Steady steps are not repeated: the evaluation may have freed what the last one left.
     is_host = machine.gpu.vendor == "host"
     expandable = allocator_settings(os.environ).expandable_segments

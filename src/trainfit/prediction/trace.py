@@ -71,7 +71,7 @@ def trace(
     shorten: bool = False,
     deterministic: bool = False,
     stage: Stage | None = None,
-    after: "After | None" = None,
+    run: "Run | None" = None,
 ) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
@@ -82,22 +82,23 @@ def trace(
             enough to compare recipes; not where they differ much.
         deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
         stage: the stage of the recipe's pipeline that is traced, one micro-batch after the other.
-        after: called with the step and the virtual GPU after the steady step, to run what follows it.
+        run: called with the step and the virtual GPU; None: ``run_steps``. A loop around the step, or what
+            follows it, begins its own segments.
 
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     gpu = gpu or find_gpu(recipe.hardware.gpu)
     with exclusive():
-        ends = _Ends(stage, after)
+        ends = _Ends(stage, run or run_steps)
         return _traced(recipe, gpu, ends, whole=whole, shorten=shorten, deterministic=deterministic)
 
 
 class _Ends(NamedTuple):
-    """The part of a model that is traced, and what runs after its steps."""
+    """The part of a model that is traced, and what runs."""
 
-    stage: Stage | None = None
-    after: "After | None" = None
+    stage: Stage | None
+    run: "Run"
 
 
 def _traced(
@@ -201,7 +202,7 @@ def gpu_of(recipe: Recipe, gpu: Gpu) -> Iterator[tuple[VirtualGpu, "VirtualRanks
         yield stack.enter_context(rank_of(recipe, traits, prefers_cudnn=prefers_cudnn(gpu)))
 
 
-After = Callable[[Step, VirtualGpu], None]
+Run = Callable[[Step, VirtualGpu], None]
 
 _kept: dict[str, frozenset[int]] = {}
 """Structure of a model that is shortened -> the numbers of the blocks that are traced."""
@@ -261,7 +262,8 @@ def _trace_once(
             compiler=virtual.compiler, mesh=ranks and ranks.mesh, cluster=ranks and ranks.cluster,
             stage=stage, gpu=gpu,
         )  # fmt: skip
-        virtual.model_is_complete(step.model, layers.groups)
+        copies = None if step.reference is None else step.reference.tensors
+        virtual.model_is_complete(step.model, layers.groups, copies)
         if step.hosted is not None:
             for index in range(len(step.hosted.blocks)):
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
@@ -269,9 +271,7 @@ def _trace_once(
         gc.collect()
         freeze_more()
         with paused_gc():
-            run_steps(step, virtual)
-            if ends.after is not None:
-                ends.after(step, virtual)
+            ends.run(step, virtual)
         if not whole:
             virtual.compiler.check_layers()
         ledger = virtual.finish()
@@ -348,31 +348,37 @@ def _least_period(recipe: Recipe) -> int:
 
 
 def run_steps(step: Step, virtual: VirtualGpu) -> None:
-    """Run a first and a steady step on the virtual GPU.
+    """Run a first and a steady step on the virtual GPU."""
+    for name in ("first", "steady"):
+        run_step(step, virtual, name)
+
+
+def run_step(step: Step, virtual: VirtualGpu, name: str) -> None:
+    """Run one step, in the segments of ``name``.
 
     What reference cycles hold is freed at the end of a phase: other times would differ from run to run.
     """
-    for name in ("first", "steady"):
+    gc.collect()
+    virtual.begin(name, "data")
+    batches = step.random_batches()
+
+    def on_phase(phase: str) -> None:
         gc.collect()
-        virtual.begin(name, "data")
-        batches = step.random_batches()
+        if phase == "optimizer" and step.mesh is not None:
+            _own_sharded_gradients(step, virtual)
+        virtual.begin(name, phase)
 
-        def on_phase(phase: str, name: str = name) -> None:
-            gc.collect()
-            if phase == "optimizer" and step.mesh is not None:
-                _own_sharded_gradients(step, virtual)
-            virtual.begin(name, phase)
-
-        step(batches, on_phase=on_phase)
-        del batches  # Before those of the next step are made, or the steady step frees two steps' batches.
-        for optimizer in step.optimizers:
-            virtual.own_state(optimizer)
-        for memory in step.host_state.buffers() if step.host_state is not None else ():
-            virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
+    step(batches, on_phase=on_phase)
+    del batches  # Before those of the next step are made, or the steady step frees two steps' batches.
+    for optimizer in step.optimizers:
+        virtual.own_state(optimizer)
+    for memory in step.host_state.buffers() if step.host_state is not None else ():
+        virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
 
 
 def run_evaluation(step: Step, virtual: VirtualGpu, sequences: int) -> None:
-    """Run a forward without gradients, in the segments of step ``EVALUATION``."""
+    """Run the steps, then a forward without gradients in the segments of step ``EVALUATION``."""
+    run_steps(step, virtual)
     gc.collect()
     virtual.begin(EVALUATION, "data")
     batch = step.random_batches(sequences=sequences)[0]

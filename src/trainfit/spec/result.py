@@ -24,6 +24,7 @@ class MemoryBreakdown(Value):
     temporary: Bytes = 0  # Everything else alive
     communication: Bytes = 0  # Buffers of collectives
     workspace: Bytes = 0  # Scratch that libraries keep (cuBLAS, cuDNN)
+    kv_cache: Bytes = 0  # Keys and values of sequences that are generated
 
     @property
     def total(self) -> int:

@@ -3,8 +3,8 @@
 Inside, tensors are fake, composite operations decompose as on CUDA, and the tracer records every operation.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -41,10 +41,17 @@ class VirtualGpu:
         traits = self.tracer.gpu
         return (*(traits.assumptions if traits else ()), *self.compiler.assumptions(), *sorted(self._notes))
 
-    def model_is_complete(self, model: nn.Module, groups: list[LayerGroups]) -> None:
-        """Register the model's modules and parameters, which gives operations a scope."""
+    def model_is_complete(
+        self, model: nn.Module, groups: list[LayerGroups], copies: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Register the model's modules and parameters, which gives operations a scope.
+
+        Args:
+            copies: of parameters, by their names, which are weights too.
+        """
         self._scopes.bind(model, groups)
-        for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        copied = (copies or {}).items()
+        for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers(), *copied):
             self.tracer.live.own(tensor, "weights", self._scopes.locate(tensor_name, groups))
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -59,6 +66,10 @@ class VirtualGpu:
             yield
         finally:
             self._scopes.override = None
+
+    def running(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which parts of a module are called in place of its forward."""
+        return self._scopes.running(module)
 
     def begin(self, step: str, phase: str) -> None:
         """Begin a phase (data, forward, backward, optimizer) of a step (first, steady)."""

@@ -93,7 +93,7 @@ def _after_the_step(found: Explained, recipe: Recipe, machine: Machine, eval_bat
 
     own = found.explanation.peak_allocated_bytes
 
-    ledger = trace(recipe, machine.row, after=_After(recipe, eval_batch))
+    ledger = trace(recipe, machine.row, run=_After(recipe, eval_batch))
     ledger = ledger.with_lower_peak()
     limit = (
         None
@@ -172,7 +172,7 @@ class _Counting(CachingAllocator):
 
 
 class _After:
-    """Runs what comes after the steady step, each as a step of its own in the ledger."""
+    """Runs the steps and what comes after them, each as a step of its own in the ledger."""
 
     def __init__(self, recipe: Recipe, eval_batch: int):
         self.recipe, self.eval_batch = recipe, eval_batch

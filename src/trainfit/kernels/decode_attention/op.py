@@ -11,11 +11,13 @@ the result, and with several parts an fp32 result and a logarithm of each.
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare, triton_kernels
+from trainfit.kernels.custom_op import declare
+from trainfit.kernels.dry_launch import dry_launcher
 from trainfit.spec.errors import InputError
 
 BLOCK = 64
@@ -61,7 +63,7 @@ def decode_attention(
 @cache
 def register() -> None:
     """Declare ``torch.ops.trainfit.decode_attention``."""
-    declare("decode_attention", reference, _fake, triton=triton_decode)
+    declare("decode_attention", reference, _fake, triton=triton_decode, dry_run=_dry_run)
 
 
 def reference(
@@ -99,7 +101,8 @@ def triton_decode(
     lengths, slopes = lengths.contiguous(), None if slopes is None else slopes.contiguous()
     if not b:
         return out
-    kernels = triton_kernels("kernels.decode_attention.triton")
+    from trainfit.kernels.decode_attention import triton as kernels  # Triton need not be installed.
+
     if parts == 1:
         partial, logs = out.view(b, h, 1, d), out
     else:
@@ -117,6 +120,11 @@ def triton_decode(
             partial, logs, out, d, PARTS=parts, BLOCK_PARTS=1 << (parts - 1).bit_length(), BLOCK_D=block_d
         )
     return out
+
+
+def _dry_run(*arguments: Any, capability: tuple[int, int]) -> Tensor:
+    """Allocate and free what a GPU does: the parts' results."""
+    return dry_launcher(triton_decode)(*arguments)
 
 
 def _fake(

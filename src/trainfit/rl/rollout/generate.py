@@ -153,6 +153,27 @@ class Generator:
         self._uses_graph = self.device.type == "cuda" if graph is None else graph
         self._graph: torch.cuda.CUDAGraph | None = None
 
+    def read(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Read prompts into the first slots, as a call does first; for measuring this part alone."""
+        self._begin([(number, number) for number in range(len(prompts))], prompts, 0)
+
+    def record(self) -> None:
+        """Record the step of decoding, as the first token of a call does; without a graph do nothing."""
+        if self._uses_graph and self._graph is None:
+            self._record()
+
+    def append(self, *, recorded: bool = True) -> None:
+        """Append a token to every slot; not ``recorded``: kernel by kernel, as while it is recorded."""
+        if recorded:
+            self._step()
+        else:
+            self._decode()
+
+    @property
+    def state_tensors(self) -> tuple[Tensor, ...]:
+        """The cache's tensors and those of the slots."""
+        return (self.cache.keys, self.cache.values, *vars(self._slots).values(), self._stop)
+
     def forget(self) -> None:
         """Record the next step anew, as the weights have moved to other addresses."""
         self._graph = None

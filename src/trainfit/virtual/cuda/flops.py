@@ -177,6 +177,14 @@ def own_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpF
     return _heads_first(args[1:4], args[6], backward=True, last=True)
 
 
+@flop_rule("trainfit::decode_attention")
+def decode_attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
+    """Count one query a sequence over all positions of the cache (kernels/decode_attention/op.py)."""
+    batch, heads, dim = args[0].shape
+    positions = args[1].shape[2]
+    return attention(batch * heads, positions, positions, dim, dim, backward=False)
+
+
 def _unpacked_rule(packed_at: int, causal_at: int, *, backward: bool) -> Rule:
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
         packed = args[packed_at]

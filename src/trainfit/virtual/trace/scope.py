@@ -199,6 +199,15 @@ class ScopeTracker:
             if module is not None:
                 self._end(module, None, None)
 
+    @contextmanager
+    def running(self, module: nn.Module) -> Iterator[None]:
+        """Enter a module whose parts are called one by one, in place of its forward."""
+        self._begin(module, None)
+        try:
+            yield
+        finally:
+            self._end(module, None, None)
+
     def _begin(self, module: nn.Module, _: Any) -> None:
         self.num_entered += 1
         if not self._stack:

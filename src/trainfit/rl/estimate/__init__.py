@@ -1,0 +1,1 @@
+"""Predict the phases of a policy's loop: rollout, scoring, update."""
