@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -38,10 +39,10 @@ NOT_OF_A_LEDGER = (
 MAX_LEDGERS = 500
 
 
-def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> str:
+def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None, kind: str = "") -> str:
     """Thirty-two hex digits: equal for recipes whose steps are equal, whatever name, weights or seed.
 
-    ``deterministic``, ``stage``: as ``trace`` takes them.
+    ``deterministic``, ``stage``: as ``trace`` takes them. ``kind``: of what is traced; empty: the step.
     """
     content = recipe.content()
     del content["seed"], content["hardware"]["price_per_hour"]
@@ -49,17 +50,22 @@ def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = No
     content["data"] = content["data"]["pack"]
     libraries = {name: installed_version(name) for name in LIBRARIES}
     parts = [content, deterministic, code_version(), libraries, outside_version(), *(stage or ())]
+    parts += [kind] if kind else []
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
-def path_of(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> Path:
+def path_of(
+    recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None, kind: str = ""
+) -> Path:
     """Return the file that a recipe's ledger is kept in."""
-    return cache_folder() / f"{key(recipe, deterministic=deterministic, stage=stage)}.json.gz"
+    return cache_folder() / f"{key(recipe, deterministic=deterministic, stage=stage, kind=kind)}.json.gz"
 
 
-def load(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None) -> Ledger | None:
+def load(
+    recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None, kind: str = ""
+) -> Ledger | None:
     """The ledger of an equal recipe, if one is kept and whole."""
-    path = path_of(recipe, deterministic=deterministic, stage=stage)
+    path = path_of(recipe, deterministic=deterministic, stage=stage, kind=kind)
     try:
         return ledger_file.load(path)
     except ValueError:
@@ -70,10 +76,12 @@ def load(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = N
         return None
 
 
-def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: Stage | None = None) -> None:
+def save(
+    recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: Stage | None = None, kind: str = ""
+) -> None:
     """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
     try:
-        ledger_file.save(ledger, path_of(recipe, deterministic=deterministic, stage=stage))
+        ledger_file.save(ledger, path_of(recipe, deterministic=deterministic, stage=stage, kind=kind))
         evict("*.json.gz", MAX_LEDGERS)
     except OSError:
         return
@@ -115,6 +123,24 @@ def loaded_or_traced(
     ledger = trace(recipe, gpu, deterministic=deterministic, shorten=shorten, stage=stage)
     if not (shorten and ledger.repeats):  # A shortened one is no prediction.
         save(recipe, ledger, deterministic=deterministic, stage=stage)
+    return ledger
+
+
+def kept_or(
+    recipe: Recipe,
+    trace: Callable[[], Ledger],
+    *,
+    kind: str,
+    use_cache: bool = True,
+    deterministic: bool = False,
+) -> Ledger:
+    """Return the kept ledger of a kind; where none is kept, call ``trace`` and keep it."""
+    kept = load(recipe, deterministic=deterministic, kind=kind) if use_cache else None
+    if kept is not None:
+        return kept
+    torch_internals.require(*_parts_of(recipe))
+    ledger = trace()
+    save(recipe, ledger, deterministic=deterministic, kind=kind)
     return ledger
 
 

@@ -232,6 +232,84 @@ class Compilation(Value):
     """Steps from which a compiled run is the shorter one; None: it never is, or that is not known."""
 
 
+class LoopMemory(Value):
+    """Memory of a phase of a policy's loop, the highest of its first and its later loops."""
+
+    phase: str
+    """``rollout`` (gather, prefill, capture, decode), ``scoring`` (with the reference's) or ``update``."""
+    peak_allocated_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    peak_device_bytes: Bytes | None = None  # None: of a measurement
+    breakdown: MemoryBreakdown | None = None  # At the phase's peak; None: of a measurement
+
+
+class LoopPart(Value):
+    """Time of one part of a policy's loop; FLOPs of one GPU, tokens of all."""
+
+    name: str
+    """``gather``, ``prefill``, ``capture``, ``decode``, ``scoring``, ``reference`` or ``update``."""
+    calls: Count  # In a loop
+    seconds: Seconds  # Of all calls
+    tokens: Count  # Read, sampled, scored or trained on; padding included
+    model_flops: Flops = 0
+    hardware_flops: Flops = 0
+    mfu: Share | None = None
+    hfu: Share | None = None
+    busy: Share | None = None
+    """Share of the time in which the GPU runs kernels, as nvidia-smi prints it."""
+    memory_access: Share | None = None
+    """Predicted: bytes over the data sheet's bandwidth. Measured: the share of time in which device memory
+    was read or written, as nvidia-smi prints it."""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+
+class LoopTime(Value):
+    """A policy's loop, from the weights of one rollout to those of the next."""
+
+    lengths: str  # Of the completions, in words
+    mean_new: Annotated[float, Field(ge=0)]  # Tokens of a completion on average
+    seconds: Seconds
+    new_tokens_per_s: float | None  # Of all GPUs and the whole loop
+    mfu: Share | None = None
+    hfu: Share | None = None
+    busy: Share | None = None
+    memory_access: Share | None = None
+    parts: tuple[LoopPart, ...]
+
+    def share(self, part: LoopPart) -> float:
+        """Return a part's share of the loop's time."""
+        return part.seconds / self.seconds if self.seconds else 0.0
+
+
+class Lever(Value):
+    """What moving something off the GPU between phases would give."""
+
+    moved: str
+    during: str  # Phases
+    num_bytes: Bytes  # That the GPU does not hold meanwhile
+    lower_bytes: Bytes  # By so much the loop's highest peak is lower
+    seconds: Seconds  # Of copies in each loop, at the rate of the host's link
+
+
+class Loop(Value):
+    """A policy's loop: rollout, scoring and update."""
+
+    completions: Count  # Of a loop, on all GPUs
+    slots: Count  # Sequences that a GPU generates at a time
+    cache_bytes: Bytes  # Keys and values, allocated once
+    memory: tuple[LoopMemory, ...]
+    longest: LoopTime | None = None
+    """Every completion at its longest; None: the GPU's speed is not known."""
+    expected: LoopTime | None = None
+    """Predicted: completions of an expected mean length. Measured: the lengths that ran."""
+    levers: tuple[Lever, ...] = ()
+    whole_logits_bytes: Bytes = 0
+    """Logits of an update's micro-batch in fp32, which no phase holds."""
+
+
 class Estimate(Value):
     """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""
 
@@ -282,6 +360,8 @@ class Estimate(Value):
     versions: Same[dict[str, str]] = {}
     """Of torch and the libraries that the step uses, by name. Empty: made before estimates carried them."""
     code: Same[TracedCode | None] = None  # None: of a recipe
+    loop: Same[Loop | None] = None
+    """Of a policy: memory above is the whole loop's, FLOPs, time and utilisation are those of an update."""
 
     @property
     def highest(self) -> Peak:
@@ -391,6 +471,8 @@ class Measurement(Value):
     mfu: Share | None = None
     hfu: Share | None = None
     losses: tuple[float, ...] = ()
+    loop: Loop | None = None
+    """Of a policy: memory above is the whole loop's, time and utilisation are those of an update."""
     environment: Environment
     ranks: tuple[RankMeasurement, ...] = ()
     """By rank; empty: one GPU."""

@@ -81,8 +81,12 @@ class Roofline:
         return slow_s / total if total else 1.0
 
 
-def roofline(ledger: Ledger, machine: Machine) -> Roofline | None:
-    """Time of the steady step; None where the GPU's rates are not known."""
+def roofline(ledger: Ledger, machine: Machine, *, in_graph: bool = False) -> Roofline | None:
+    """Time of the steady step; None where the GPU's rates are not known.
+
+    Args:
+        in_graph: the host launches the whole step at once, as a CUDA graph.
+    """
     gpu = machine.gpu
     if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
@@ -90,6 +94,9 @@ def roofline(ledger: Ledger, machine: Machine) -> Roofline | None:
     least = 0.0
     copies_s = {"in": 0.0, "out": 0.0}
     issue = _issue_s(ledger, machine)
+    if in_graph:
+        first = next(iter(issue), None)
+        issue = {entry: machine.known.rates.host.graph * (entry == first) for entry in issue}
     device = _device_s(ledger, machine, issue)
     for op in ledger.steady_ops:
         segment, times = ledger.segments[op.segment], ledger.times(op)

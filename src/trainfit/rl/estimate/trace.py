@@ -13,13 +13,13 @@ start, so the memory of later tokens is that of the first; their time grows with
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from trainfit.ledger.ledger import NO_LAYER, RECORDED, Ledger
 from trainfit.prediction.trace import run_step, trace
+from trainfit.rl.estimate.names import ALONE, DECODE, GATHER, PREFILL, REFERENCE, SCORING, WARM
 from trainfit.rl.rollout import phases
 from trainfit.rl.rollout.generate import Generator
 from trainfit.spec.hardware import Gpu
@@ -32,10 +32,6 @@ from trainfit.virtual.trace.scope import NO_SCOPE
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-GATHER, PREFILL, WARM, DECODE = "gather", "prefill", "warm-up", "decode"
-SCORING, REFERENCE = "scoring", "reference"
-ALONE = "alone"
-"""Name of the step after the loops, in which one prompt is read."""
 WARM_STREAM, GRAPH_POOL = 1001, 1002
 """Numbers of the pools of blocks that a graph's warm-up and its recording use."""
 

@@ -30,13 +30,9 @@ from trainfit.kernels.sampling.op import least_kept, row_keys, sample_tokens
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.rl.rollout import forward
 from trainfit.rl.rollout.cache import KVCache
+from trainfit.rl.rollout.schedule import READ_EVERY, padded
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Count, Value
-
-PAD = 64
-"""Prompts are padded to a multiple of so many positions."""
-READ_EVERY = 8
-"""Steps between two looks at which sequences have ended."""
 
 
 class Sampling(Value):
@@ -322,8 +318,3 @@ class Generator:
             stopped = bool(mine) and mine[-1] in self.sampling.stop
             found.append((slot, Completion(mine, logs[row][: made[slot]], stopped)))
         return found
-
-
-def padded(positions: int) -> int:
-    """Return the positions rounded up to a multiple of ``PAD``."""
-    return -(-positions // PAD) * PAD
