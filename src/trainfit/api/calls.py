@@ -18,6 +18,7 @@ from trainfit.report.words import assumed
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.data import Data
 from trainfit.spec.errors import InputError
+from trainfit.spec.objective import Policy
 from trainfit.spec.optional import is_installed
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import RANDOM, Recipe
@@ -35,6 +36,7 @@ def predict(
     deterministic: bool = False,
     calibration: str | Path | None = None,
     use_cache: bool = True,
+    mean_new: float | None = None,
     **fields: Unpack[RecipeFields],
 ) -> Prediction:
     """Return what one training step takes on its GPU: memory, FLOPs, time and cost. Needs no GPU.
@@ -44,6 +46,8 @@ def predict(
         deterministic: use kernels whose results are bitwise reproducible, as ``train`` does by default.
         calibration: file that ``trainfit calibrate`` wrote, for the step's time; None: the catalog's.
         use_cache: False traces anew, even where a ledger is cached.
+        mean_new: tokens of a completion on average, of ``objective: grpo`` or ``ppo``, for the expected time
+            of a loop; None: half of ``max_new``.
         fields: fields of the recipe, such as ``gpu="h100-sxm", seq=8192``; see RecipeFields.
 
     Raises:
@@ -54,7 +58,19 @@ def predict(
 
     own = own_calibration(calibration)
     with errors_name(recipe, fields):
-        return predict_recipe(chosen, own, deterministic=deterministic, use_cache=use_cache)
+        return predict_recipe(
+            chosen, own, deterministic=deterministic, use_cache=use_cache, mean_new=mean_new
+        )
+
+
+def check_mean_new(recipe: Recipe, mean_new: float) -> None:
+    """Refuse a mean length without completions, or beyond their longest."""
+    if not isinstance(recipe.objective, Policy):
+        remedy = "use objective: grpo or ppo, or leave it out"
+        raise InputError("nothing is generated", remedy, field="mean_new", value=mean_new)
+    if not 1 <= mean_new <= recipe.objective.max_new:
+        remedy = f"write 1 to {recipe.objective.max_new}, which is objective.max_new"
+        raise InputError("no mean of these completions", remedy, field="mean_new", value=mean_new)
 
 
 def predict_recipe(
@@ -63,16 +79,23 @@ def predict_recipe(
     *,
     deterministic: bool = False,
     use_cache: bool = True,
+    mean_new: float | None = None,
 ) -> Prediction:
-    """Return the prediction of a recipe, after planning its open fields (``attention: best``, budgets)."""
+    """Return the prediction of a recipe, after planning its open fields (``attention: best``, budgets).
+
+    Raises:
+        InputError: ``mean_new`` without a policy, or out of its range.
+    """
     from trainfit.prediction import compilation
     from trainfit.prediction.machine import machine_of
-    from trainfit.prediction.predict import predict as estimated
+    from trainfit.rl.estimate.estimate import predict as estimated
 
+    if mean_new is not None:
+        check_mean_new(recipe, mean_new)
     machine = machine_of(recipe.hardware, calibration)
     built, notes = planned(recipe, machine=machine)
     notes += random_base_note(recipe)
-    estimate = estimated(built, machine, use_cache=use_cache, deterministic=deterministic)
+    estimate = estimated(built, machine, use_cache=use_cache, deterministic=deterministic, mean_new=mean_new)
     if estimate.compilation is not None and (eager := compilation.without(built)) is not None:
         found = estimated(eager, machine, use_cache=use_cache, deterministic=deterministic)
         estimate = compilation.compared(estimate, found)

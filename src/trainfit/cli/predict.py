@@ -30,6 +30,7 @@ DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by
 VERBOSE = "Also print conventions, assumptions, the basis of the bounds, and the ledger's file."
 ADVICE_HELP = "Where it does not fit, name changes and GPUs with which it would. Default: not with --json."
 ADVISING = "predicting what would fit (a minute at most; --no-advice leaves it out)"
+MEAN_NEW_HELP = "Of objective grpo or ppo: tokens of a completion on average. Default: half of max_new."
 TOKENS_HELP = "Also print the time and cost of a run over N tokens, such as 15T or 1.5e12."
 
 
@@ -38,6 +39,7 @@ def run(
     recipe: RecipeArgument,
     settings: Settings = None,
     tokens: Annotated[float | None, Option(metavar="N", parser=options.count, help=TOKENS_HELP)] = None,
+    mean_new: Annotated[float | None, Option("--mean-new", metavar="N", help=MEAN_NEW_HELP)] = None,
     calibration: options.CalibrationFile = None,
     json: Json = False,
     record: RecordFile = None,
@@ -60,7 +62,7 @@ def run(
     for wanted, its_settings in zip(requested, given, strict=True):
         try:
             with options.work(recipe, its_settings, json=json, record=record):
-                found.append(_predict(wanted, own, deterministic, use_cache=not no_cache))
+                found.append(_predict(wanted, own, deterministic, use_cache=not no_cache, mean_new=mean_new))
         except InputError as error:
             if not several:
                 raise
@@ -80,14 +82,21 @@ def run(
 
 
 def _predict(
-    recipe: "Recipe", calibration: "OwnCalibration | None", deterministic: bool, *, use_cache: bool
+    recipe: "Recipe",
+    calibration: "OwnCalibration | None",
+    deterministic: bool,
+    *,
+    use_cache: bool,
+    mean_new: float | None,
 ) -> "Prediction":
     from trainfit.api.calls import predict_recipe
     from trainfit.report.console import progress
 
     name = recipe.model.display_name
     with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
-        return predict_recipe(recipe, calibration, deterministic=deterministic, use_cache=use_cache)
+        return predict_recipe(
+            recipe, calibration, deterministic=deterministic, use_cache=use_cache, mean_new=mean_new
+        )
 
 
 def _ledger_file(estimate: "Prediction", deterministic: bool) -> str:

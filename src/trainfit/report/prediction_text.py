@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.report import loop_text
 from trainfit.report.console import bar, can_draw, console, heading, rows
 from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
@@ -52,13 +53,15 @@ def show(
     _phases(out, estimate)
     _other_phases(out, estimate)
     _pipeline(out, estimate)
+    if estimate.loop is not None:
+        loop_text.show(out, estimate.loop, recipe)
     if estimate.code is not None:
         heading(out, "Largest holders at the peak")
         holders = [
             (one.num_bytes, one.category, f"{one.module} {one.operation}") for one in estimate.code.holders
         ]
         rows(out, [[format_bytes(size), *words] for size, *words in holders], "right", "left", "wrap")
-    heading(out, f"One step{of_one(estimate)}")
+    heading(out, f"One {'update' if estimate.loop else 'step'}{of_one(estimate)}")
     rows(out, _step_lines(estimate), "left", "right", "wrap")
     bullets(out, "Operations without a FLOP rule (counted as 0)", estimate.ops_without_flops)
     shown = {*notes, *estimate.warnings}

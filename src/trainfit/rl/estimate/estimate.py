@@ -20,7 +20,8 @@ from trainfit.prediction.estimate import matmul_dtype, of_both_peaks, of_recipe,
 from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import predict as predict_step
 from trainfit.prediction.time.peaks import peak_flops_per_s
-from trainfit.prediction.time.roofline import roofline
+from trainfit.prediction.time.roofline import copy_bytes_per_s, roofline
+from trainfit.rl.estimate.levers import levers
 from trainfit.rl.estimate.names import (
     ALONE,
     DECODE,
@@ -65,10 +66,25 @@ def predict(
         InputError: as there, or a model that does not generate.
     """
     machine = machine or machine_of(recipe.hardware)
-    if not isinstance(recipe.objective, Policy):
-        return predict_step(recipe, machine, use_cache=use_cache, deterministic=deterministic)
+    reason = _of_update_alone(recipe)
+    if reason is not None:
+        found = predict_step(recipe, machine, use_cache=use_cache, deterministic=deterministic)
+        return found.model_copy(update={"warnings": (*found.warnings, reason)}) if reason else found
     ledger = ledger_of(recipe, machine.row, use_cache=use_cache, deterministic=deterministic)
     return estimate(recipe, machine, ledger, mean_new)
+
+
+def _of_update_alone(recipe: Recipe) -> str | None:
+    """Return why the step alone is predicted: empty, there is no more; None: a loop is predicted."""
+    if not isinstance(recipe.objective, Policy):
+        return ""
+    if recipe.model.implementation != "native":
+        return (
+            "the update alone is predicted: rollouts run on the native decoder, model.implementation: native"
+        )
+    if recipe.offload.weights:
+        return "the update alone is predicted: a rollout would copy all weights from the host for each token"
+    return None
 
 
 def ledger_of(recipe: Recipe, row: Gpu, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
@@ -119,15 +135,19 @@ def _loop(recipe: Recipe, machine: Machine, ledger: Ledger, replayed: Replay, me
         words = f"{mean:,.4g} tokens on average ({how}), each token as likely to be the last"
         expected = times.loop(words, lengths, slots)
     tokens, vocabulary = recipe.batch.micro * recipe.batch.seq, _vocabulary(ledger)
+    memory = memory_of(ledger, replayed, overhead_bytes(machine.gpu, ledger))
+    known = machine.gpu.host_link is not None and machine.gpu.vendor != "host"
+    capture_s = 0.0 if times is None or longest is None else times.capture_s()
     return Loop(
         completions=policy.completions,
         slots=slots,
         cache_bytes=sum(
             one.num_bytes for one in ledger.storages if one.category == "kv_cache" and one.num_bytes
         ),
-        memory=memory_of(ledger, replayed, overhead_bytes(machine.gpu, ledger)),
+        memory=memory,
         longest=longest,
         expected=expected,
+        levers=levers(memory, copy_bytes_per_s(machine.gpu) if known else None, capture_s),
         whole_logits_bytes=4 * tokens * vocabulary,
     )
 
@@ -170,12 +190,17 @@ class _Times:
         if self.records:
             parts.append(self._named(RECORDED, 1, self._call([WARM, RECORDED]), 0))
         parts.append(self._decode(calls, slots))
-        num_micro = num_updates * batch.accumulate
+        num_micro = -(-len(lengths) // batch.micro)
         for name in (SCORING, REFERENCE):
-            parts.append(self._named(name, num_micro, self._call([name]), trained))
+            scored = num_micro * batch.micro * batch.seq
+            parts.append(self._named(name, num_micro, self._call([name]), scored))
         parts.append(self._update(num_updates, trained))
         parts = [one for one in parts if one is not None and one.seconds]
         return self._sum(words, calls, len(lengths), parts)
+
+    def capture_s(self) -> float:
+        """Return the seconds in which a step of decoding is run and recorded; 0: there is no graph."""
+        return self._call([WARM, RECORDED], step="first").seconds if self.graph else 0.0
 
     def _sum(self, words: str, calls: Schedule, count: int, parts: list[LoopPart]) -> LoopTime:
         total_s = sum(one.seconds for one in parts)

@@ -13,6 +13,7 @@ start, so the memory of later tokens is that of the first; their time grows with
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +44,10 @@ def traced(recipe: Recipe, gpu: Gpu, *, deterministic: bool = False) -> Ledger:
         InputError: as ``prediction.trace.trace``, or a model that does not generate.
     """
     phases.check(recipe)
-    return trace(recipe, gpu, deterministic=deterministic, run=run_loops)
+    ledger = trace(recipe, gpu, deterministic=deterministic, run=run_loops)
+    # The prompt that is read alone is for its time.
+    of_loops = [event for event in ledger.events if ledger.segments[event.segment].step != ALONE]
+    return replace(ledger, events=of_loops)
 
 
 def run_loops(step: Step, virtual: VirtualGpu) -> None:

@@ -1,0 +1,113 @@
+"""A policy's loop as text: memory of its phases, time of its parts, and what would lower its peak."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from trainfit.report.console import heading, rows
+from trainfit.report.console import notes as bullets
+from trainfit.spec.objective import Policy
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import CATEGORIES, Loop, LoopPart, LoopTime
+from trainfit.spec.units import format_bytes, format_seconds
+
+DASH = "-"
+
+
+def show(out: Console, loop: Loop, recipe: Recipe | None) -> None:
+    """Print a loop, predicted or measured."""
+    heading(out, f"Loop: {loop.completions:,} completions, {loop.slots:,} at a time on a GPU")
+    lines = list(_memory(loop))
+    rows(out, lines, "left", *(["right"] * (len(lines[0]) - 1)))
+    for time in filter(None, (loop.longest, loop.expected)):
+        heading(out, f"Time of a loop: {time.lengths}")
+        rows(out, _times(time), "left", *(["right"] * 8))
+    if loop.levers:
+        heading(out, "What moving between phases would give")
+        titles = ["", "during", "moved", "lower peak", "time a loop"]
+        lines = [
+            [
+                one.moved,
+                one.during,
+                format_bytes(one.num_bytes),
+                format_bytes(one.lower_bytes),
+                _s(one.seconds),
+            ]
+            for one in loop.levers
+        ]
+        rows(out, [titles, *lines], "wrap", "left", "right", "right", "right")
+    if recipe is not None:
+        bullets(out, "Before the run", answers(loop, recipe))
+
+
+def answers(loop: Loop, recipe: Recipe) -> list[str]:
+    """Return lines on what fails most often in reinforcement learning: logits, cache, shards, lengths."""
+    policy = recipe.objective
+    assert isinstance(policy, Policy)
+    memory = {one.phase: one for one in loop.memory}
+    tokens = f"{recipe.batch.micro} x {recipe.batch.seq:,} tokens"
+    found = [
+        f"logits: those of {tokens} would take {format_bytes(loop.whole_logits_bytes)} in fp32; scoring and "
+        "update compute them in chunks, and no phase holds them",
+        f"cache of keys and values: {format_bytes(loop.cache_bytes)}, allocated once and kept between "
+        "rollouts; it is in every phase's peak above",
+    ]
+    rollout, update = memory.get("rollout"), memory.get("update")
+    if (
+        recipe.hardware.count > 1
+        and recipe.mesh.shards_weights
+        and rollout
+        and update
+        and rollout.breakdown
+        and update.breakdown
+    ):
+        base = "the quantised base" if recipe.base is not None else "weights"
+        found.append(
+            f"shards: a GPU holds {format_bytes(update.breakdown.weights)} of {base} and what trains; a "
+            f"rollout gathers them whole, {format_bytes(rollout.breakdown.communication)} more, and frees "
+            "them before scoring"
+        )
+    found.append(
+        f"longest sample: the peaks are those of {policy.max_prompt:,} tokens of prompt and "
+        f"{policy.max_new:,} new ones in every sequence, so no later sample takes more"
+    )
+    return found
+
+
+def _memory(loop: Loop) -> Iterator[list[str]]:
+    """Yield a column for each phase: its bytes by category, and its peaks."""
+    known = [one.breakdown for one in loop.memory]
+    yield ["", *(one.phase for one in loop.memory)]
+    for name in CATEGORIES:
+        sizes = [0 if one is None else getattr(one, name) for one in known]
+        if any(sizes):
+            yield [name.replace("_", " "), *map(format_bytes, sizes)]
+    yield ["peak allocated", *(format_bytes(one.peak_allocated_bytes) for one in loop.memory)]
+    yield ["reserved", *(format_bytes(one.peak_reserved_bytes) for one in loop.memory)]
+    devices = [one.peak_device_bytes for one in loop.memory]
+    if any(devices):
+        yield ["on the device", *(DASH if size is None else format_bytes(size) for size in devices)]
+
+
+def _times(time: LoopTime) -> list[list[str]]:
+    titles = ["part", "calls", "time", "share", "tokens/s", "MFU", "HFU", "busy", "memory"]
+    lines = [_line(one, time) for one in time.parts]
+    rate = DASH if time.new_tokens_per_s is None else f"{time.new_tokens_per_s:,.0f}"
+    shares = [_share(one) for one in (time.mfu, time.hfu, time.busy, time.memory_access)]
+    return [titles, *lines, ["loop", "", format_seconds(time.seconds), "", rate, *shares]]
+
+
+def _line(one: LoopPart, time: LoopTime) -> list[str]:
+    rate = f"{one.tokens_per_s:,.0f}" if one.tokens and one.tokens_per_s else DASH
+    shares = [_share(value) for value in (one.mfu, one.hfu, one.busy, one.memory_access)]
+    return [
+        one.name, f"{one.calls:,}", format_seconds(one.seconds), f"{time.share(one):.1%}", rate, *shares,
+    ]  # fmt: skip
+
+
+def _share(value: float | None) -> str:
+    return DASH if value is None else f"{value:.1%}"
+
+
+def _s(seconds: float) -> str:
+    return format_seconds(seconds) if seconds else "none"
