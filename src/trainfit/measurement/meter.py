@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainfit.measurement.environment import cpu_name
 from trainfit.measurement.live import LiveBytes
-from trainfit.measurement.nvml import Nvml, Watched
+from trainfit.measurement.nvml import Nvml, Watched, mean_utilisation
 from trainfit.spec.result import Environment, MemoryBreakdown
 from trainfit.step import Batch, Step
 from trainfit.virtual.trace.storages import prepend_grad_hook
@@ -55,12 +55,19 @@ class Meter(ABC):
     def enter_phase(self, phase: str) -> None:  # noqa: B027 - only a meter with categories needs it
         """Count new storages as those of ``phase``."""
 
+    def own(self, tensors: Sequence[torch.Tensor], category: str) -> None:  # noqa: B027
+        """Count tensors as of a category."""
+
     def after_step(self, step: Step) -> None:  # noqa: B027
         """Count optimizer state, known once a step is over."""
 
     @abstractmethod
     def take(self) -> Peak | None:
         """Return the highest allocated bytes since the last call, and begin anew; None if not followed."""
+
+    def reserved(self) -> int | None:
+        """Return the highest reserved bytes since the last ``take``; None: there is no cache."""
+        return None
 
     @abstractmethod
     def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
@@ -123,6 +130,10 @@ class CpuMeter(Meter):
         if self._live is not None:
             self._live.enter_phase(phase)
 
+    def own(self, tensors: Sequence[torch.Tensor], category: str) -> None:
+        if self._live is not None:
+            self._live.assign(tensors, category)
+
     def after_step(self, step: Step) -> None:
         if self._live is not None:
             self._live.assign(optimizer_tensors(step), "optimizer")
@@ -154,6 +165,7 @@ class CudaMeter(Meter):
         self._used_before = self._nvml.used_bytes()
         self._reserved = 0
         self._clocks: dict[str, Any] = {}
+        self._shares: dict[str, float | None] = {}
         self._host: Environment | None = None
 
     def environment(self, host: Environment) -> Environment:
@@ -179,12 +191,16 @@ class CudaMeter(Meter):
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak, None
 
+    def reserved(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
     def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
         # No wait between steps, as in training: the time from one event to the next is the GPU's own.
         torch.cuda.synchronize(self.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
         # Losses go to the host as they come: kept on the device they would count towards the peak.
         losses = torch.empty(num_steps, pin_memory=True)
+        begin_s = time.perf_counter()
         with Watched(self._nvml) as watched:
             events[0].record()
             for loss, event in zip(losses, events[1:], strict=True):
@@ -192,9 +208,20 @@ class CudaMeter(Meter):
                 event.record()
             watched.take()  # The last step is still running on the GPU: the clocks are those under load.
             torch.cuda.synchronize(self.device)
-        self._clocks = {"clocks_mhz": watched.clocks_mhz, "throttled": tuple(sorted(watched.reasons))}
+        self.note(watched, [(begin_s, time.perf_counter())])
         seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
         return seconds, losses.tolist()
+
+    def watched(self) -> Watched:
+        """Return a context that reads clocks and utilisation, for ``note``."""
+        return Watched(self._nvml)
+
+    def note(self, watched: Watched, spans: Sequence[tuple[float, float]]) -> None:
+        """Keep what was read while timed steps ran, in spans of time."""
+        self._clocks = {"clocks_mhz": watched.clocks_mhz, "throttled": tuple(sorted(watched.reasons))}
+        self._shares = dict(
+            zip(("busy", "memory_access"), mean_utilisation(watched.readings, spans), strict=True)
+        )
 
     def totals(self) -> dict[str, Any]:
         assert self._host is not None, "environment() comes first"
@@ -204,6 +231,7 @@ class CudaMeter(Meter):
             "peak_reserved_bytes": self._reserved,
             "peak_device_bytes": self._used_bytes() + returned,
             "environment": self._host.model_copy(update=self._clocks),
+            **self._shares,
         }
 
     def _used_bytes(self) -> int:

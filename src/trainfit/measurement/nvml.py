@@ -5,7 +5,9 @@ A measurement needs none of it: every function returns None or nothing if NVML o
 
 import os
 import threading
-from typing import Any
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from trainfit.spec.bench import SLOWDOWNS
 
@@ -64,6 +66,11 @@ class Nvml:
         rates = self._query("nvmlDeviceGetUtilizationRates")
         return None if rates is None else rates.gpu / 100
 
+    def memory_access(self) -> float | None:
+        """Return the share of time in which device memory was read or written, as nvidia-smi prints it."""
+        rates = self._query("nvmlDeviceGetUtilizationRates")
+        return None if rates is None else rates.memory / 100
+
     def clocks_mhz(self) -> dict[str, int]:
         """Return known clocks, now and at most: ``sm``, ``sm_max``, ``memory``, ``memory_max``."""
         if self._nvml is None:
@@ -96,8 +103,40 @@ class Nvml:
             return None
 
 
+class Utilisation(NamedTuple):
+    """Readings of a GPU, whose driver averages both over the last 1/6 to 1 s (nvml.h, nvmlUtilization_t).
+
+    Attributes:
+        at_s: on the clock of ``time.perf_counter``.
+        busy: share of time in which a kernel ran.
+        memory_access: share of time in which device memory was read or written.
+    """
+
+    at_s: float
+    busy: float
+    memory_access: float
+
+
+AVERAGED_S = 1.0
+"""The longest time that a reading is of."""
+
+
+def mean_utilisation(
+    readings: Sequence[Utilisation], spans: Iterable[tuple[float, float]]
+) -> tuple[float | None, float | None]:
+    """Return the mean shares busy and accessing memory in spans of time; None: no reading is of them alone.
+
+    A reading of less than ``AVERAGED_S`` after a span's begin is also of what was before.
+    """
+    inside = [one for begin, end in spans for one in readings if begin + AVERAGED_S <= one.at_s <= end]
+    if not inside:
+        return None, None
+    num = len(inside)
+    return sum(one.busy for one in inside) / num, sum(one.memory_access for one in inside) / num
+
+
 class Watched:
-    """Context manager that records a GPU's clocks, and the reasons that lower them, while its steps run.
+    """Context manager that records a GPU's clocks and utilisation, and what lowers the clocks, meanwhile.
 
     A separate thread queries the driver, without delaying the thread that issues the steps.
     """
@@ -109,6 +148,7 @@ class Watched:
         self.clocks_mhz: dict[str, int] = {}
         """Lowest clocks read while the driver throttled the GPU; if it never did, the last ones read."""
         self._lowest: int | None = None
+        self.readings: list[Utilisation] = []
 
     def __enter__(self) -> "Watched":
         self._thread.start()
@@ -121,6 +161,9 @@ class Watched:
     def take(self) -> None:
         """Read the clocks now. Call it at the end of the timed steps, while the GPU is still busy."""
         reasons, clocks = self._nvml.throttled(), self._nvml.clocks_mhz()
+        busy, memory_access = self._nvml.utilisation(), self._nvml.memory_access()
+        if busy is not None and memory_access is not None:
+            self.readings.append(Utilisation(time.perf_counter(), busy, memory_access))
         self.reasons.update(reasons)
         if set(reasons) & set(SLOWDOWNS):
             now = clocks.get("sm", 0)

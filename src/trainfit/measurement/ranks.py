@@ -39,7 +39,7 @@ from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, InputError
 from trainfit.spec.files import write_text
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Measurement, RankMeasurement
+from trainfit.spec.result import Loop, Measurement, RankMeasurement
 
 if TYPE_CHECKING:
     import torch
@@ -258,12 +258,25 @@ def combined(recipe: Recipe, ranks: Sequence[Measurement]) -> dict[str, Any]:
         "step_times": None if step_s is None else slowest.step_times,
         "step_s": step_s,
         "tokens_per_s": tokens / step_s if step_s else None,
+        "loop": _loop(highest, ranks),
+        "busy": slowest.busy,
+        "memory_access": slowest.memory_access,
         "losses": tuple(sum(some) / len(some) for some in zip(*(one.losses for one in ranks), strict=False)),
         "ranks": tuple(
             RankMeasurement(**{name: getattr(one, name) for name in RankMeasurement.model_fields})
             for one in ranks
         ),
     }
+
+
+def _loop(highest: Measurement, ranks: Sequence[Measurement]) -> Loop | None:
+    """Return a policy's loop: memory of the rank with the highest peak, time of the slowest one."""
+    loops = [one.loop for one in ranks if one.loop is not None]
+    if highest.loop is None or len(loops) < len(ranks):
+        return None
+    timed = [one.expected for one in loops if one.expected is not None]
+    slowest = max(timed, key=lambda one: one.seconds, default=None)
+    return highest.loop.model_copy(update={"expected": slowest})
 
 
 class Rank:

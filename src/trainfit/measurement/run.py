@@ -31,6 +31,7 @@ def measure(
     hardware_flops: float | None = None,
     peak_flops_per_s: float | None = None,
     start: Start = spawned,
+    body: str = "",
 ) -> Measurement:
     """Run the recipe's step on a real device and measure it.
 
@@ -43,6 +44,7 @@ def measure(
         memory_limit_bytes: bytes that the steps may allocate, to emulate a smaller device.
         model_flops, hardware_flops, peak_flops_per_s: of one step and of the device, for MFU and HFU.
         start: how the process is made (process.py).
+        body: what is measured in place of steps (``TrialRequest.body``).
 
     Raises:
         InputError: the recipe needs what this machine or this version does not have.
@@ -54,7 +56,7 @@ def measure(
             raise InputError("not so many steps", f"write 0 to {MOST_COUNT:,}", field=field, value=value)
     request = TrialRequest(
         recipe=recipe, steps=steps, warmup=warmup, device=device, memory_limit_bytes=memory_limit_bytes,
-        environment=host_environment(device),
+        environment=host_environment(device), body=body,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="trainfit-measure-", ignore_cleanup_errors=True) as folder:
         measured, _ = run_in(Path(folder), request, start, timeout_s)

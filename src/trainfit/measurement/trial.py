@@ -8,6 +8,7 @@ A recipe for several GPUs is measured by as many processes (ranks.py), each of w
 
 import importlib
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
@@ -45,6 +46,10 @@ class Rank(Protocol):
         ...
 
 
+Body = Callable[[TrialRequest, Any, ResultFile, Rank | None], None]
+"""(task, meter, result that it updates, this rank; None: one GPU) -> nothing."""
+
+
 def run_trial(folder: Path, rank: Rank | None = None) -> int:
     """Run the trial of ``folder``, or its part of one rank, and return the exit code."""
     request, result = opened(folder)
@@ -66,7 +71,8 @@ def _measure(request: TrialRequest, result: ResultFile, rank: Rank | None) -> No
         import_for_steps()  # On a CPU a module imported under the limit would count.
         meter.limit(request.memory_limit_bytes)
     try:
-        _steps(request, meter, result, rank)
+        body = _named(request.body) if request.body else measure_steps
+        body(request, meter, result, rank)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -113,7 +119,13 @@ def _meter(request: TrialRequest) -> Any:
     return CpuMeter(torch.device("cpu"), tracked=tracked)
 
 
-def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: Rank | None) -> None:
+def _named(body: str) -> Body:
+    module, _, function = body.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def measure_steps(request: TrialRequest, meter: Any, result: ResultFile, rank: Rank | None) -> None:
+    """Build the step, measure its phases, and time it."""
     from trainfit.measurement.feed import measured_batches
     from trainfit.models.layers import num_weights
     from trainfit.step import assemble
@@ -142,24 +154,22 @@ def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: Rank | N
                 if rank is not None:
                     rank.align(meter.device)
                 begin = time.perf_counter()
-                memory.append(_measured_step(step, following(), meter, result, losses))
+                memory.append(measured_step(step, following(), meter, result, losses))
                 if rank is None and number == 0:
                     result.update(first_step_s=time.perf_counter() - begin)
         if after_init is not None:
-            result.update(**_memory(after_init, memory))
+            result.update(**memory_fields(after_init, memory))
         result.update(losses=tuple(losses), message="ended while steps were timed")
         if rank is not None:
             rank.align(meter.device)
         seconds, more_losses = meter.times(lambda: step(following()), request.steps)
         result.update(losses=(*losses, *more_losses))
-        _note_end(recipe, meter, result, seconds)
+        note_end(recipe, meter, result, seconds)
         if rank is None:
-            _note_breakdown(recipe, meter, result, step, following())
+            note_breakdown(recipe, meter, result, step, following())
 
 
-def _measured_step(
-    step: Any, batches: Any, meter: Any, result: ResultFile, losses: list[float]
-) -> StepMemory:
+def measured_step(step: Any, batches: Any, meter: Any, result: ResultFile, losses: list[float]) -> StepMemory:
     """Run one step, and append its loss; return each phase's peak over its micro-batches."""
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     holders: dict[str, MemoryBreakdown | None] = {}
@@ -192,7 +202,7 @@ def _raise_peak(result: ResultFile, taken: tuple[int, Any] | None) -> None:
         result.update(peak_allocated_bytes=max(result.measurement.peak_allocated_bytes or 0, taken[0]))
 
 
-def _memory(after_init: int, measured_steps: list[StepMemory]) -> dict[str, Any]:
+def memory_fields(after_init: int, measured_steps: list[StepMemory]) -> dict[str, Any]:
     """Return fields of the Measurement: phases of the first step, and the highest of the steady steps."""
     first, *later = [peaks for peaks, _ in measured_steps]
     steady = PhasePeaks(**{phase: max(getattr(peaks, phase) for peaks in later) for phase in PHASES})
@@ -201,7 +211,8 @@ def _memory(after_init: int, measured_steps: list[StepMemory]) -> dict[str, Any]
     return {"phases": phases, "breakdown": breakdown, "peak_allocated_bytes": phases.peak}
 
 
-def _note_end(recipe: Recipe, meter: Any, result: ResultFile, seconds: list[float]) -> None:
+def note_end(recipe: Recipe, meter: Any, result: ResultFile, seconds: list[float]) -> None:
+    """Set the result's status, its totals and, unless the GPU was throttled, its times."""
     known: dict[str, Any] = {"status": "done", "message": ""}
     if result.measurement.phases is None:
         known["message"] = UNTRACKED if recipe.hardware.count == 1 else UNTRACKED_RANKS
@@ -245,7 +256,7 @@ def compiled_before() -> bool:
     return found["fxgraph_cache_hit"] > 0 and not found["fxgraph_cache_miss"]
 
 
-def _note_breakdown(recipe: Recipe, meter: Any, result: ResultFile, step: Any, batches: Any) -> None:
+def note_breakdown(recipe: Recipe, meter: Any, result: ResultFile, step: Any, batches: Any) -> None:
     """Add the breakdown of the peak; running out of memory here costs only that."""
     from trainfit.measurement.meter import is_out_of_memory
 

@@ -33,6 +33,8 @@ class TrialRequest(Value):
     device: str
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None
     environment: Environment
+    body: str = ""
+    """``module:function`` that measures in place of ``trial.measure_steps``, with its arguments."""
 
 
 class ResultFile:

@@ -470,6 +470,11 @@ class Measurement(Value):
     tokens_per_s: float | None = None
     mfu: Share | None = None
     hfu: Share | None = None
+    busy: Share | None = None
+    """Share of the timed steps in which a kernel ran, as nvidia-smi prints it; None: not known, or they took
+    less than a second."""
+    memory_access: Share | None = None
+    """Share of them in which device memory was read or written, as nvidia-smi prints it."""
     losses: tuple[float, ...] = ()
     loop: Loop | None = None
     """Of a policy: memory above is the whole loop's, time and utilisation are those of an update."""

@@ -155,8 +155,13 @@ class Generator:
 
     def record(self) -> None:
         """Record the step of decoding, as the first token of a call does; without a graph do nothing."""
-        if self._uses_graph and self._graph is None:
+        if not self.is_recorded:
             self._record()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the step needs no recording: it is recorded, or runs without a graph."""
+        return self._graph is not None or not self._uses_graph
 
     def append(self, *, recorded: bool = True) -> None:
         """Append a token to every slot; not ``recorded``: kernel by kernel, as while it is recorded."""
