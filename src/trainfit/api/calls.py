@@ -159,6 +159,7 @@ def measure_built(
     from trainfit.measurement.environment import runs_on_cuda
     from trainfit.measurement.machine import check_ranks
     from trainfit.measurement.run import measure as run
+    from trainfit.rl.estimate.names import body_of
     from trainfit.verification.this_machine import check_memory
 
     if built.hardware.count > 1:
@@ -167,7 +168,7 @@ def measure_built(
     if not force and not runs_on_cuda(device):
         check_memory(built, device)
     flops = {"model_flops": model, "hardware_flops": hardware, "peak_flops_per_s": peak}
-    return Measured.of(built, run(built, device=device, **flops, **limits), notes)
+    return Measured.of(built, run(built, device=device, body=body_of(built), **flops, **limits), notes)
 
 
 def train(

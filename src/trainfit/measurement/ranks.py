@@ -274,9 +274,9 @@ def _loop(highest: Measurement, ranks: Sequence[Measurement]) -> Loop | None:
     loops = [one.loop for one in ranks if one.loop is not None]
     if highest.loop is None or len(loops) < len(ranks):
         return None
-    timed = [one.expected for one in loops if one.expected is not None]
+    timed = [one.longest for one in loops if one.longest is not None]
     slowest = max(timed, key=lambda one: one.seconds, default=None)
-    return highest.loop.model_copy(update={"expected": slowest})
+    return highest.loop.model_copy(update={"longest": slowest})
 
 
 class Rank:

@@ -24,7 +24,8 @@ PACKAGE = Path(__file__).parents[1]
 SOURCES = {".py", ".json", ".toml"}
 NOT_OF_AN_ESTIMATE = (
     "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "integrations/",
-    "measurement/", "records.py", "report/", "sweeps/", "training/", "verification/",
+    "measurement/", "records.py", "report/", "rl/environments/", "rl/loop.py", "rl/measure.py",
+    "rl/objectives/", "rl/queue.py", "sweeps/", "training/", "verification/",
 )  # fmt: skip
 """Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
 NOT_OF_A_LEDGER = (
@@ -33,7 +34,7 @@ NOT_OF_A_LEDGER = (
     "prediction/device_overhead.py",
     "prediction/estimate.py", "prediction/evaluation.py", "prediction/evaluation_code.py",
     "prediction/pipeline/", "prediction/machine.py", "prediction/predict.py", "prediction/time/",
-    "prediction/user_step.py",
+    "prediction/user_step.py", "rl/estimate/estimate.py", "rl/estimate/levers.py",
 )  # fmt: skip
 """Sources that no ledger depends on."""
 MAX_LEDGERS = 500

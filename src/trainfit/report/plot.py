@@ -25,6 +25,7 @@ COLORS = (
 CATEGORY_COLORS = {
     "weights": "#2f6fb2", "gradients": "#8fbce6", "optimizer": "#e07b39", "activations": "#4a9d7c",
     "temporary": "#b9c2cc", "communication": "#8b6bb1", "workspace": "#d9b54a",
+    "kv_cache": "#c96f8e",
 }  # fmt: skip
 """Colors of the categories of memory, in the order in which areas are stacked."""
 MARKERS = "os^Dv"

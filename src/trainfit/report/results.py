@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from trainfit.report import html
+from trainfit.report import html, loop_text
 from trainfit.report import prediction_text as predictions
 from trainfit.report.console import console, heading, notes, rows
 from trainfit.report.plot import CATEGORY_COLORS, INK, MUTED, PREDICTED, WRONG
@@ -71,7 +71,9 @@ def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None
     if result.phases is not None:
         heading(out, "Highest allocated bytes by phase")
         rows(out, predictions.phase_lines(result.phases), "left", "right", "right")
-    heading(out, "One step")
+    if result.loop is not None:
+        loop_text.show(out, result.loop, None)
+    heading(out, "One update" if result.loop is not None else "One step")
     rows(out, _measured(recipe, result), "left", "right", "wrap")
     if result.ranks:
         heading(out, "Ranks: highest bytes, and median time a step")
@@ -100,6 +102,12 @@ def _measured(recipe: Recipe, result: Measurement) -> list[Line]:
             ["first step", format_seconds(result.first_step_s), "compiles, unless an earlier run did"]
         )
     lines += _known(result, "tokens_per_s", "model_flops", "hardware_flops", "mfu", "hfu")
+    for name, share, what in (
+        ("GPU busy", result.busy, "of the time a kernel ran, as nvidia-smi prints it"),
+        ("memory access", result.memory_access, "of the time its memory was read or written"),
+    ):
+        if share is not None:
+            lines.append([name, f"{share:.0%}", what])
     if result.losses:
         first = f"first {result.losses[0]:.4f}, {len(result.losses)} steps"
         lines.append(["loss", f"{result.losses[-1]:.4f}", first])

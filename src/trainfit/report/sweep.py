@@ -63,6 +63,15 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column(f"predicted {name}", memory("predicted_bytes", 3), rank=4),
         Column(f"measured {name}", memory("measured_bytes", 3)),
         Column("error", number("error", percent), rank=1),
+        *(
+            Column(
+                f"{phase} error", lambda row, phase=phase: or_dash(row.phase_error(phase), percent), rank=2
+            )
+            for phase in ("rollout", "scoring", "update")
+        ),
+        Column("loop s predicted", lambda row: or_dash(row.loop_s("estimate"), "{:.4g}"), rank=5),
+        Column("loop s", lambda row: or_dash(row.loop_s("measurement"), "{:.4g}"), rank=4),
+        Column("loop error", number("loop_error", percent), rank=2),
         Column("peak met", number("peak_met", str), False, rank=9),
         Column("samples/s predicted", number("predicted_samples_per_s"), rank=8),
         Column(

@@ -22,25 +22,17 @@ from trainfit.measurement.run import measure as measure_recipe
 from trainfit.measurement.trial import Rank, measured_step, memory_fields, note_breakdown, note_end
 from trainfit.measurement.trial_files import ResultFile, TrialRequest
 from trainfit.models.layers import num_weights
-from trainfit.rl.estimate.names import DECODE, GATHER, PREFILL, REFERENCE, SCORING, UPDATE
+from trainfit.rl.estimate.names import DECODE, GATHER, PREFILL, REFERENCE, SCORING, UPDATE, body_of
 from trainfit.rl.rollout import phases
 from trainfit.rl.rollout.generate import Generator
 from trainfit.rl.rollout.schedule import READ_EVERY
-from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Loop, LoopMemory, LoopPart, LoopTime, Measurement, MemoryBreakdown
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 
-BODY = "trainfit.rl.measure:measure_loops"
 MOST_LOOPS = 3
 """Loops that are timed at most, whatever the number of steps."""
-
-
-def body_of(recipe: Recipe) -> str:
-    """Return what is measured of a recipe: empty, its step; else its loop."""
-    is_loop = isinstance(recipe.objective, Policy) and recipe.model.implementation == "native"
-    return BODY if is_loop and not recipe.offload.weights else ""
 
 
 def measure(recipe: Recipe, **how: Any) -> Measurement:
@@ -152,7 +144,7 @@ def measure_loops(request: TrialRequest, meter: Any, result: ResultFile, rank: R
             slots=loop.generator.cache.num_slots,
             cache_bytes=loop.generator.cache.num_bytes,
             memory=tuple(parts.memory.values()),
-            expected=timed,
+            longest=timed,
         ),
     )
     seconds = [one.end_s - one.begin_s for one in updates] if request.steps else []

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from trainfit.rl.objectives.policy import token_weights
-from trainfit.rl.rollout.generate import Completion, padded
+from trainfit.rl.rollout.generate import Completion
+from trainfit.rl.rollout.schedule import padded
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Policy
 from trainfit.step import Batch

@@ -302,9 +302,9 @@ class Loop(Value):
     cache_bytes: Bytes  # Keys and values, allocated once
     memory: tuple[LoopMemory, ...]
     longest: LoopTime | None = None
-    """Every completion at its longest; None: the GPU's speed is not known."""
+    """Every completion at its longest; None: the GPU's speed is not known, or nothing was timed."""
     expected: LoopTime | None = None
-    """Predicted: completions of an expected mean length. Measured: the lengths that ran."""
+    """Completions of an expected mean length, predicted."""
     levers: tuple[Lever, ...] = ()
     whole_logits_bytes: Bytes = 0
     """Logits of an update's micro-batch in fp32, which no phase holds."""

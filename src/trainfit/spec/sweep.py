@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.recipe import Parallel, Recipe
-from trainfit.spec.result import Estimate, Measurement, Outcome, WhichPeak
+from trainfit.spec.result import Estimate, Loop, Measurement, Outcome, WhichPeak
 from trainfit.spec.schedule import ScheduleField
 from trainfit.spec.value import Count, FromPercent, PositiveInt, Value, disagreement
 
@@ -138,6 +138,10 @@ def _of_estimate(name: str) -> Any:
     return property(lambda row: getattr(row.estimate, name, None))
 
 
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else (predicted - measured) / measured
+
+
 class Row(Value):
     """One variant, predicted and measured. Sizes in bytes; errors and utilisation are shares."""
 
@@ -155,7 +159,12 @@ class Row(Value):
     predicted_bytes = _of_estimate("peak_allocated_bytes")
     device_bytes = _of_estimate("device_bytes")
     headroom_bytes = _of_estimate("headroom_bytes")
-    predicted_tokens_per_s = _of_estimate("tokens_per_s")
+
+    @property
+    def predicted_tokens_per_s(self) -> float | None:
+        """Of a step; of a policy, those that its loop generates."""
+        found = None if self.estimate is None else self.estimate.tokens_per_s
+        return self.new_tokens_per_s or found
 
     @property
     def predicted_device_bytes(self) -> int | None:
@@ -197,6 +206,36 @@ class Row(Value):
         if self.estimate is None or not measured:
             return None
         return (self.estimate.with_peak(self.peak_met).peak_allocated_bytes - measured) / measured
+
+    def phase_bytes(self, side: str, phase: str) -> int | None:
+        """Return the peak of a phase of a policy's loop; ``side``: ``estimate`` or ``measurement``."""
+        loop = self._loop(side)
+        memory = () if loop is None else loop.memory
+        return next((one.peak_allocated_bytes for one in memory if one.phase == phase), None)
+
+    def phase_error(self, phase: str) -> float | None:
+        """Return (predicted - measured) / measured of a phase's peak in a policy's loop."""
+        return _error(self.phase_bytes("estimate", phase), self.phase_bytes("measurement", phase))
+
+    def loop_s(self, side: str) -> float | None:
+        """Return the seconds of a policy's loop with every completion at its longest."""
+        loop = self._loop(side)
+        return None if loop is None or loop.longest is None else loop.longest.seconds
+
+    @property
+    def loop_error(self) -> float | None:
+        """(predicted - measured) / measured of those seconds."""
+        return _error(self.loop_s("estimate"), self.loop_s("measurement"))
+
+    def _loop(self, side: str) -> Loop | None:
+        found = self.estimate if side == "estimate" else self._timed
+        return None if found is None else found.loop
+
+    @property
+    def new_tokens_per_s(self) -> float | None:
+        """Tokens that a policy generates a second of its whole loop, predicted, on all GPUs."""
+        loop = self._loop("estimate")
+        return None if loop is None or loop.longest is None else loop.longest.new_tokens_per_s
 
     @property
     def predicted_samples_per_s(self) -> float | None:

@@ -15,6 +15,7 @@ from trainfit.measurement.environment import host_environment
 from trainfit.measurement.process import LOG, TRIAL, TrialStorageError, last_lines, run_in, run_to_end
 from trainfit.measurement.run import with_utilisation
 from trainfit.measurement.trial_files import ERROR, REQUEST, RESULT, TrialRequest
+from trainfit.rl.estimate.names import body_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.parsing.parse import parse
@@ -164,6 +165,7 @@ def _measure(request: PartRequest, folder: Path, start: Starter) -> PartResult:
         recipe=request.built, steps=0 if request.shared else request.measure.steps,
         warmup=request.measure.warmup, device=request.device,
         memory_limit_bytes=request.memory_limit_bytes, environment=host_environment(request.device),
+        body=body_of(request.built),
     )  # fmt: skip
     measured, ending = run_in(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
     peak = request.peak_flops_per_s(measured.environment.cuda is not None)

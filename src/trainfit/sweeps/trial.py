@@ -45,7 +45,7 @@ def _run(folder: Path) -> int:
 def _predict(request: PartRequest) -> PartResult:
     # Autograd's engine would make a CUDA context, half a GiB, on the card that is being measured.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from trainfit.prediction.predict import predict
+    from trainfit.rl.estimate.estimate import predict
 
     if not request.recipe.has_open_fields:
         return ended(request, "done", estimate=predict(request.recipe))

@@ -101,8 +101,9 @@ def triton_decode(
     lengths, slopes = lengths.contiguous(), None if slopes is None else slopes.contiguous()
     if not b:
         return out
-    from trainfit.kernels.decode_attention import triton as kernels  # Triton need not be installed.
+    from trainfit.kernels.decode_attention import triton as module  # Triton need not be installed.
 
+    kernels: Any = module
     if parts == 1:
         partial, logs = out.view(b, h, 1, d), out
     else:

@@ -33,6 +33,7 @@ from trainfit.rl.estimate.names import (
     UPDATE,
     UPDATE_PHASES,
     WARM,
+    of_update_alone,
 )
 from trainfit.rl.rollout.schedule import Schedule, of_mean, padded, schedule
 from trainfit.spec.hardware import Gpu
@@ -66,25 +67,12 @@ def predict(
         InputError: as there, or a model that does not generate.
     """
     machine = machine or machine_of(recipe.hardware)
-    reason = _of_update_alone(recipe)
+    reason = of_update_alone(recipe)
     if reason is not None:
         found = predict_step(recipe, machine, use_cache=use_cache, deterministic=deterministic)
         return found.model_copy(update={"warnings": (*found.warnings, reason)}) if reason else found
     ledger = ledger_of(recipe, machine.row, use_cache=use_cache, deterministic=deterministic)
     return estimate(recipe, machine, ledger, mean_new)
-
-
-def _of_update_alone(recipe: Recipe) -> str | None:
-    """Return why the step alone is predicted: empty, there is no more; None: a loop is predicted."""
-    if not isinstance(recipe.objective, Policy):
-        return ""
-    if recipe.model.implementation != "native":
-        return (
-            "the update alone is predicted: rollouts run on the native decoder, model.implementation: native"
-        )
-    if recipe.offload.weights:
-        return "the update alone is predicted: a rollout would copy all weights from the host for each token"
-    return None
 
 
 def ledger_of(recipe: Recipe, row: Gpu, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:

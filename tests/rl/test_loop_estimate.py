@@ -1,0 +1,173 @@
+"""A policy's loop: predicted by its phases, and measured."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from trainfit.catalog.load import gpu
+from trainfit.ledger.ledger import RECORDED, Ledger
+from trainfit.prediction.machine import machine_of
+from trainfit.prediction.predict import predict as predict_step
+from trainfit.rl.estimate.estimate import estimate, predict
+from trainfit.rl.estimate.names import UPDATE_PHASES
+from trainfit.rl.estimate.trace import GRAPH_POOL, traced
+from trainfit.rl.measure import measure
+from trainfit.rl.rollout.schedule import of_mean, schedule
+from trainfit.spec.parsing.recipe_file import merge, recipe_from
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate, Measurement
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 64,
+}  # fmt: skip
+GRPO = {
+    "name": "grpo", "kl": 0.04, "reference": "copy", "max_prompt": 8, "max_new": 8, "group": 2, "prompts": 3,
+    "rollout": {"batch": 4, "kv_cache": "fp32"},
+}  # fmt: skip
+
+
+def recipe(**fields: Any) -> Recipe:
+    base: dict[str, Any] = {
+        "model": {"config": MODEL, "implementation": "native"}, "precision": "fp32", "objective": GRPO,
+        "batch": {"micro": 2, "seq": 16, "accumulate": 3}, "hardware": {"gpu": "cpu"},
+        "optimizer": {"implementation": "foreach"},
+    }  # fmt: skip
+    return recipe_from(merge(base, fields))
+
+
+@cache
+def on_h100() -> tuple[Recipe, Ledger, Estimate]:
+    wanted = recipe(
+        hardware={"gpu": "h100-sxm"}, precision="bf16", objective={"rollout": {"kv_cache": "bf16"}}
+    )
+    ledger = traced(wanted, gpu("h100-sxm"))
+    return wanted, ledger, estimate(wanted, machine_of(wanted.hardware), ledger)
+
+
+@cache
+def on_cpu() -> tuple[Estimate, Measurement]:
+    wanted = recipe()
+    return predict(wanted, use_cache=False), measure(wanted, steps=1, device="cpu")
+
+
+def test_the_phases_predicted_are_those_measured() -> None:
+    predicted, measured = on_cpu()
+    assert predicted.loop is not None
+    assert measured.loop is not None, measured.message
+    assert predicted.phases == measured.phases
+    assert predicted.peak_allocated_bytes == measured.peak_allocated_bytes
+    for one, other in zip(predicted.loop.memory, measured.loop.memory, strict=True):
+        assert one.phase == other.phase
+        assert one.peak_allocated_bytes == pytest.approx(other.peak_allocated_bytes, rel=2e-3), one.phase
+    assert measured.loop.longest is not None
+    names = [one.name for one in measured.loop.longest.parts]
+    assert names == ["gather", "prefill", "decode", "scoring", "reference", "update"]
+    assert measured.step_s is not None
+
+
+def test_the_cache_is_a_category_of_every_phase() -> None:
+    predicted, measured = on_cpu()
+    assert predicted.loop is not None
+    assert measured.loop is not None
+    # Keys and values of 5 layers, 4 slots, 2 heads, 64 positions, 16 dimensions, fp32.
+    assert measured.loop.cache_bytes == 2 * 5 * 4 * 2 * 64 * 16 * 4
+    for one in predicted.loop.memory:
+        assert one.breakdown is not None
+        assert one.breakdown.kv_cache >= measured.loop.cache_bytes
+        assert one.breakdown.total == one.peak_allocated_bytes
+
+
+def test_a_copy_of_the_reference_is_counted_for_every_layer() -> None:
+    with_copy, without = (
+        predict(recipe(objective={"reference": reference}), use_cache=False).phases.after_init
+        for reference in ("copy", "none")
+    )
+    assert with_copy == 2 * without - 512  # RoPE's frequencies are not copied.
+
+
+def test_the_graph_of_decoding_has_a_pool_and_workspaces_of_its_own() -> None:
+    _, ledger, found = on_h100()
+    phases = [one.phase for one in ledger.segments if one.step == "first"]
+    assert phases.count(RECORDED) == 1
+    assert any(one.stream == GRAPH_POOL for one in ledger.storages)
+    assert found.loop is not None
+    rollout = found.loop.memory[0]
+    assert rollout.breakdown is not None
+    # The main thread's, autograd's, the warm-up's and the recording's: 32 MiB each on Hopper.
+    assert rollout.breakdown.workspace == 4 * (32 << 20)
+
+
+def test_the_update_is_that_of_the_step_alone() -> None:
+    wanted, _, found = on_h100()
+    alone = predict_step(wanted, use_cache=False)
+    assert found.model_flops == alone.model_flops
+    assert found.step_s == pytest.approx(alone.step_s, rel=1e-6)
+    assert found.phases.steady.forward > alone.phases.steady.forward  # The cache is there, too.
+
+
+def test_parts_sum_to_the_loop() -> None:
+    _, _, found = on_h100()
+    assert found.loop is not None
+    for time in (found.loop.longest, found.loop.expected):
+        assert time is not None
+        assert sum(one.seconds for one in time.parts) == pytest.approx(time.seconds)
+        assert sum(time.share(one) for one in time.parts) == pytest.approx(1)
+    calls = {one.name: one.calls for one in found.loop.longest.parts} if found.loop.longest else {}
+    # Six completions, four at a time: two reads of prompts, and seven more tokens of each.
+    assert calls["prefill"] == 2
+    assert calls["decode"] == 14
+    assert calls["scoring"] == calls["reference"] == 3
+    assert calls["update"] == 1
+
+
+def test_decoding_is_priced_by_what_is_filled() -> None:
+    wanted, ledger, found = on_h100()
+    short = estimate(wanted, machine_of(wanted.hardware), ledger, 2.0)
+    assert found.loop is not None
+    assert short.loop is not None
+    assert short.loop.longest == found.loop.longest
+    assert short.loop.expected is not None
+    assert found.loop.longest is not None
+    assert short.loop.expected.mean_new < found.loop.longest.mean_new
+    assert short.loop.expected.seconds < found.loop.longest.seconds
+
+
+def test_levers_are_the_difference_of_peaks() -> None:
+    _, _, found = on_h100()
+    assert found.loop is not None
+    state, cache = found.loop.levers
+    assert state.moved.startswith("optimizer state")
+    assert state.during == "rollout and scoring"
+    assert state.seconds > 0
+    assert cache.num_bytes == found.loop.memory[0].breakdown.kv_cache  # pyright: ignore[reportOptionalMemberAccess]
+    assert all(0 <= one.lower_bytes <= one.num_bytes for one in found.loop.levers)
+
+
+def test_the_transformers_implementation_has_an_update_alone() -> None:
+    found = predict(recipe(model={"implementation": "hf"}, objective={"kl": 0}), use_cache=False)
+    assert found.loop is None
+    assert any("the update alone is predicted" in one for one in found.warnings)
+    assert set(UPDATE_PHASES) <= set(dict(found.phases.steady))
+
+
+def test_slots_take_the_next_prompt_when_the_look_finds_them_free() -> None:
+    # Looked at every 8 steps: the short ones end in step 1, and their slots wait until step 8.
+    calls = schedule(2, 4, [2, 9, 2])
+    assert calls.prefills == (2, 1)
+    assert calls.steps == 16
+    assert calls.kept == 13
+    every = schedule(4, 8, [8] * 6)
+    assert (every.prefills, every.steps) == ((4, 2), 14)
+    # Steps read 9 to 15 positions of live slots; in the second round two slots stay at their 15.
+    assert every.positions == pytest.approx((7 * 4 * 12 + 7 * 2 * 12 + 7 * 2 * 16) / 14)
+
+
+@pytest.mark.parametrize("mean", [1.0, 20.0, 64.0, 120.0, 128.0])
+def test_lengths_have_their_mean(mean: float) -> None:
+    lengths = of_mean(mean, 128, 1000)
+    assert sum(lengths) / 1000 == pytest.approx(mean, rel=0.03, abs=0.5)
+    assert all(1 <= one <= 128 for one in lengths)
