@@ -13,12 +13,14 @@ start, so the memory of later tokens is that of the first; their time grows with
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainfit.ledger.ledger import NO_LAYER, RECORDED, Ledger
+from trainfit.ledger.ledger import RECORDED, Ledger
 from trainfit.prediction.trace import run_step, trace
 from trainfit.rl.estimate.names import ALONE, DECODE, GATHER, PREFILL, REFERENCE, SCORING, WARM
 from trainfit.rl.rollout import phases
@@ -26,7 +28,6 @@ from trainfit.rl.rollout.generate import Generator
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step
-from trainfit.virtual.cuda.scratch.libraries import cublas_workspace_bytes
 from trainfit.virtual.gpu import VirtualGpu
 from trainfit.virtual.trace.scope import NO_SCOPE
 
@@ -110,12 +111,10 @@ def _rollout(
         generator.read(_prompts(step, generator.cache.num_slots))
         gc.collect()
         if records and (name == "first" or step.shards_weights):
-            # Each stream that multiplies has a workspace of its own, and keeps it.
-            for phase in (WARM, RECORDED):
+            for phase, pool in ((WARM, WARM_STREAM), (RECORDED, GRAPH_POOL)):
                 virtual.begin(name, phase)
-                if name == "first":
-                    _add_workspace(virtual)
-                generator.append(recorded=False)
+                with _on_stream(virtual, pool):
+                    generator.append(recorded=False)
                 gc.collect()
         virtual.begin(name, DECODE)
         generator.append(recorded=False)
@@ -146,7 +145,12 @@ def _own_cache(generator: Generator, virtual: VirtualGpu) -> None:
         virtual.tracer.live.own(tensor, "kv_cache", NO_SCOPE)
 
 
-def _add_workspace(virtual: VirtualGpu) -> None:
-    traits = virtual.tracer.gpu
-    if traits is not None and not traits.gfx:
-        virtual.tracer.live.add(cublas_workspace_bytes(traits), -1, "workspace", NO_LAYER, "workspace")
+@contextmanager
+def _on_stream(virtual: VirtualGpu, number: int) -> Iterator[None]:
+    """Run on another stream, on which libraries take workspaces of their own, and keep them."""
+    workspaces = virtual.tracer.workspaces
+    if workspaces is not None:
+        workspaces.stream = number
+    yield
+    if workspaces is not None:
+        workspaces.stream = 0

@@ -148,6 +148,7 @@ class Generator:
         self._stop = torch.tensor(sampling.stop, dtype=torch.int64, device=self.device)
         self._uses_graph = self.device.type == "cuda" if graph is None else graph
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._side: torch.cuda.Stream | None = None
 
     def read(self, prompts: Sequence[Sequence[int]]) -> None:
         """Read prompts into the first slots, as a call does first; for measuring this part alone."""
@@ -296,7 +297,8 @@ class Generator:
         """Record a step; what it changes is put back, so that recording leaves no trace."""
         state = self._slots
         before = {name: value.clone() for name, value in vars(state).items()}
-        side = torch.cuda.Stream(self.device)
+        # One for all recordings: libraries keep a workspace for each stream that they ran on.
+        side = self._side = self._side or torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):  # Libraries allocate their workspaces at a first call.
             self._decode()

@@ -1,6 +1,6 @@
 """Workspaces of cuBLAS and cuBLASLt, allocated once per thread and kept.
 
-One per cuBLAS handle, from the caching allocator at the handle's first use (aten/src/ATen/cuda/
+One per cuBLAS handle and stream, from the caching allocator at the handle's first use (aten/src/ATen/cuda/
 CublasHandlePool.cpp): the main thread's (forward, optimizer) and autograd's (backward, recomputation).
 """
 
@@ -71,11 +71,16 @@ def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 
 class Workspaces:
-    """Track which thread has allocated which library's workspace."""
+    """Track which thread has allocated which library's workspace, on which stream.
+
+    Attributes:
+        stream: number of the stream that operations run on.
+    """
 
     def __init__(self, gpu: GpuTraits):
         self._gpu = gpu
-        self._taken: set[tuple[str, bool]] = set()
+        self.stream = 0
+        self._taken: set[tuple[str, bool, int]] = set()
 
     def first_use(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_autograd: bool
@@ -92,6 +97,7 @@ class Workspaces:
         return self._new(used, in_autograd)
 
     def _new(self, used: dict[str, int], in_autograd: bool) -> tuple[int, ...]:
-        new = {name: size for name, size in used.items() if size and (name, in_autograd) not in self._taken}
-        self._taken.update((name, in_autograd) for name in new)
+        where = in_autograd, self.stream
+        new = {name: size for name, size in used.items() if size and (name, *where) not in self._taken}
+        self._taken.update((name, *where) for name in new)
         return tuple(new.values())
