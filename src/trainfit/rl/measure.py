@@ -163,7 +163,7 @@ class _Loop:
         self.step, self.parts, self.result = step, parts, result
         self.policy = phases.policy_of(step.recipe)
         with parts.part("rollout", GATHER):
-            self.generator: Generator = phases.generator_of(step, ())
+            self.generator: Generator = phases.generator_of(step, phases.sampling_of(step.recipe, ()))
             parts.meter.own(self.generator.state_tensors, "kv_cache")
         self.losses: list[float] = []
         self.steps: list[Any] = []

@@ -59,7 +59,7 @@ def run_loops(step: Step, virtual: VirtualGpu) -> None:
         gc.collect()
         virtual.begin(name, GATHER)
         if generator is None:
-            generator = phases.generator_of(step, ())
+            generator = phases.generator_of(step, phases.sampling_of(step.recipe, ()))
             _own_cache(generator, virtual)
         with phases.generating(step) as decoder:
             _rollout(step, generator, virtual, name, _running(decoder, virtual), records=is_gpu)
