@@ -34,9 +34,9 @@ UsageError = typer.BadParameter.__bases__[0]
 """Wrong usage, as typer raises it: its own class or click's, by version."""
 
 VERBS = (
-    "predict", "plan", "trace", "explain", "import_", "measure", "calibrate", "verify", "train", "export",
-    "sweep", "bench", "report", "calculators.mfu", "calculators.communication", "calculators.ultrascale",
-    "catalog:gpus", "catalog:models", "records",
+    "predict", "plan", "trace", "explain", "import_", "measure", "calibrate", "verify", "train", "evaluate",
+    "export", "sweep", "bench", "report", "calculators.mfu", "calculators.communication",
+    "calculators.ultrascale", "catalog:gpus", "catalog:models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 
