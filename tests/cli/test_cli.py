@@ -36,7 +36,7 @@ def trainfit(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     ("code", "most_calls"),
     [
         ("import trainfit", 15_000),
-        ("from trainfit.cli.main import main; main(['--help'])", 200_000),
+        ("from trainfit.cli.main import main; main(['--help'])", 240_000),
         ("from trainfit.cli.main import main; main(['gpus'])", 690_000),
         ("from trainfit.cli.main import main; main(['predict', 'gpt2', '--set', 'batch.micro=0'])", 580_000),
     ],

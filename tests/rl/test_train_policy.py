@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import rank_policies
 from rank_processes import Ranks
 from tiny_policies import DIGITS, GRPO, options_for, policy, rollouts_in, trained
 from tiny_training import Listener, losses_in_log, stop_at
+from trainfit.cli.main import main
 from trainfit.rl.environments.load import Maker
 from trainfit.rl.environments.pool import Pool
 from trainfit.rl.loop import Rollouts, rollouts_of
@@ -265,3 +267,15 @@ def test_ranks_stop_together_in_a_rollout(ranks: Ranks, tmp_path: Path) -> None:
     assert (first["status"], first["steps"]) == (other["status"], other["steps"]) == ("stopped", 2)
     second, _ = ranks.run(rank_policies.trained_policy, tmp_path / "run", 4, fields, resume=True)
     assert first["losses"] + second["losses"] == whole["losses"]
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment and recipe, by the command line, in the folder of both files."""
+    page = (Path(__file__).parents[2] / "docs/guide/reinforcement-learning.md").read_text()
+    for kind, file in (("python", "vowels.py"), ("yaml", "vowels.yaml")):
+        (text,) = re.findall(rf"^```{kind}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        (tmp_path / file).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "vowels.yaml", "--steps", "2", "--out", "runs/vowels", "--no-tensorboard", "--force"]
+    assert main(words) == 0
+    assert [one["step"] for one in rollouts_in(tmp_path / "runs" / "vowels")] == [1, 2]
