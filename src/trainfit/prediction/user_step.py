@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -178,7 +178,8 @@ def _estimate(traced: UserTrace) -> Estimate:
     phases = replayed.phases
     if num_steps <= 1:
         phases = phases.model_copy(update={"steady": phases.first})
-    others = _other_phases(ledger, machine, virtual, replayed)
+    others = _other_phases(virtual.steps.other_phases(), ledger, machine, replayed)
+    scored = _other_phases(virtual.steps.scorings(), ledger, machine, replayed)
     ledger = traced.step_ledger()
     time = roofline(ledger, machine)
     found = summary(gpu, ledger, replays, time, fits=fits)
@@ -195,6 +196,7 @@ def _estimate(traced: UserTrace) -> Estimate:
         holders=_holders(ledger, replayed),
         inputs=inputs,
         other_phases=others,
+        scoring=scored[0] if scored else None,
         num_launches=sum(op.calls for op in ledger.steady_ops),
         num_recomputed_blocks=num_recomputed_blocks(ledger),
         num_python_calls=sum(op.python for op in ledger.steady_ops),
@@ -238,11 +240,11 @@ def _cost(
 
 
 def _other_phases(
-    ledger: Ledger, machine: Machine, virtual: UserGpu, replayed: Replay
+    phases: Iterable[one_phase.OtherPhase], ledger: Ledger, machine: Machine, replayed: Replay
 ) -> tuple[OtherPhase, ...]:
-    """Return the phases outside the training steps, each kind once."""
+    """Return phases, each kind once."""
     found: dict[str, list[one_phase.OtherPhase]] = {}
-    for one in virtual.steps.other_phases():
+    for one in phases:
         found.setdefault(one.kind, []).append(one)
     num_ops = Counter(op.segment for op in ledger.ops)
     return tuple(

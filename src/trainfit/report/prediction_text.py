@@ -313,10 +313,26 @@ def _phases(out: Console, estimate: Estimate) -> None:
 
 def _other_phases(out: Console, estimate: Estimate) -> None:
     """Print a row for evaluations, generations and checkpoints of traced code."""
-    if estimate.code is None or not estimate.code.other_phases:
+    code = estimate.code
+    if code is None:
         return
-    heading(out, "Outside the training step (its memory counts for the verdict, its time does not)")
-    rows(out, map(_other_phase, estimate.code.other_phases), "left", "right", "right", "wrap")
+    if code.other_phases:
+        heading(out, "Outside the training step (its memory counts for the verdict, its time does not)")
+        rows(out, map(_other_phase, code.other_phases), "left", "right", "right", "wrap")
+    generations = [one.seconds for one in code.other_phases if one.name == "generation" and one.seconds]
+    if not generations:
+        return
+    heading(out, "A policy's loop")
+    if code.scoring is not None:
+        rows(out, [_other_phase(code.scoring)], "left", "right", "right", "wrap")
+    if estimate.step_s:
+        parts = {"generation": generations[0]}
+        if code.scoring is not None and code.scoring.seconds:
+            parts["scoring"] = code.scoring.seconds
+        parts["update"] = max(0.0, estimate.step_s - parts.get("scoring", 0.0))
+        total_s = sum(parts.values())
+        shares = [f"{name} {format_seconds(one)} ({one / total_s:.0%})" for name, one in parts.items()]
+        rows(out, [["time", format_seconds(total_s), ", ".join(shares)]], "left", "right", "wrap")
 
 
 def _other_phase(one: OtherPhase) -> list[str]:

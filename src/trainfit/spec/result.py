@@ -152,7 +152,7 @@ class OtherPhase(Value):
     Of several, time, FLOPs and counts are those of the one with the most operations.
     """
 
-    name: Literal["evaluation", "generation", "checkpoint"]
+    name: Literal["evaluation", "generation", "checkpoint", "scoring"]
     num_times: Count  # Found while the steps were traced
     after_steps: tuple[Count, ...]  # The number of complete optimizer steps before each
     num_forwards: Count
@@ -186,6 +186,9 @@ class TracedCode(Value):
     inputs: StepInputs | None = None  # None: no module was called in the step
     other_phases: tuple[OtherPhase, ...] = ()
     """Phases outside the training steps; no figure of the step includes them."""
+    scoring: OtherPhase | None = None
+    """Forwards without gradients in a step, which its figures include: a policy's log-probabilities, a
+    teacher."""
 
 
 class Peak(Value):

@@ -116,6 +116,26 @@ def other_phases(
         )
 
 
+def scorings(
+    starts: Sequence[SegmentStart], kinds: dict[int, str], number_of: Callable[[SegmentStart], int]
+) -> Iterator[OtherPhase]:
+    """Yield the parts of steps that run forwards without gradients: log-probabilities of a policy, a teacher.
+
+    Their time and memory are the step's as well.
+    """
+
+    def scores(position: int) -> bool:
+        start = starts[position]
+        return position > 0 and start.phase in LOOSE and not start.has_grad and position not in kinds
+
+    for is_scoring, run in groupby(range(len(starts)), key=scores):
+        positions = list(run)
+        num_forwards = sum(starts[position].forward >= 0 for position in positions)
+        if is_scoring and num_forwards:
+            step = number_of(starts[positions[0]])
+            yield OtherPhase("scoring", range(positions[0], positions[-1] + 1), step, num_forwards, 0)
+
+
 def bytes_of(obj: Any) -> int:
     """Return the bytes of the different storages in nested containers and modules."""
     storages = dict[int, int]()

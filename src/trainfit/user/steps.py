@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from trainfit.ledger.ledger import Segment
 from trainfit.user.loops import LoopWatch
-from trainfit.user.other_phases import OtherPhase, SegmentStart, bytes_of, kinds_of, other_phases
+from trainfit.user.other_phases import OtherPhase, SegmentStart, bytes_of, kinds_of, other_phases, scorings
 from trainfit.user.passes import Passes
 from trainfit.user.placement import is_device
 from trainfit.user.tracer import UserTracer
@@ -343,6 +343,11 @@ class StepFollower(Observer):
     def other_phases(self) -> list[OtherPhase]:
         """Return the evaluations, generations and checkpoints in order."""
         return list(other_phases(self._starts, self._kinds(), self._number_of))
+
+    def scorings(self) -> list[OtherPhase]:
+        """Return the forwards without gradients that are part of whole steps, in order."""
+        kinds, whole = self._kinds(), self.num_steps()
+        return [one for one in scorings(self._starts, kinds, self._number_of) if one.step < whole]
 
     def step_inputs(self) -> tuple[int, int]:
         """Return the tokens and the samples of the steady step: those of the module that takes the most."""
