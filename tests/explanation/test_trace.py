@@ -87,6 +87,26 @@ def test_an_idle_gpu_waits_for_the_host_or_for_something_else(tmp_path: Path) ->
     assert [one.op for one in found.stretches][:1] == ["aten::copy_"]
 
 
+def test_kernels_of_the_step_before_are_not_of_the_first_step(tmp_path: Path) -> None:
+    """Their launches came before the trace began; they still run while the first step is issued."""
+    steps = [(0.0, 1000.0), (1000.0, 1000.0)]
+    events = events_of([Kernel(0, 5, 500, GEMM)], [])  # Of the step before
+    late = [event for event in events if event.get("cat") == "kernel"]
+    own = [Kernel(10, 505, 500, GEMM), Kernel(1010, 1505, 500, GEMM)]
+    found = explained(saved(tmp_path / "a.json", [*late, *events_of(own, steps, first=2)]))
+    assert (found.num_steps, found.num_kernels) == (2, 2)
+    assert found.window_s == pytest.approx(1500e-6)  # From the first kernel's begin to the last step's end
+    assert found.busy_s == pytest.approx(1000e-6)
+
+
+def test_a_stretch_is_of_the_step_that_issued_most_of_it(tmp_path: Path) -> None:
+    ahead = [Kernel(900 + i, 1000 + i, 1) for i in range(3)]  # Issued at the end of the first step
+    late = [Kernel(1100 + 100 * i, 1105 + 100 * i, 1) for i in range(8)]
+    events = events_of([Kernel(0, 5, 995, GEMM), *ahead, *late], [(0.0, 1000.0), (1000.0, 1000.0)])
+    found = explained(saved(tmp_path / "a.json", events))
+    assert found.stretches[0].step == 4
+
+
 def test_exposed_communication_is_what_no_other_kernel_hides(tmp_path: Path) -> None:
     kernels = [
         Kernel(0, 10, 100, GEMM),
@@ -329,6 +349,10 @@ def test_a_log_without_either_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("name", "dims", "flops"),
     [
+        # Compiled code gives the output, too.
+        ("aten::mm", [[8, 16], [16, 4], [8, 4]], 2 * 8 * 16 * 4),
+        ("aten::bmm", [[3, 8, 16], [3, 16, 4], [3, 8, 4]], 2 * 3 * 8 * 16 * 4),
+        ("aten::addmm", [[4], [8, 16], [16, 4], [8, 4]], 2 * 8 * 16 * 4),
         ("aten::addmm", [[4], [8, 16], [16, 4], [], []], 2 * 8 * 16 * 4),
         ("aten::addmm", [[8, 4], [8, 16], [16, 4], [], []], 2 * 8 * 16 * 4),
         ("aten::baddbmm", [[3, 8, 4], [3, 8, 16], [3, 16, 4]], 2 * 3 * 8 * 16 * 4),

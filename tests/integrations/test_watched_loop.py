@@ -13,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import trainfit
 from trainfit.cli.main import main
 from trainfit.flops.closed_form import product_step_flops
-from trainfit.integrations.meter import Watch
+from trainfit.integrations.meter import Reading, Watch, WatchSummary, memory_text, show
 from trainfit.integrations.work import LINEAR_CONVENTION, Work
-from trainfit.records import read
+from trainfit.records import load, read
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
@@ -159,10 +160,41 @@ def test_a_prediction_s_file_is_compared_with(tmp_path: Path, capsys: pytest.Cap
         watch.step(tokens=8)
     assert watch.summary is not None
     assert watch.summary.predicted_allocated_bytes == json.loads(file.read_text())["peak_allocated_bytes"]
+    assert watch.summary.predicted_gpu == "h200"  # The recipe's own default
+    assert "predicted" in (line := show(watch.summary))
+    assert "for another GPU, h200" in line
+    same = watch.summary.model_copy(update={"gpu": "h200"})
+    assert "another GPU" not in show(same)
     # The closed form covers Llama; a model without one takes the prediction's FLOPs a token.
     work = Work(Net(), estimate=trainfit.predict("gpt2", seq=64))
     predicted = trainfit.predict("gpt2", seq=64)
     assert work.take(tokens=64).model_flops == pytest.approx(predicted.model_flops)
+
+
+def test_the_page_shows_a_recorded_summary() -> None:
+    root = Path(__file__).parents[2]
+    (record,) = load(root / "evidence/records/watched-loop.jsonl")
+    summary = parse(WatchSummary, record.train, file="watched-loop.jsonl")
+    shown = show(summary.model_copy(update={"predicted_gpu": "h100-sxm"}))  # Not yet recorded then
+    assert f"\n{shown}\n```" in (root / "docs/guide/watch.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("predicted", "text"),
+    [
+        (None, "1000.00 MiB allocated, 1.95 GiB reserved"),
+        (1000, "1000.00 MiB allocated (as predicted), 1.95 GiB reserved (+100.00% against the predicted)"),
+        (1010, "1000.00 MiB allocated (-0.99% against the predicted), 1.95 GiB reserved (+98.02% against the "
+         "predicted)"),
+    ],
+)  # fmt: skip
+def test_memory_is_shown_against_the_prediction(predicted: int | None, text: str) -> None:
+    sizes = predicted and predicted << 20
+    reading = Reading(
+        step=1, step_s=1.0, peak_allocated_bytes=1000 << 20, peak_reserved_bytes=2000 << 20,
+        predicted_allocated_bytes=sizes, predicted_reserved_bytes=sizes,
+    )  # fmt: skip
+    assert memory_text(reading) == text
 
 
 def test_values_are_logged_by_the_names_of_own_runs() -> None:

@@ -26,6 +26,7 @@ def scripts() -> str:
     """Return peaks and steps of the scripts that were run; a step is the median without the first three."""
     heads = [
         "script",
+        "on",
         "allocated, GiB",
         "error",
         "reserved",
@@ -35,7 +36,7 @@ def scripts() -> str:
     ]
     predicted, measured = (_lines(SCRIPTS / f"{name}.jsonl") for name in ("predicted", "runs"))
     lines = [[f"`{name}`", *_cells(predicted[name]["estimate"], found)] for name, found in measured.items()]
-    return markdown_grid(heads, lines, num_text=1)
+    return markdown_grid(heads, lines, num_text=2)
 
 
 def _cells(estimate: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -44,6 +45,7 @@ def _cells(estimate: dict[str, Any], found: dict[str, Any]) -> list[str]:
     )
     step_s = median(found["step_s"][UNTIMED_STEPS:])
     return [
+        _card(found["device"]),
         f"{found['peak_allocated_bytes'] / GIB:.2f}",
         f"{allocated:+.3%}",
         f"{reserved:+.1%}",
@@ -53,11 +55,16 @@ def _cells(estimate: dict[str, Any], found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _card(device: str) -> str:
+    """Return the GPU's model of its driver's name: "NVIDIA H100 80GB HBM3" is an H100."""
+    return device.removeprefix("NVIDIA ").split()[0]
+
+
 def recipes() -> str:
     """Return peaks and steps of the recipes with adapters, layouts and optimizers of libraries."""
-    heads = ["recipe", "allocated, GiB", "error", "reserved", "a step, ms", "predicted"]
+    heads = ["recipe", "on", "allocated, GiB", "error", "reserved", "a step, ms", "predicted"]
     return markdown_grid(
-        heads, sorted(map(_recipe_cells, join(records("adapters-and-optimizers/*.jsonl")))), num_text=1
+        heads, sorted(map(_recipe_cells, join(records("adapters-and-optimizers/*.jsonl")))), num_text=2
     )
 
 
@@ -66,6 +73,7 @@ def _recipe_cells(one: Comparison) -> list[str]:
     steps = (one.value(side, "step_s") for side in ("measured", "predicted"))
     return [
         describe(one.recipe),
+        _card(one.device),
         f"{one.value('measured', 'peak_allocated_bytes') / GIB:.2f}",
         *(NOTHING if error is None else f"{error:+.3%}" for error in errors),
         *(NOTHING if step_s is None else f"{step_s * 1e3:.1f}" for step_s in steps),

@@ -111,6 +111,8 @@ class WatchSummary(Value):
     predicted_allocated_bytes: Bytes | None = None
     predicted_reserved_bytes: Bytes | None = None
     predicted_step_s: Seconds | None = None
+    predicted_gpu: str | None = None
+    """GPU that the prediction is for; None: it does not say."""
     held_back: dict[str, Count] = Field(default={})
     wall_s: Seconds
     environment: Environment
@@ -352,6 +354,7 @@ class Watch:
             model_flops=median("model_flops", share=False),
             flops_convention=self._work.convention,
             predicted_step_s=self._estimate and self._estimate.step_s,
+            predicted_gpu=self._estimate and self._estimate.gpu,
             held_back=dict(self._held_back),
             wall_s=time.perf_counter() - self._start_s,
             environment=self._environment(),
@@ -370,14 +373,23 @@ class Watch:
 
 
 def memory_text(one: Reading | WatchSummary) -> str:
-    """Return the peak of the allocated and reserved memory, and its difference from the prediction."""
+    """Return the peak of the allocated and reserved memory, each with its difference from the prediction."""
     assert one.peak_allocated_bytes is not None
     assert one.peak_reserved_bytes is not None
-    text = f"{format_bytes(one.peak_allocated_bytes)} allocated"
-    if one.predicted_allocated_bytes:
-        off = one.peak_allocated_bytes / one.predicted_allocated_bytes - 1
-        text += f" ({off:+.2%} of the predicted)"
-    return f"{text}, {format_bytes(one.peak_reserved_bytes)} reserved"
+    return ", ".join(
+        f"{format_bytes(found)} {name}{_against(found, predicted)}"
+        for name, found, predicted in (
+            ("allocated", one.peak_allocated_bytes, one.predicted_allocated_bytes),
+            ("reserved", one.peak_reserved_bytes, one.predicted_reserved_bytes),
+        )
+    )
+
+
+def _against(found: int, predicted: int | None) -> str:
+    if not predicted:
+        return ""
+    off = f"{found / predicted - 1:+.2%}"
+    return " (as predicted)" if off in ("+0.00%", "-0.00%") else f" ({off} against the predicted)"
 
 
 def show(summary: WatchSummary) -> str:
@@ -391,6 +403,8 @@ def show(summary: WatchSummary) -> str:
         times = summary.step_times
         predicted = summary.predicted_step_s
         against = f", predicted {format_seconds(predicted)}" if predicted else ""
+        if predicted and summary.predicted_gpu not in (None, summary.gpu):
+            against += f" for another GPU, {summary.predicted_gpu}"
         spread = f"80 % of the steps in {format_seconds(times.low)} to {format_seconds(times.high)}"
         lines.append(f"  step    {format_seconds(summary.step_s)}, {spread}{against}")
     if summary.tokens_per_s is not None:

@@ -123,6 +123,7 @@ def summary(
         assumptions=ledger.assumptions,
         ops_without_flops=ledger.ops_without_flops,
         versions=ledger.versions,
+        gpu=gpu.name,
     )
     return found.model_copy(update={"warnings": (*_little_headroom(gpu, found), *ledger.warnings)})
 

@@ -135,9 +135,12 @@ def trace_advice(found: TraceFacts) -> Iterator[str]:
     if found.products < FEW_PRODUCTS:
         small = found.kernel_s < SHORT_KERNEL_S
         first = next((one.name for one in found.kinds if one.name not in PRODUCTS), "")
+        remedy = "torch.compile and fused kernels move fewer bytes"
+        if first == "optimizer":
+            remedy = "more tokens an update (a larger micro-batch, accumulation); a fused optimizer"
         yield (
-            f"{1 - found.products:.0%} of the kernels' time is no product ({first} first): torch.compile and "
-            "fused kernels move fewer bytes" + "; a larger micro-batch makes kernels longer" * small
+            f"{1 - found.products:.0%} of the kernels' time is no product ({first} first): {remedy}"
+            + "; a larger micro-batch makes kernels longer" * (small and first != "optimizer")
         )
     if at is not None and at.products_rate < SLOW_PRODUCTS:
         yield (
@@ -154,7 +157,11 @@ def trace_advice(found: TraceFacts) -> Iterator[str]:
         yield "copies are not overlapped: pinned memory, non_blocking=True, a loader that reads ahead"
     reads = sum(one.num_calls for one in found.syncs) / max(1, found.num_steps)
     if reads >= 2 and found.waits_for_host_s > NOTABLE * window:
-        yield f"the host waits for the GPU {reads:.3g} times a step: fewer .item(), .cpu() and prints"
+        copies = any(one.op == "aten::copy_" for one in found.syncs)
+        yield (
+            f"the host waits for the GPU {reads:.3g} times a step: fewer .item(), .cpu() and prints"
+            + "; batches in pinned memory, copied with non_blocking=True" * copies
+        )
 
 
 def show_trainer_run(run: TrainerRun) -> None:

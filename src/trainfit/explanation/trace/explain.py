@@ -152,7 +152,10 @@ def _window(trace: Trace, begins: Array, durations: Array, launch_of: Array) -> 
     if not inside.any():
         return _Window(first, last, len(steps), step_us / 1e6)
     # The GPU runs behind the host: it begins later, and ends with the last kernel or the host's last step.
-    begin, end = float(begins[inside].min()), max(last, float(ends[inside].max()))
+    # Kernels whose launch was not recorded may be of the step before, which still ran.
+    sure = inside & known
+    begin = float(begins[sure if sure.any() else inside].min())
+    end = max(last, float(ends[inside].max()))
     return _Window(begin, end, len(steps), step_us / 1e6)
 
 
@@ -274,12 +277,12 @@ def _stretches(trace: Trace, kernels: _Kernels, idle: _Idle, window: _Window) ->
         begin, end = window.begin + first * size, window.begin + last * size
         inside = (kernels.begins >= begin) & (kernels.begins < end)
         late = kernels.launch_of[idle.kernels[idle.waits][(gap_ends > begin) & (gap_begins < end)]]
-        launched = kernels.launched_at[inside]
+        issued = kernels.launched_at[inside & ~np.isnan(kernels.launched_at)]
         found.append(
             Stretch(
                 begin_s=(begin - window.begin) / 1e6,
                 seconds=(end - begin) / 1e6,
-                step=_step_at(trace, float(np.fmin.reduce(launched, initial=begin))),
+                step=_step_at(trace, float(np.median(issued)) if len(issued) else begin),
                 waited_s=float(waited[first:last].sum()) / 1e6,
                 num_kernels=int(inside.sum()),
                 kernel_s=float(np.median(kernels.durations[inside])) / 1e6 if inside.any() else 0.0,

@@ -29,10 +29,11 @@ BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 STEP = re.compile(r"ProfilerStep#(\d{1,12})\Z")
 ON_GPU = {"kernel": 0, "gpu_memcpy": 1, "gpu_memset": 1, "gpu_memory_copy": 1}
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
-PRODUCTS = frozenset(
-    ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm")
-)
-FACTORS_FIRST = ("aten::_scaled_mm", "aten::_grouped_mm")
+FIRST_FACTOR = {
+    "aten::mm": 0, "aten::bmm": 0, "aten::_scaled_mm": 0, "aten::_grouped_mm": 0,
+    "aten::addmm": 1, "aten::baddbmm": 1,
+}  # fmt: skip
+"""Matrix product -> position of its first factor among the inputs; the second is the next one."""
 REMEDY = "save it with torch.profiler's export_chrome_trace or tensorboard_trace_handler"
 
 
@@ -127,7 +128,7 @@ class Trace:
         elif kind == "cpu_op":
             begin, duration = _span(event)
             self.ops.add(begin, duration, self._name(name), self._track(event))
-            if name in PRODUCTS and "Input Dims" in args:
+            if name in FIRST_FACTOR and "Input Dims" in args:
                 self._product(name, begin, args)
         elif kind == "user_annotation":
             if found := STEP.match(name):
@@ -137,12 +138,12 @@ class Trace:
 
     def _product(self, name: str, begin: float, args: dict[str, Any]) -> None:
         dims = args["Input Dims"]
-        shapes = [one for one in dims if isinstance(one, list) and len(one) in (2, 3)] if isinstance(
-            dims, list) else []  # fmt: skip
-        if len(shapes) < 2 or not all(type(n) is int and 0 <= n < 1 << 40 for one in shapes for n in one):
+        at = FIRST_FACTOR[name]
+        # Scales, offsets and, in compiled code, the output follow the factors.
+        factors = dims[at : at + 2] if isinstance(dims, list) else []
+        if len(factors) < 2 or not all(_is_shape(one) for one in factors):
             return
-        # _scaled_mm's and _grouped_mm's factors come first, before scales and offsets; addmm's come last.
-        first, second = shapes[:2] if name in FACTORS_FIRST else shapes[-2:]
+        first, second = factors
         flops = 2.0 * math.prod(map(float, first)) * second[-1]
         types = args.get("Input type")
         dtype = types[-1] if isinstance(types, list) and types else ""
@@ -158,6 +159,12 @@ DTYPES = {
     "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
 }  # fmt: skip
 """Dtypes as the profiler names them."""
+
+
+def _is_shape(one: Any) -> bool:
+    if not isinstance(one, list) or len(one) not in (2, 3):
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 40 for n in one)
 
 
 def _span(event: dict[str, Any]) -> tuple[float, float]:
