@@ -77,7 +77,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(
     assert losses_in_log(tmp_path / "broken") == losses_in_log(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("phase", ["rollout", "rewards", "scoring"])
+@pytest.mark.parametrize("phase", ["rollout", "rewards", "scoring", "log"])
 def test_a_signal_in_any_phase_saves_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
@@ -86,6 +86,7 @@ def test_a_signal_in_any_phase_saves_and_resumes(
     straight = trained(recipe, options_for(tmp_path / "straight", 4))
     owner, name = {
         "rollout": (Generator, "_step"), "rewards": (Pool, "rewards"), "scoring": (Rollouts, "_score"),
+        "log": (Rollouts, "_metrics"),
     }[phase]  # fmt: skip
     plain, sent = getattr(owner, name), []
 
@@ -99,7 +100,7 @@ def test_a_signal_in_any_phase_saves_and_resumes(
         first = trained(recipe, options_for(tmp_path / "broken", 4))
     assert (first.status, first.exit_code, first.steps) == ("stopped", 75, 2)
     assert sent
-    assert len(rollouts_in(tmp_path / "broken")) == 1
+    assert len(rollouts_in(tmp_path / "broken")) == (2 if phase == "log" else 1)
     second = trained(recipe, options_for(tmp_path / "broken", 4, resume=True))
     assert first.losses + second.losses == straight.losses
     assert rollouts_in(tmp_path / "broken") == rollouts_in(tmp_path / "straight")

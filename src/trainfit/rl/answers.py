@@ -120,10 +120,9 @@ class Answers:
             numbers: of the completions, on which their noise depends.
             group: completions of a task; a completion's task is its number over it.
         """
-        tasks = [number // group for number in numbers]
+        tasks, distinct = [number // group for number in numbers], _distinct(numbers, group)
         pause("prompts", True)
         start_s = time.perf_counter()
-        distinct = list(dict.fromkeys(tasks))
         texts = self._pool.prompts(distinct)
         prompts_s = time.perf_counter() - start_s
         pause("rollout", True)
@@ -137,6 +136,10 @@ class Answers:
         times = {"rollout": rollout_s, "rewards": prompts_s + time.perf_counter() - start_s}
         rows = zip(tasks, completions, rewards, strict=True)
         return [Sampled(prompts[task][0], one, reward, prompts[task][1]) for task, one, reward in rows], times
+
+    def begin(self, numbers: range, group: int) -> None:
+        """Let the environment's workers compute prompts that ``of_tasks`` will be called for."""
+        self._pool.begin(_distinct(numbers, group))
 
     def of_texts(self, texts: list[str], first: int, pause: Pause) -> list[str]:
         """Return the answer to each text; ``first``: the number of the first, on which its noise depends."""
@@ -156,3 +159,8 @@ class Answers:
             if self._step.shards_weights:
                 self._generator.forget()
             return list(self._generator.completions(prompts, first, lambda: pause("rollout", False)))
+
+
+def _distinct(numbers: range, group: int) -> list[int]:
+    """Return the tasks of completions, each once."""
+    return list(dict.fromkeys(number // group for number in numbers))

@@ -109,6 +109,8 @@ class Rollouts:
         first, size = rollout * policy.completions, policy.completions // share.ranks
         numbers = range(first + share.rank * size, first + (share.rank + 1) * size)
         mine, times = self._answers.of_tasks(numbers, policy.group, pause)
+        following = range(numbers.start + policy.completions, numbers.stop + policy.completions)
+        self._answers.begin(following, policy.group)
         every = [one for part in self._ranks.gather(mine) for one in part]
         pause("rewards", True)
         rewards = torch.tensor([sum(one.reward.values()) for one in every], dtype=torch.float32)
@@ -234,7 +236,7 @@ class Rollouts:
 
 
 class _Feed:
-    """``training.rollouts.Feed``: generates when it is asked, after the step before is done."""
+    """``training.rollouts.BatchFeed``: generates when it is asked, after the step before is done."""
 
     reads_ahead = False
 

@@ -16,7 +16,7 @@ Pause = Callable[[str, bool], None]
 """(name of the phase, every rank is here) -> nothing; raises ``Stopped`` if a signal ends the run here."""
 
 
-class Feed(Protocol):
+class BatchFeed(Protocol):
     """An iterator over the micro-batches of one step after another."""
 
     reads_ahead: bool
@@ -24,7 +24,7 @@ class Feed(Protocol):
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
     def __next__(self) -> list[Batch]: ...
-    def __enter__(self) -> "Feed": ...
+    def __enter__(self) -> "BatchFeed": ...
     def __exit__(self, *_: object) -> None: ...
     def wait_s(self) -> float:
         """Return the seconds that the device waited for the newest batches."""
@@ -43,7 +43,7 @@ class Rollouts(Protocol):
 
     def feed(
         self, steps: range, pause: Pause, on_rollout: Callable[[RolloutMetrics], None]
-    ) -> AbstractContextManager[Feed]:
+    ) -> AbstractContextManager[BatchFeed]:
         """Return the micro-batches of these steps, for which it generates when it is asked."""
         ...
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainfit.measurement import feed as corpus_feed
+from trainfit.measurement.feed import Feed
 from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 from trainfit.spec.bench import SLOWDOWNS
 from trainfit.spec.errors import InputError
@@ -31,7 +31,7 @@ from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlop
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.ranks.exchange import AgreedStop, Ranks
-from trainfit.training.rollouts import Feed, Rollouts
+from trainfit.training.rollouts import BatchFeed, Rollouts
 
 NO_CHECKPOINT = "no checkpoint was saved before"
 
@@ -131,6 +131,7 @@ class Session:
         at_end = self.progress.step == self.options.steps or bool(self._ended_early)
         complete = at_end and (evaluated or not self.options.evaluates)
         if stop.name is not None and not complete:
+            self._save_last_step()  # The signal may have come after the step's own chance to save.
             raise Stopped(stop.name)
 
     def _feed(self, stop: StopSignal | AgreedStop, numbers: range) -> Any:
@@ -141,19 +142,22 @@ class Session:
         seed, per_step = self.step.recipe.seed, self._sequences_per_step
         share = (self.step.data_rank, self._data_ranks)
         source = partial(step_sequences, self.source.train, seed, per_step, share=share)
-        return corpus_feed.Feed(self.step.recipe, source, self.step.device, numbers)
+        return Feed(self.step.recipe, source, self.step.device, numbers)
 
-    def _next(self, feed: Feed) -> list[Batch] | None:
+    def _next(self, feed: BatchFeed) -> list[Batch] | None:
         """Return the next step's micro-batches; save the last step if a signal ends their generation."""
         try:
             return next(feed, None)
         except Stopped:
-            done = self.progress.step
-            if done > self.run.first_step and (
-                self.checkpoint is None or self.checkpoint.name != name_of(done)
-            ):
-                self._save()
+            self._save_last_step()
             raise
+
+    def _save_last_step(self) -> None:
+        """Save the last step that this process took, unless it is saved."""
+        done = self.progress.step
+        is_saved = self.checkpoint is not None and self.checkpoint.name == name_of(done)
+        if done > self.run.first_step and not is_saved:
+            self._save()
 
     def _pause(self, stop: StopSignal | AgreedStop, phase: str, together: bool) -> None:
         """Note a phase of generation; end it by ``Stopped`` if a signal was received.
@@ -205,7 +209,7 @@ class Session:
             self._save()
 
     def _one_step(
-        self, batches: list[Batch], feed: Feed, stop: StopSignal | AgreedStop
+        self, batches: list[Batch], feed: BatchFeed, stop: StopSignal | AgreedStop
     ) -> list[Batch] | None:
         """Train on ``batches`` and return the next step's, read while the device works."""
         done, index = self.progress.step, len(self.losses)

@@ -1,4 +1,8 @@
-"""An environment in worker processes, for one whose tasks take longer than the GPU's work on them."""
+"""An environment in worker processes, for one whose tasks take longer than the GPU's work on them.
+
+Neighbouring tasks go to one worker, always the same: what the environment computed for a prompt it has cached
+for the rewards of the answers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from typing import Any, Self
@@ -17,11 +21,14 @@ from trainfit.rl.environments.load import FIELD, failure_of
 from trainfit.rl.environments.protocol import Environment
 from trainfit.spec.errors import InputError
 
-AT_ONCE = 16
-"""Tasks that a worker is given at a time; neighbours share what the environment caches."""
+NEIGHBOURS = 8
+"""Tasks in a row that one worker computes."""
 WHOLE = "reward"
 """Name of the only part of a reward that is one number."""
 CORRECT = "correct the environment"
+
+Rows = Callable[[Sequence[Any]], list[tuple[Any, str]]]
+"""Returns the value of each row, and a description of its failure, empty if there is none."""
 
 _mine: Environment | None = None
 
@@ -38,41 +45,63 @@ class Pool:
 
     def __init__(self, make: Callable[[], Environment], workers: int):
         self._here = make()  # Also with workers: what is wrong is found before they start.
-        self._workers: ProcessPoolExecutor | None = None
-        if workers:
-            # A fork of a process with threads (autograd's, CUDA's) may hang.
-            start, arguments = multiprocessing.get_context("spawn"), (make, os.getpid())
-            self._workers = ProcessPoolExecutor(workers, start, initializer=_begin, initargs=arguments)
+        # A fork of a process with threads (autograd's, CUDA's) may hang.
+        start, arguments = multiprocessing.get_context("spawn"), (make, os.getpid())
+        self._workers = [
+            ProcessPoolExecutor(1, start, initializer=_begin, initargs=arguments) for _ in range(workers)
+        ]
+        self._begun: dict[tuple[int, ...], list[Future[Any]]] = {}
 
     def prompts(self, numbers: Sequence[int]) -> list[str]:
         """Return the tasks' texts."""
-        return self._all(_prompt, numbers)
+        return self._all(_prompts, [(number,) for number in numbers], self._begun.pop(tuple(numbers), None))
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Let the workers compute texts that ``prompts`` will be called for."""
+        self._begun = {}
+        if self._workers:
+            self._begun[tuple(numbers)] = self._submit(_prompts, [(number,) for number in numbers])
 
     def rewards(self, numbers: Sequence[int], completions: Sequence[str]) -> list[dict[str, float]]:
         """Return the parts of each answer's reward, whose sum it is; one number is its only part."""
-        return self._all(_reward, numbers, completions)
+        return self._all(_rewards, list(zip(numbers, completions, strict=True)))
 
-    def _all(self, function: Callable[..., tuple[Any, str]], *columns: Sequence[Any]) -> list[Any]:
-        """Return the function's values of each row; it returns them with a description of a failure."""
-        if self._workers is None:
+    def _all(
+        self, function: Rows, rows: Sequence[tuple[Any, ...]], begun: list[Future[Any]] | None = None
+    ) -> list[Any]:
+        """Return the function's values of each row, whose first entry is the task's number."""
+        if not self._workers:
             global _mine
             _mine = self._here
-            answers = [function(*row) for row in zip(*columns, strict=True)]
+            answers = function(rows)
         else:
             try:
-                answers = list(self._workers.map(function, *columns, chunksize=AT_ONCE))
+                parts = [iter(one.result()) for one in begun or self._submit(function, rows)]
             except BrokenProcessPool:
                 problem = "a worker process of the environment ended"
                 raise InputError(problem, "see its output; use workers: 0 to debug it", field=FIELD) from None
+            answers = [next(parts[self._worker_of(row)]) for row in rows]
         for _, failure in answers:
             if failure:
                 raise InputError(failure, CORRECT, field=FIELD)
         return [value for value, _ in answers]
 
+    def _submit(self, function: Rows, rows: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
+        """Give each worker its rows."""
+        of_workers: list[list[tuple[Any, ...]]] = [[] for _ in self._workers]
+        for row in rows:
+            of_workers[self._worker_of(row)].append(row)
+        return [one.submit(function, mine) for one, mine in zip(self._workers, of_workers, strict=True)]
+
+    def _worker_of(self, row: tuple[Any, ...]) -> int:
+        return row[0] // NEIGHBOURS % len(self._workers)
+
     def close(self) -> None:
         """End the workers."""
-        if self._workers is not None:
-            self._workers.shutdown(cancel_futures=True)
+        for one in self._workers:
+            one.shutdown(wait=False, cancel_futures=True)
+        for one in self._workers:
+            one.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +118,14 @@ def _begin(make: Callable[[], Environment], parent: int) -> None:
         with suppress(ValueError):
             signal.signal(number, signal.SIG_IGN)
     _mine = make()
+
+
+def _prompts(rows: Sequence[tuple[int]]) -> list[tuple[str, str]]:
+    return [_prompt(*row) for row in rows]
+
+
+def _rewards(rows: Sequence[tuple[int, str]]) -> list[tuple[dict[str, float], str]]:
+    return [_reward(*row) for row in rows]
 
 
 def _prompt(number: int) -> tuple[str, str]:

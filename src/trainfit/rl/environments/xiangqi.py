@@ -89,7 +89,8 @@ class Xiangqi:
         position, move = self.position(number), completion.strip()
         if move not in legal_moves(position):
             return {"legal": self.rewards.illegal, "material": 0.0, "win": 0.0}
-        won = not legal_moves(_after(position, move))  # Mate, and stalemate, which loses in xiangqi.
+        # Mate, and stalemate, which loses in xiangqi.
+        won = not _pyffish().legal_moves(VARIANT, position, [move])
         piece = _piece_at(position, SQUARE.findall(move)[1])
         taken = VALUES[piece.lower()] if piece else 0.0
         material, win = self.rewards.soldier * taken, self.rewards.wins * won

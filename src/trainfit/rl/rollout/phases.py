@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.rl.rollout import forward
 from trainfit.rl.rollout.cache import KVCache
@@ -81,7 +82,8 @@ def generating(step: Step) -> Iterator[NativeDecoder]:
     was_training = step.model.training
     step.model.eval()
     try:
-        with torch.no_grad(), step.gathered():
+        # Its writes go to distinct places, so the kernels that sort them first change nothing.
+        with torch.no_grad(), deterministic_kernels(False), step.gathered():
             yield decoder_of(step.model)
     finally:
         step.model.train(was_training)
