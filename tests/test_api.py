@@ -14,13 +14,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainfit
 from tiny_recipe import TINY_LLAMA
-from trainfit.api.calls import train_options, training_flops
+from trainfit.api.calls import training_flops
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
 from trainfit.report.plot import WRONG
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import texts
+from trainfit.training.options import train_options
 
 Captured = pytest.CaptureFixture[str]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from trainfit.spec.errors import InputError
-from trainfit.sweeps.read import read_sweep
+from trainfit.sweeps.read import options_of, read_sweep, training_of
+from trainfit.training.options import SyntheticData, TextData, TrainOptions
 
 BASE = "base: {model: {config: gpt2}, batch: {micro: 4, seq: 64}, optimizer: {lr: 0.5}}\n"
 
@@ -61,6 +62,29 @@ def test_paths_in_the_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytes
     sweep = read(tmp_path, text)
     assert sweep.variants[0].recipe.model.config == {"model_type": "gpt2", "n_layer": 3}
     assert sweep.file.train.data == str(tmp_path / "text.txt")
+
+
+def test_a_training_has_the_data_of_its_recipe_unless_the_sweep_names_other(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"words": "some text"}\n')
+    (tmp_path / "own.yaml").write_text(
+        "model: {config: gpt2}\ndata: {train: rows.jsonl, column: words, eval_share: 0.2}\n"
+    )
+    (tmp_path / "none.yaml").write_text("model: {config: gpt2}\nprecision: fp32\n")
+
+    def options(train: str) -> list[TrainOptions]:
+        sweep = read(tmp_path, f"recipes: [own.yaml, none.yaml]\nname: two\ntrain: {train}")
+        part, recipes = sweep.file.train, [one.recipe for one in sweep.variants]
+        return [options_of(training_of(part, one), one, out="x") for one in recipes]
+
+    own, none = options("{}")
+    assert own.data == TextData(path=str(tmp_path / "rows.jsonl"), column="words")
+    assert (own.eval_fraction, none.data, none.eval_fraction) == (0.2, SyntheticData(), 0.05)
+    own, none = options("{data: stories:50, eval_fraction: 0.1}")
+    assert own.data == none.data == SyntheticData(num_documents=50)
+    assert own.eval_fraction == none.eval_fraction == 0.1
+    (tmp_path / "own.yaml").write_text("model: {config: gpt2}\ndata: {train: gone.jsonl}\n")
+    with pytest.raises(InputError, match=r"gone.jsonl.*no such file or folder"):
+        options("{}")
 
 
 def test_a_part_that_the_file_names_runs(tmp_path: Path):

@@ -223,7 +223,7 @@ def test_held_out_data_of_its_own(tmp_path):
     given = {"train": str(tmp_path / "train.txt"), "eval": str(tmp_path / "eval.txt")}
     (tmp_path / "train.txt").write_text("one two three " * 200)
     (tmp_path / "eval.txt").write_text("four five six " * 50)
-    from trainfit.api.calls import train_options
+    from trainfit.training.options import train_options
 
     section = Data(**given)
     options = train_options(None, section, out=str(tmp_path))
@@ -234,7 +234,7 @@ def test_held_out_data_of_its_own(tmp_path):
 
 
 def test_weights_bring_their_tokenizer(tmp_path):
-    from trainfit.api.calls import train_options
+    from trainfit.training.options import train_options
 
     given = saved_tokenizer(tmp_path / "weights", PLAIN)
     (tmp_path / "alone").mkdir()

@@ -6,7 +6,6 @@ import pytest
 
 from chat_data import MESSAGES, PLAIN, saved_tokenizer, written
 from tiny_training import Listener, options_for, stop_at, tiny
-from trainfit.api.calls import train_options
 from trainfit.prediction.evaluation import evaluation_peak
 from trainfit.prediction.predict import predict
 from trainfit.spec.data import Data
@@ -14,6 +13,7 @@ from trainfit.spec.errors import InputError
 from trainfit.training import durable, session
 from trainfit.training.folder import best_checkpoint, existing
 from trainfit.training.loop import train
+from trainfit.training.options import train_options
 
 EVALUATION = session.Session._evaluation
 

@@ -16,12 +16,10 @@ from trainfit.catalog.config_notes import random_base_note
 from trainfit.report.console import progress as show_progress
 from trainfit.report.words import assumed
 from trainfit.spec import DEFAULT_GPU
-from trainfit.spec.data import Data
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Policy
 from trainfit.spec.optional import is_installed
-from trainfit.spec.parsing.parse import parse
-from trainfit.spec.recipe import RANDOM, Recipe
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.schedule import ScheduleName
 
 if TYPE_CHECKING:
@@ -235,6 +233,7 @@ def train(
     """
     from trainfit.training import documents
     from trainfit.training.folder import refuse_unusable
+    from trainfit.training.options import train_options
     from trainfit.training.ranks.launch import launched_rank
 
     section: RecipeFields = {**fields, "data": data} if isinstance(data, Mapping) else {**fields}
@@ -258,42 +257,6 @@ def train(
         return train_built(
             built, notes, options, peak_flops, progress=progress, observers=observers, force=force
         )
-
-
-def train_options(data: str | None, section: Data, *, weights: str = RANDOM, **fields: Any) -> "TrainOptions":
-    """Return a run's options, checked.
-
-    Args:
-        data: as the command line writes it, in place of the section's ``train``.
-        section: the recipe's ``data``, for what is not given.
-        weights: the recipe's ``model.weights``, whose tokenizer is taken where none is given.
-        fields: of TrainOptions; None: the section's, or the default.
-
-    Raises:
-        InputError: options that contradict each other, or no such data.
-    """
-    from trainfit.training.options import TrainOptions, sources
-
-    given = {name: value for name, value in fields.items() if value is not None}
-    if "steps" in given and "epochs" in given:
-        raise InputError("steps and epochs both set the run's length", "keep one of them", field="epochs")
-    more: dict[str, Any] = {"eval_fraction": section.eval_share, "chat_template": section.chat_template}
-    if "tokenizer" not in given:
-        more["tokenizer"] = section.tokenizer or _tokenizer_of(weights)
-    return parse(TrainOptions, {**more, **sources(section, data), **given})
-
-
-def _tokenizer_of(weights: str) -> str | None:
-    """Return the folder or the name of the tokenizer that weights were trained with; None: none is known."""
-    if weights == RANDOM:
-        return None
-    from trainfit.models.weights.folder import located
-
-    path = located(weights, fetch=False)
-    if path is None:  # On the Hub, not in this machine's cache.
-        return weights.partition("@")[0]
-    files = ("tokenizer.json", "tokenizer_config.json")
-    return str(path) if any((path / name).is_file() for name in files) else None
 
 
 def train_built(

@@ -51,10 +51,10 @@ def evaluate(
     Raises:
         InputError: no policy, no such run, or a damaged checkpoint.
     """
-    from trainfit.api.calls import train_options
     from trainfit.rl.evaluation import evaluate as run
     from trainfit.training.export.saved_run import open_saved
     from trainfit.training.folder import DATA
+    from trainfit.training.options import train_options
 
     if recipe is None:
         saved = open_saved(Path(source), None)

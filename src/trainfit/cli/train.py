@@ -154,12 +154,13 @@ def _train(
     Args:
         given: arguments of ``train_options``.
     """
-    from trainfit.api.calls import train_built, train_options
+    from trainfit.api.calls import train_built
     from trainfit.api.planned import planned
     from trainfit.api.recipes import read, unread_weights
     from trainfit.catalog.config_notes import random_base_note
     from trainfit.training import documents
     from trainfit.training.folder import how_to_resume, refuse_unusable
+    from trainfit.training.options import train_options
     from trainfit.training.ranks.launch import launched_rank, one_report, started_by_us
 
     first = launched_rank() == 0
@@ -194,10 +195,10 @@ def _dry_run(
     recipe: str, settings: list[str] | None, data: str | None, given: dict[str, Any], *, json: bool
 ) -> int:
     """Print what the data comes to, and what an epoch and the run take as predicted."""
-    from trainfit.api.calls import train_options
     from trainfit.api.data_plan import data_plan
     from trainfit.api.planned import planned
     from trainfit.report.console import progress
+    from trainfit.training.options import train_options
 
     given = given | {"tensorboard": False}
     with options.work(recipe, settings, json=json, record=None):

@@ -34,9 +34,11 @@ class TrainPart(Value):
     """Options of the training run of each variant: loss, speed and perplexity on real text."""
 
     steps: PositiveInt = 100
-    data: str = "stories"
-    """As ``train --data``: stories, stories:N, hub:NAME, or a path relative to the sweep's file."""
-    eval_fraction: Annotated[float, Field(gt=0, le=0.5), FromPercent] = 0.05
+    data: str | None = None
+    """As ``train --data``: stories, stories:N, hub:NAME, or a path relative to the sweep's file. None: what
+    ``data.train`` of each recipe names."""
+    eval_fraction: Annotated[float, Field(gt=0, le=0.5), FromPercent] | None = None
+    """None: ``data.eval_share`` of each recipe."""
     eval_sequences: PositiveInt = 64
     eval_every: PositiveInt | None = None
     schedule: ScheduleField = "constant"

@@ -25,8 +25,9 @@ from trainfit.spec.parsing.recipe_file import (
     set_field,
     with_model_config,
 )
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.sweep import FOLDER_NAME, SweepFile, TrainPart, Variant
-from trainfit.training.options import TrainOptions, data_from, is_there
+from trainfit.training.options import SYNTHETIC, TrainOptions, data_from, is_there, train_options
 
 MAX_VARIANTS = 1000  # Of a file that varies recipes
 MAX_RECIPES = 100_000  # Of a list of recipes
@@ -107,29 +108,49 @@ def _sweep(name: str, file: SweepFile, starts: list[Start], path: Path, settings
     variants: dict[str, Variant] = {}
     for start in starts:
         variant = _variant(start, settings or [], notes)
+        if file.train is not None:
+            _check_data(file.train, variant.recipe, start[2])
         first = variants.setdefault(variant.recipe.id, variant)
         if first is not variant:
             equals.append(f"{variant.name} is the same recipe as {first.name}: it is run once")
     return Sweep(name, file, tuple(variants.values()), (*dict.fromkeys(notes), *equals))
 
 
-def train_options(part: TrainPart, **fields: Any) -> TrainOptions:
+def training_of(part: TrainPart, recipe: Recipe) -> TrainPart:
+    """Return a sweep's training of one recipe: what the sweep leaves open is the recipe's own."""
+    section = recipe.data
+    own = {"data": section.train or SYNTHETIC, "eval_fraction": section.eval_share or None}
+    return part.model_copy(update={name: value for name, value in own.items() if getattr(part, name) is None})
+
+
+def options_of(part: TrainPart, recipe: Recipe, **fields: Any) -> TrainOptions:
     """Return the options of a training run that leaves only numbers: no checkpoint, no event files."""
-    data = data_from(part.data).model_dump()
+    given = part.model_dump(mode="json", exclude={"data"})
     plain = {"save_last": False, "tensorboard": False}
-    return parse(TrainOptions, {**part.model_dump(mode="json"), **plain, **fields, "data": data})
+    return train_options(part.data, recipe.data, weights=recipe.model.weights, **given, **plain, **fields)
 
 
 def _checked(part: TrainPart, path: Path) -> TrainPart:
     """Return ``part`` with its data's path made absolute; refuse what a run would refuse."""
-    if "\0" not in part.data and is_there(path.parent / part.data):
+    if part.data is not None and "\0" not in part.data and is_there(path.parent / part.data):
         part = part.model_copy(update={"data": str((path.parent / part.data).resolve())})
     try:
-        train_options(part, out="nowhere")
+        plain = {"data": part.data and data_from(part.data).model_dump(), "out": "nowhere"}
+        parse(
+            TrainOptions, {k: v for k, v in (part.model_dump(mode="json") | plain).items() if v is not None}
+        )
     except InputError as error:
         error.field = f"train.{error.field}" if error.field != "(whole file)" else "train"
         raise error.in_file(str(path)) from None
     return part
+
+
+def _check_data(part: TrainPart, recipe: Recipe, where: str) -> None:
+    """Refuse data of a recipe that its training would refuse."""
+    try:
+        options_of(training_of(part, recipe), recipe, out="nowhere")
+    except InputError as error:
+        raise error.in_file(where) from None
 
 
 def _from_base(file: SweepFile, path: Path) -> list[Start]:

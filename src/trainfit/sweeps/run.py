@@ -17,7 +17,7 @@ from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
 from trainfit.spec.units import GIB
 from trainfit.sweeps.journal import Journal
 from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, Stop, ended
-from trainfit.sweeps.read import Sweep
+from trainfit.sweeps.read import Sweep, training_of
 from trainfit.sweeps.rows import refused_before_it_ran, row_of
 from trainfit.techniques import registry
 
@@ -114,7 +114,7 @@ class Run:
             timeout_s=file.limits.seconds,
             memory_limit_bytes=None if memory_gib is None else round(memory_gib * GIB),
             measure=file.measure if part == "measure" else None,
-            train=file.train if part == "train" else None,
+            train=training_of(file.train, variant.recipe) if part == "train" and file.train else None,
             shared=self._shared and part == "measure",
             model_flops=estimate and estimate.model_flops,
             hardware_flops=estimate and estimate.hardware_flops,

@@ -16,7 +16,7 @@ from trainfit.spec.files import write_text
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.sweeps.parts import PartRequest, PartResult, ended
-from trainfit.sweeps.read import train_options
+from trainfit.sweeps.read import options_of
 from trainfit.training.observer import Observer, StepFlops, StepMetrics
 
 
@@ -69,7 +69,7 @@ def _train(request: PartRequest, folder: Path) -> PartResult:
     assert request.train is not None, "a training part has its number of steps"
     flops = _flops(request)
     _limit(request)  # Of the steps: what counting took is there already.
-    options = train_options(request.train, out=str(folder / "run"), device=request.device)
+    options = options_of(request.train, request.built, out=str(folder / "run"), device=request.device)
     batch = request.recipe.batch
     # Speed's other methods do nothing.
     speed = Speed(batch.micro * batch.accumulate)  # pyright: ignore[reportAbstractUsage]

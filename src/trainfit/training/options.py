@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from trainfit.spec.data import Data, Format
 from trainfit.spec.errors import InputError
+from trainfit.spec.parsing.parse import parse
+from trainfit.spec.recipe import RANDOM
 from trainfit.spec.schedule import DECAYING, ScheduleField, contradiction, warmup_of
 from trainfit.spec.value import Count, FromPercent, PositiveInt, Value, disagreement
 
@@ -196,6 +198,40 @@ def data_from(text: str, field: str = "data") -> SyntheticData | TextData | HubD
     else:
         problem, remedy = "no such file or folder", f"name a text file, a folder, '{SYNTHETIC}' or 'hub:NAME'"
     raise InputError(problem, remedy, field=field, value=text)
+
+
+def train_options(data: str | None, section: Data, *, weights: str = RANDOM, **fields: Any) -> TrainOptions:
+    """Return a run's options, checked.
+
+    Args:
+        data: as the command line writes it, in place of the section's ``train``.
+        section: the recipe's ``data``, for what is not given.
+        weights: the recipe's ``model.weights``, whose tokenizer is taken where none is given.
+        fields: of TrainOptions; None: the section's, or the default.
+
+    Raises:
+        InputError: options that contradict each other, or no such data.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "steps" in given and "epochs" in given:
+        raise InputError("steps and epochs both set the run's length", "keep one of them", field="epochs")
+    more: dict[str, Any] = {"eval_fraction": section.eval_share, "chat_template": section.chat_template}
+    if "tokenizer" not in given:
+        more["tokenizer"] = section.tokenizer or _tokenizer_of(weights)
+    return parse(TrainOptions, {**more, **sources(section, data), **given})
+
+
+def _tokenizer_of(weights: str) -> str | None:
+    """Return the folder or the name of the tokenizer that weights were trained with; None: none is known."""
+    if weights == RANDOM:
+        return None
+    from trainfit.models.weights.folder import located
+
+    path = located(weights, fetch=False)
+    if path is None:  # On the Hub, not in this machine's cache.
+        return weights.partition("@")[0]
+    files = ("tokenizer.json", "tokenizer_config.json")
+    return str(path) if any((path / name).is_file() for name in files) else None
 
 
 def sources(data: Data, train: str | None = None) -> dict[str, Any]:
