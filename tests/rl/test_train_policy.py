@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
 import rank_policies
 from rank_processes import Ranks
 from tiny_policies import DIGITS, GRPO, options_for, policy, rollouts_in, trained
 from tiny_training import Listener, losses_in_log, stop_at
+from trainfit.api.exports import export
 from trainfit.cli.main import main
 from trainfit.rl.environments.load import Maker
 from trainfit.rl.environments.pool import Pool
@@ -22,6 +24,7 @@ from trainfit.rl.loop import Rollouts, rollouts_of
 from trainfit.rl.rollout.generate import Generator
 from trainfit.spec.errors import InputError
 from trainfit.training import durable
+from trainfit.training.log import TensorBoard
 from trainfit.training.loop import train
 
 LORA = {"adapter": {"kind": "lora", "rank": 4}, "objective": {**GRPO, "reference": "adapter-off"}}
@@ -280,3 +283,20 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     words = ["train", "vowels.yaml", "--steps", "2", "--out", "runs/vowels", "--no-tensorboard", "--force"]
     assert main(words) == 0
     assert [one["step"] for one in rollouts_in(tmp_path / "runs" / "vowels")] == [1, 2]
+
+
+def test_the_best_checkpoint_has_most_reward_and_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    out = tmp_path / "run"
+    summary = trained(policy(), options_for(out, 5, eval_every=1, keep_best=True, keep=1), TensorBoard())
+    best = max(summary.evaluations, key=lambda one: (one.reward or 0, -one.step))
+    assert json.loads((out / "best.json").read_text())["step"] == best.step
+    export(out, tmp_path / "model")
+    assert "held-out prompts" in (tmp_path / "model" / "README.md").read_text()
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+def test_a_dry_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(policy().content()))
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--dry-run"]) == 65
+    assert "its own completions" in capsys.readouterr().err

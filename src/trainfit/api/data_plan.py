@@ -11,6 +11,7 @@ from trainfit.api.results import Printed
 from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import cache_folder
+from trainfit.spec.objective import Pretrain
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import Count
 from trainfit.training.data.plan import RunData
@@ -48,6 +49,12 @@ def data_plan(recipe: Recipe, options: "TrainOptions") -> DataPlan:
     """
     from trainfit.training.corpus import open_corpora
 
+    if not isinstance(recipe.objective, Pretrain):
+        problem, remedy = (
+            "it trains on its own completions, not on data",
+            "leave --dry-run out, or use predict",
+        )
+        raise InputError(problem, remedy, field="objective.name", value=recipe.objective.name)
     vocabulary = vocabulary_of(recipe)
     parent = cache_folder()
     with suppress(OSError):

@@ -12,8 +12,10 @@ from trainfit.rl.rollout import phases
 from trainfit.rl.rollout.generate import Completion, Sampling
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
+from trainfit.spec.parsing.parse import parse
 from trainfit.step import Step
 from trainfit.training import durable
+from trainfit.training.corpus import INDEX, SIDES, Index, Side
 from trainfit.training.options import TrainOptions
 from trainfit.training.rollouts import Pause
 from trainfit.training.tokenizer import (
@@ -27,7 +29,6 @@ from trainfit.training.tokenizer import (
 
 HELD_OUT = 1 << 52
 """Number of the first held-out task: a run has fewer completions."""
-INDEX = "index.json"
 BYTES = 257
 """Tokens of the tokenizer of a model from scratch: the bytes, and the end."""
 
@@ -41,8 +42,9 @@ class PolicyTokenizer:
     @classmethod
     def in_folder(cls, place: Path) -> PolicyTokenizer:
         """Return the tokenizer that ``write_tokenizer`` wrote."""
-        index = durable.read_json(place / INDEX)
-        return cls(load_tokenizer(place / TOKENIZER)[0], index["end"], tuple(index["notes"]))
+        index = _index(place)
+        assert index.end is not None, "``write_tokenizer`` wrote it"
+        return cls(load_tokenizer(place / TOKENIZER)[0], index.end, index.notes)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text; names of special tokens in it are these tokens."""
@@ -55,7 +57,7 @@ class PolicyTokenizer:
 
 
 def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int) -> None:
-    """Write a run's tokenizer and its end token into ``place``, or verify those that are there.
+    """Write a run's tokenizer into ``place``, as a corpus without documents, or verify what is there.
 
     Without one it is byte by byte: the model's weights are random, and so are its tokens.
 
@@ -68,7 +70,8 @@ def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int) -> None
         found = open_tokenizer(options.tokenizer, options.chat_template)
     if place.exists():
         durable.check_folder(place)
-        if durable.read_json(place / INDEX)["digest"] != found.digest:
+        # The folder of a resumed run's first weights, and their tokenizer, may be gone.
+        if options.tokenizer is not None and _index(place).identity != {"tokenizer": found.digest}:
             problem, remedy = "the run was started with another", "leave it out, or start a new run"
             raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
         return
@@ -78,10 +81,21 @@ def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int) -> None
         remedy = "use the model's own tokenizer, or a config with a larger vocab_size"
         raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
     notes = [f"switched off in tokenizer.json: {' and '.join(found.switched_off)}"] * bool(found.switched_off)
+    none = Side(documents=0, tokens=0)
+    index = Index(
+        identity={"tokenizer": found.digest}, dtype="uint16", tokenizer_tokens=size, notes=tuple(notes),
+        end=end, train=none, eval=none,
+    )  # fmt: skip
     with durable.new_folder(place) as work:
         with writing(work / TOKENIZER):
             found.save(work)
-        durable.write_json(work / INDEX, {"digest": found.digest, "end": end, "notes": notes})
+            for side in SIDES:
+                (work / f"{side}.bin").touch()
+        durable.write_json(work / INDEX, index.model_dump(mode="json"))
+
+
+def _index(place: Path) -> Index:
+    return parse(Index, durable.read_json(place / INDEX), file=str(place / INDEX))
 
 
 class Sampled(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 import trainfit
+from trainfit.spec.objective import Policy
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.units import format_bytes, format_count, format_seconds
 from trainfit.training import durable
@@ -87,13 +88,11 @@ def _figures(run: SavedRun) -> list[tuple[str, str]]:
     found = [
         ("data", _data(run)),
         ("steps", f"{run.step:,}"),
-        (
-            "tokens",
-            f"{format_count(run.step * tokens_per_step)} ({tokens_per_step:,} a step, "
-            f"sequences of {recipe.batch.seq:,})",
-        ),
     ]
-    if steps:
+    if not isinstance(recipe.objective, Policy):
+        count = f"{format_count(run.step * tokens_per_step)} ({tokens_per_step:,} a step, "
+        found.append(("tokens", f"{count}sequences of {recipe.batch.seq:,})"))
+    if steps and not isinstance(recipe.objective, Policy):
         found.append(("epochs", f"{steps[-1]['epoch']:.3g}"))
     if run.state.loss is not None:
         found.append(("training loss, last step", f"{run.state.loss:.4f}"))
@@ -124,7 +123,10 @@ def _figures(run: SavedRun) -> list[tuple[str, str]]:
 
 
 def _data(run: SavedRun) -> str:
-    data = run.options.data
+    policy, data = run.recipe.objective, run.options.data
+    if isinstance(policy, Policy):
+        environment = Path(policy.environment).name
+        return f"its own completions, rewarded by `{environment}`, {policy.completions:,} a rollout"
     if isinstance(data, SyntheticData):
         name = f"synthetic text of trainfit ({data.num_documents:,} documents, seed {data.seed})"
     elif isinstance(data, TextData):
