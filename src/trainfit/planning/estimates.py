@@ -26,9 +26,14 @@ from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.calibrated import OwnCalibration, calibration_from
 from trainfit.prediction.time.device_time import op_s
+from trainfit.rl.estimate.estimate import estimate as loop_estimate
+from trainfit.rl.estimate.estimate import ledger_of as loop_ledger
+from trainfit.rl.estimate.estimate import part_of, with_update
+from trainfit.rl.estimate.names import UPDATE_PHASES, of_update_alone
 from trainfit.spec import micro_batches
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import cache_folder
+from trainfit.spec.objective import Policy
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Interval
@@ -304,6 +309,10 @@ def continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
     step_s = on(two.step_s, three.step_s) if two.step_s and three.step_s else None
     slower = step_s / three.step_s if step_s and three.step_s else 1.0
     tokens_per_s = recipe.batch.tokens * recipe.mesh.data_ranks / step_s if step_s else None
+    loop, flops = three.loop, three.model_flops
+    if loop is not None:
+        tokens = recipe.batch.tokens * recipe.mesh.data_ranks * _updates(recipe)
+        loop = with_update(loop, slower, on(two.model_flops, flops) / flops, tokens)
     note = f"{recipe.batch.accumulate} micro-batches continued from two and three, each adding the same"
     return micro_batches.continued(
         two,
@@ -315,8 +324,13 @@ def continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
         hfu=share(three.hfu, two.hardware_flops, three.hardware_flops),
         cost=cost(recipe, three.cost and three.cost.price_per_gpu_hour, tokens_per_s),
         bounds={name: _scaled(one, slower) for name, one in three.bounds.items()},
+        loop=loop,
         assumptions=(*three.assumptions, note),
     )
+
+
+def _updates(recipe: Recipe) -> int:
+    return recipe.objective.updates_per_rollout if isinstance(recipe.objective, Policy) else 1
 
 
 def _scaled(bound: Interval, factor: float) -> Interval:
@@ -348,6 +362,7 @@ def _of_three(two: Estimate, slower: float) -> Estimate:
         hfu=two.hfu and two.hfu * 1.5 / slower,
         cost=two.cost,
         bounds={name: _scaled(one, slower) for name, one in two.bounds.items()},
+        loop=two.loop and with_update(two.loop, slower, 1.5, 0),
         assumptions=two.assumptions,
     ).model_copy(update=flops)
 
@@ -357,8 +372,12 @@ def _traced(
 ) -> tuple[Estimate, float]:
     batch = recipe.batch.model_copy(update={"accumulate": accumulate})
     traced = recipe.model_copy(update={"batch": batch})
-    ledger = ledger_of(traced, machine, use_cache=use_cache, shorten=shorten)
-    found = estimate(traced, machine, ledger)
+    if of_update_alone(traced) is None:
+        ledger = loop_ledger(traced, machine.row, use_cache=use_cache, shorten=shorten)
+        found, ledger = loop_estimate(traced, machine, ledger), part_of(ledger, UPDATE_PHASES)
+    else:
+        ledger = ledger_of(traced, machine, use_cache=use_cache, shorten=shorten)
+        found = estimate(traced, machine, ledger)
     waits_s = found.time.communication_s if found.time and _reduces_once(recipe) else 0.0
     return found, _update_s(ledger, machine) + waits_s
 

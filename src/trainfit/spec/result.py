@@ -364,7 +364,7 @@ class Estimate(Value):
     """Of torch and the libraries that the step uses, by name. Empty: made before estimates carried them."""
     gpu: Same[str | None] = None  # As the catalog calls it; None: made before estimates carried it
     code: Same[TracedCode | None] = None  # None: of a recipe
-    loop: Same[Loop | None] = None
+    loop: Derived[Loop | None] = None
     """Of a policy: memory above is the whole loop's, FLOPs, time and utilisation are those of an update."""
 
     @property

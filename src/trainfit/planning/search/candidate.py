@@ -10,6 +10,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.search.space import Option, Options, Space, agree, changed, space
 from trainfit.spec.errors import InputError
+from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 
 MARGIN = 0.02
@@ -129,20 +130,23 @@ class Combinations:
             every: not only those that are ranked.
         """
         batch, tokens = self.recipe.batch, self.goal.tokens_per_step
+        policy = self.recipe.objective if isinstance(self.recipe.objective, Policy) else None
+        if policy is not None:
+            # An update's completions are those of the rollout, whatever was requested.
+            tokens = policy.completions // policy.updates_per_rollout * batch.seq
+        off = 0.0 if policy is not None else TOKENS_OFF
         if not self.space.varies_batch:
             return [(batch.micro, batch.accumulate)]
         grid = range(1, MOST_MICRO) if every else GRID
         if tokens is None:
             return [(micro, batch.accumulate) for micro in grid if micro * batch.seq < 2**31]
         wanted = tokens / (batch.seq * self.data_ranks(options))
-        found = [
-            (micro, max(1, round(wanted / micro))) for micro in grid if micro <= wanted * (1 + TOKENS_OFF)
-        ]
+        found = [(micro, max(1, round(wanted / micro))) for micro in grid if micro <= wanted * (1 + off)]
         most = 1 if any(map(self._is_for_whole_batches, options)) else max(GRID)
         return [
             (micro, count)
             for micro, count in found
-            if count <= most and abs(micro * count - wanted) <= TOKENS_OFF * wanted
+            if count <= most and abs(micro * count - wanted) <= off * wanted
         ]
 
     def _is_for_whole_batches(self, option: Option) -> bool:

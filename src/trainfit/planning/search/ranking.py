@@ -75,6 +75,10 @@ def sizes_of(estimate: Estimate, update_s: float, accumulate: int) -> Sizes:
     first, steady = estimate.phases.first, estimate.phases.steady
     at_peak = estimate.breakdown
     fixed = at_peak.weights + at_peak.optimizer + (at_peak.gradients if accumulate > 1 else 0)
+    fixed += at_peak.kv_cache
+    # Of a policy: what it generates with does not depend on the micro-batch of its updates.
+    memory = () if estimate.loop is None else estimate.loop.memory
+    rollout = max((one.peak_allocated_bytes for one in memory if one.phase == "rollout"), default=0)
     peak = max(first.forward, first.backward, steady.forward, steady.backward)
     step_s, time = estimate.step_s or 0.0, estimate.time
     host_s = time.issue_s if time else 0.0
@@ -86,7 +90,7 @@ def sizes_of(estimate: Estimate, update_s: float, accumulate: int) -> Sizes:
     return Sizes(
         fixed_bytes=min(fixed, peak),
         batch_bytes=max(0, peak - fixed),
-        update_bytes=max(first.optimizer, steady.optimizer, estimate.phases.after_init),
+        update_bytes=max(first.optimizer, steady.optimizer, estimate.phases.after_init, rollout),
         other_bytes=estimate.highest.device - estimate.peak_allocated_bytes,
         update_s=update_s,
         micro_s=(gpu_s - update_s) / accumulate,

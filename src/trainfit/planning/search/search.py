@@ -116,7 +116,10 @@ class Search:
                 ranked = best.candidate._replace(rate=best.rate, device_bytes=best.device_bytes)
                 self.ranking.correct(ranked, exact)
                 self._trace_highest(WORTH_TRACING)
-        return assembled(self.ranking, best_of(self.combinations), self.rejected, self.largest)
+        best, largest = best_of(self.combinations), self.largest
+        if best is not None and largest is not None and best.candidate.micro > largest.candidate.micro:
+            largest = best  # Traced later: where few micro-batches are allowed, the rounds may miss it.
+        return assembled(self.ranking, best, self.rejected, largest)
 
     def _trace(self, wanted: Sequence[Key], ahead: Sequence[Key] = ()) -> list[Traced | InputError]:
         return self.combinations.trace(wanted, self.ranking.budget_gib, ahead)

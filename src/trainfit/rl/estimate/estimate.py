@@ -75,14 +75,23 @@ def predict(
     return estimate(recipe, machine, ledger, mean_new)
 
 
-def ledger_of(recipe: Recipe, row: Gpu, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
-    """Return the ledger of a policy's loop, kept or traced."""
+def ledger_of(
+    recipe: Recipe, row: Gpu, *, use_cache: bool = True, deterministic: bool = False, shorten: bool = False
+) -> Ledger:
+    """Return the ledger of a policy's loop, kept or traced.
+
+    Args:
+        shorten: as ``prediction.trace.trace`` takes it; what is shortened is not kept.
+    """
 
     def trace() -> Ledger:
         from trainfit.rl.estimate.trace import traced
 
-        return traced(recipe, row, deterministic=deterministic)
+        return traced(recipe, row, deterministic=deterministic, shorten=shorten)
 
+    if shorten:
+        kept = cache.load(recipe, kind=KIND) if use_cache else None
+        return trace() if kept is None else kept
     return cache.kept_or(recipe, trace, kind=KIND, use_cache=use_cache, deterministic=deterministic)
 
 
@@ -184,31 +193,11 @@ class _Times:
             parts.append(self._named(name, num_micro, self._call([name]), scored))
         parts.append(self._update(num_updates, trained))
         parts = [one for one in parts if one is not None and one.seconds]
-        return self._sum(words, calls, len(lengths), parts)
+        return _summed(words, calls.kept / len(lengths), self.ranks * calls.kept, parts)
 
     def capture_s(self) -> float:
         """Return the seconds in which a step of decoding is run and recorded; 0: there is no graph."""
         return self._call([WARM, RECORDED], step="first").seconds if self.graph else 0.0
-
-    def _sum(self, words: str, calls: Schedule, count: int, parts: list[LoopPart]) -> LoopTime:
-        total_s = sum(one.seconds for one in parts)
-
-        def mean(name: str) -> float | None:
-            if not total_s:
-                return None
-            return sum((getattr(one, name) or 0.0) * one.seconds for one in parts) / total_s
-
-        return LoopTime(
-            lengths=words,
-            mean_new=calls.kept / count,
-            seconds=total_s,
-            new_tokens_per_s=self.ranks * calls.kept / total_s if total_s else None,
-            mfu=mean("mfu"),
-            hfu=mean("hfu"),
-            busy=mean("busy"),
-            memory_access=mean("memory_access"),
-            parts=tuple(parts),
-        )
 
     def _call(
         self, phases: Sequence[str], *, step: str = "steady", in_graph: bool = False, filled: float = 1.0
@@ -291,6 +280,60 @@ def _filled(op: Op, share: float) -> Op:
         return op
     return op._replace(
         num_bytes=round(share * op.num_bytes), flops=share * op.flops, causal_flops=share * op.causal_flops
+    )
+
+
+def with_update(loop: Loop, longer: float, more: float, tokens: int) -> Loop:
+    """Return the loop with another update.
+
+    Args:
+        longer, more: its seconds and its FLOPs over those of the loop's.
+        tokens: on which it trains, on all GPUs.
+    """
+
+    def changed(one: LoopPart) -> LoopPart:
+        if one.name != UPDATE:
+            return one
+        share = more / longer
+        return one.model_copy(
+            update={
+                "seconds": longer * one.seconds,
+                "tokens": tokens,
+                "model_flops": more * one.model_flops,
+                "hardware_flops": more * one.hardware_flops,
+                "mfu": one.mfu and share * one.mfu,
+                "hfu": one.hfu and share * one.hfu,
+            }
+        )
+
+    def of(time: LoopTime | None) -> LoopTime | None:
+        if time is None:
+            return None
+        new_tokens = (time.new_tokens_per_s or 0.0) * time.seconds
+        return _summed(time.lengths, time.mean_new, new_tokens, [changed(one) for one in time.parts])
+
+    return loop.model_copy(update={"longest": of(loop.longest), "expected": of(loop.expected)})
+
+
+def _summed(words: str, mean_new: float, new_tokens: float, parts: list[LoopPart]) -> LoopTime:
+    """Return the loop of these parts; ``new_tokens``: of all GPUs."""
+    total_s = sum(one.seconds for one in parts)
+
+    def mean(name: str) -> float | None:
+        if not total_s:
+            return None
+        return sum((getattr(one, name) or 0.0) * one.seconds for one in parts) / total_s
+
+    return LoopTime(
+        lengths=words,
+        mean_new=mean_new,
+        seconds=total_s,
+        new_tokens_per_s=new_tokens / total_s if total_s else None,
+        mfu=mean("mfu"),
+        hfu=mean("hfu"),
+        busy=mean("busy"),
+        memory_access=mean("memory_access"),
+        parts=tuple(parts),
     )
 
 

@@ -38,14 +38,17 @@ WARM_STREAM, GRAPH_POOL = 1001, 1002
 """Numbers of the pools of blocks that a graph's warm-up and its recording use."""
 
 
-def traced(recipe: Recipe, gpu: Gpu, *, deterministic: bool = False) -> Ledger:
+def traced(recipe: Recipe, gpu: Gpu, *, deterministic: bool = False, shorten: bool = False) -> Ledger:
     """Return the ledger of a first and a steady loop on the recipe's virtual GPU.
+
+    Args:
+        deterministic, shorten: as ``prediction.trace.trace`` takes them.
 
     Raises:
         InputError: as ``prediction.trace.trace``, or a model that does not generate.
     """
     phases.check(recipe)
-    ledger = trace(recipe, gpu, deterministic=deterministic, run=run_loops)
+    ledger = trace(recipe, gpu, deterministic=deterministic, shorten=shorten, run=run_loops)
     # The prompt that is read alone is for its time.
     of_loops = [event for event in ledger.events if ledger.segments[event.segment].step != ALONE]
     return replace(ledger, events=of_loops)
