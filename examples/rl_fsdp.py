@@ -1,7 +1,7 @@
 """GRPO in plain PyTorch with FSDP2 on several GPUs; ``rl_one_gpu.py`` is the same script on one.
 
     torchrun --nproc-per-node 2 examples/rl_fsdp.py                      # trains
-    trainfit trace examples/rl_fsdp.py --gpu h100-sxm --world-size 2     # what that takes, without GPUs
+    trainfit trace --gpu h100-sxm --world-size 2 examples/rl_fsdp.py     # what that takes, without GPUs
 
 RL_TINY=1 takes a toy size. The reward is the share of even tokens: something that a model learns at once.
 """
@@ -21,7 +21,7 @@ SIZES = (
     else dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12)
 )
 """Qwen2.5-1.5B's shape."""
-PROMPTS, GROUP, PROMPT, NEW = (2, 2, 8, 4) if TINY else (4, 8, 256, 256)
+PROMPTS, GROUP, PROMPT, NEW = (2, 2, 8, 4) if TINY else (4, 8, 256, 64)
 LOOPS, CLIP = 3, 0.2
 
 

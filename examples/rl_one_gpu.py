@@ -1,7 +1,7 @@
 """GRPO in plain PyTorch on one GPU; ``rl_fsdp.py`` is the same script on several.
 
     python examples/rl_one_gpu.py                         # trains
-    trainfit trace examples/rl_one_gpu.py --gpu h100-sxm  # what that takes, without a GPU
+    trainfit trace --gpu h100-sxm examples/rl_one_gpu.py  # what that takes, without a GPU
 
 RL_TINY=1 takes a toy size. The reward is the share of even tokens: something that a model learns at once.
 """
@@ -19,7 +19,7 @@ SIZES = (
     else dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12)
 )
 """Qwen2.5-1.5B's shape."""
-PROMPTS, GROUP, PROMPT, NEW = (2, 2, 8, 4) if TINY else (4, 8, 256, 256)
+PROMPTS, GROUP, PROMPT, NEW = (2, 2, 8, 4) if TINY else (4, 8, 256, 64)
 LOOPS, CLIP = 3, 0.2
 
 

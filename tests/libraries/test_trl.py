@@ -92,8 +92,12 @@ def test_grpo(tmp_path: Path) -> None:
         )  # fmt: skip
         trainer.train()
 
-    traced(train)
+    estimate = traced(train)
     assert set(lengths) == {12}
+    assert estimate.code is not None
+    phases = {one.name: one for one in estimate.code.other_phases}
+    assert phases["generation"].num_forwards == 12
+    assert "A policy's loop" in str(estimate)
 
 
 def test_reward_model(tmp_path: Path) -> None:
