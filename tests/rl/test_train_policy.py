@@ -165,7 +165,8 @@ def test_a_forged_queue_is_refused(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batch": {"accumulate": 3}}, r"batch.accumulate = 3: an update has 4 .* is 6 .*batch.accumulate: 2"),
-    ({"batch": {"micro": 3, "accumulate": 1}}, r"use a batch.micro that divides them"),
+    ({"batch": {"micro": 3, "accumulate": 1}}, r"write batch.micro: 4"),
+    ({"batch": {"micro": 3, "accumulate": 3}}, r"use a batch.micro that divides them"),
     ({"model": {"implementation": "hf"}}, "native decoder"),
 ]
 

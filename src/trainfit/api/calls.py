@@ -279,9 +279,10 @@ def train_built(
     from trainfit.training.log import JsonlLog, RolloutLog, TensorBoard
     from trainfit.training.loop import train as run
     from trainfit.training.progress import ProgressBar
-    from trainfit.training.ranks.launch import launched_rank
+    from trainfit.training.ranks.launch import launched_rank, one_report
 
-    rollouts = rollouts_of(built)
+    with one_report():
+        rollouts = rollouts_of(built)
     if launched_rank():  # Rank 0 alone reports.
         return TrainingRun.of(built, run(built, options, rollouts=rollouts), notes)
     predicting = f"predicting a step of {built.model.display_name}: its FLOPs, and whether it fits here"

@@ -50,8 +50,13 @@ def rollouts_of(recipe: Recipe) -> MakeRollouts | None:
     if had != an_update:
         on = f" x {ranks} GPUs" if ranks > 1 else ""
         problem = f"an update has {an_update} completions, and micro x accumulate{on} is {had} sequences"
-        fits, rest = divmod(an_update, batch.micro * ranks)
-        remedy = "use a batch.micro that divides them" if rest else f"write batch.accumulate: {fits}"
+        accumulate, rest = divmod(an_update, batch.micro * ranks)
+        micro, more = divmod(an_update, batch.accumulate * ranks)
+        remedy = "use a batch.micro that divides them"
+        if not rest:
+            remedy = f"write batch.accumulate: {accumulate}"
+        elif not more:
+            remedy = f"write batch.micro: {micro}"
         raise InputError(problem, remedy, field="batch.accumulate", value=batch.accumulate)
     return Rollouts
 
