@@ -30,7 +30,8 @@ PROMPTS = [[5, 6, 7], [11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [40, 41], [
 
 def model_of(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> NativeDecoder:
     torch.manual_seed(1)
-    model = build_native({**SMALL, **MODELS[name]}, dtype=dtype, device=device, attention="sdpa")
+    # On the CPU first: the weights of a seed differ from device to device.
+    model = build_native({**SMALL, **MODELS[name]}, dtype=dtype, device="cpu", attention="sdpa")
     assert isinstance(model, NativeDecoder)
     model.init_weights()
     return model.to(device)
