@@ -37,13 +37,19 @@ def rows(name: str) -> tuple[BenchRow, ...]:
     return results()[name].rows
 
 
-def newest(name: str, key: str, *, needs_gpu: bool = True) -> BenchResult | None:
-    """Return the newest result of an experiment, of any device, that has points with ``key``."""
+def newest(name: str, key: str, value: str | None = None, *, needs_gpu: bool = True) -> BenchResult | None:
+    """Return the newest result of an experiment, of any device, that has points with ``key``.
+
+    With ``value``, points where the key has it and that were measured.
+    """
     found = [
         one
         for one in merged(load(FILE))
         if one.result.experiment == name
-        and any(key in row.point for row in one.result.rows)
+        and any(
+            key in row.point and (value is None or (row.point[key] == value and row.status != "not-run"))
+            for row in one.result.rows
+        )
         and (one.result.environment.driver is not None or not needs_gpu)
     ]
     return max(found, key=lambda one: one.records[-1].created_at).result if found else None

@@ -28,7 +28,7 @@ BASES = {
     "lora int8": "`quantize: int8`", "lora nf4": "`quantize: nf4`",
 }  # fmt: skip
 GROUPS = {
-    "": "AdamW, 1e-3", " seed 1": "AdamW, 1e-3, seed 1", " slow": "AdamW, 1e-4", " sgd": "SGD, 0.1",
+    "": "AdamW, 1e-3", " seed 1": "AdamW, 1e-3, seed 1", " slow": "AdamW, 1e-4", " sgd": "SGD, 0.02",
 }  # fmt: skip
 """Ending of a variant -> the column of its group; the other runs of a group differ in their precision."""
 TRAINED = ("precision/records.jsonl", "precision-rates/records.jsonl", "precision-bases/records.jsonl")

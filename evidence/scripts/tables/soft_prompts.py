@@ -79,7 +79,10 @@ def losses(device: str) -> str:
     """Return the loss at the end of each training, by adapter and learning rate, as a table."""
     found = ends(device)
     names, rates = dict.fromkeys(name for name, _ in found), sorted({rate for _, rate in found})
-    lines = [(name, *(f"{found[name, rate]:.3f}" for rate in rates)) for name in names]
+    lines = [
+        (name, *(f"{found[name, rate]:.3f}" if (name, rate) in found else "not run" for rate in rates))
+        for name in names
+    ]
     return markdown_grid(("adapter", *(f"rate {rate:g}" for rate in rates)), lines, 1) if lines else NOT_YET
 
 

@@ -6,6 +6,7 @@ frozen, and virtual tokens are trained on sequences of one rule without that fir
 what it said. All kinds see the same batches. ``bound`` is the loss of a model that knows the rule.
 """
 
+import gc
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -169,11 +170,13 @@ def _trained_base(bench: Bench, size: Size) -> tuple[Mapping[str, Tensor], dict[
 def _sizes(bench: Bench, size: Size, one: tuple[str, str]) -> dict[str, Cell]:
     """Return the parameters while training and after, and on a GPU the peak with its prediction."""
     recipe = recipe_of(size, one, size.rates[0], bench.device.type)
+    gc.collect()  # Of the case before.
+    others = torch.cuda.memory_allocated(bench.device) if bench.device.type == "cuda" else 0
     step = assemble(recipe, bench.device)
     trained = sum(parameter.numel() for parameter in step.model.parameters() if parameter.requires_grad)
     found: dict[str, Cell] = {"trained_params": trained, "kept_params": size.kept(one[0])}
     if bench.device.type == "cuda" and bench.gpu is not None:
-        found["peak_bytes"] = _peak(step, bench.device)
+        found["peak_bytes"] = _peak(step, bench.device) - others
         hardware = recipe.hardware.model_copy(update={"gpu": bench.gpu.name})
         found["predicted_bytes"] = predict(
             recipe.model_copy(update={"hardware": hardware})
@@ -183,8 +186,10 @@ def _sizes(bench: Bench, size: Size, one: tuple[str, str]) -> dict[str, Cell]:
 
 def _peak(step: Step, device: torch.device) -> int:
     batches = step.random_batches()
-    for _ in range(3):
+    for _ in range(2):
         step(batches)
+    torch.cuda.reset_peak_memory_stats(device)
+    step(batches)
     return torch.cuda.max_memory_allocated(device)
 
 
@@ -209,7 +214,7 @@ EXPERIMENT = Experiment(
     columns=(
         Column("trained_params", "trained", ",", note="parameters while training"),
         Column("kept_params", "kept", ",", note="parameters after it: what the layers produce"),
-        Column("peak_bytes", "peak", note="allocated, of the third step"),
+        Column("peak_bytes", "peak", note="allocated, of the third step, less what other models hold"),
         Column("predicted_bytes", "predicted", note="its prediction"),
         Column("named_loss", "named", ".3f", note="the base's loss where the first token names the rule"),
         Column("unnamed_loss", "unnamed", ".3f", note="and where it does not"),
