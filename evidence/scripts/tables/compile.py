@@ -62,7 +62,7 @@ def kernels_plot() -> str:
         x_log=True,
         y_log=True,
     )
-    title = "Compilation with an empty cache, one H200's host"
+    title = "Compilation with an empty cache, the hosts of one H200 and one H100"
     return draw([panel], "compile-kernels", title=title, size=(7.5, 4.6))
 
 

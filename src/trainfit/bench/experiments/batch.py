@@ -6,6 +6,7 @@ prediction. And trainings of a small model on one budget of tokens by batch, fro
 batch whose loss is as low as the best.
 """
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -133,6 +134,8 @@ def _recipe(bench: Bench, point: Point) -> Recipe:
 
 def _step(bench: Bench, recipe: Recipe, numbers: dict[str, Cell]) -> Any:
     on_cuda = bench.device.type == "cuda"
+    gc.collect()  # Of the batch before.
+    others = torch.cuda.memory_allocated(bench.device) if on_cuda else 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(bench.device)
     step = assemble(recipe, bench.device)
@@ -141,7 +144,7 @@ def _step(bench: Bench, recipe: Recipe, numbers: dict[str, Cell]) -> Any:
     def run_step(lap: Lap) -> object:
         found = step(batches)
         if on_cuda:
-            numbers["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device)
+            numbers["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device) - others
         return found
 
     return run_step
