@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import rank_policies
 from rank_processes import Ranks
-from tiny_policies import DIGITS, GRPO, options_for, policy, rollouts_in, trained
+from tiny_policies import DIGITS, GRPO, MODEL, options_for, policy, rollouts_in, trained
 from tiny_training import Listener, losses_in_log, stop_at
 from trainfit.api.exports import export
 from trainfit.cli.main import main
@@ -78,6 +78,22 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(
     assert second.eval_reward == straight.eval_reward
     assert rollouts_in(tmp_path / "broken") == rollouts_in(tmp_path / "straight")
     assert losses_in_log(tmp_path / "broken") == losses_in_log(tmp_path / "straight")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{}, {**LORA, "quantize": "nf4"}], ids=["full", "qlora"])
+def test_a_resumed_run_on_a_gpu_is_the_unbroken_one(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """With recorded decoding steps, whose weights change in place."""
+    more: dict[str, Any] = {"precision": "bf16", "hardware": {"gpu": "h100"}}
+    wide = {"model": {"config": {**MODEL, "hidden_size": 128, "intermediate_size": 256}}}
+    recipe = policy(**{**fields, **more, **wide})
+    straight = trained(recipe, options_for(tmp_path / "straight", 6, device="cuda"))
+    options = options_for(tmp_path / "broken", 6, device="cuda")
+    first = trained(recipe, options, Listener(stop_at(3)))
+    second = trained(recipe, options.model_copy(update={"resume": True}))
+    assert first.losses + second.losses == straight.losses
+    assert rollouts_in(tmp_path / "broken") == rollouts_in(tmp_path / "straight")
+    assert all(one["log_difference_max"] < 0.5 for one in rollouts_in(tmp_path / "broken"))
 
 
 @pytest.mark.parametrize("phase", ["rollout", "rewards", "scoring", "log"])
