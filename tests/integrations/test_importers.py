@@ -614,6 +614,17 @@ def of_script(folder: Path, *lines: str, settings: tuple[str, ...] = ()) -> Impo
     return imported([str(folder / "train.py")], settings)
 
 
+def test_adafactor_of_the_trainer_has_absolute_steps(tmp_path: Path) -> None:
+    """The Trainer passes scale_parameter=False and relative_step=False, whatever ``optim_args`` says."""
+    model = "AutoModelForCausalLM.from_pretrained('gpt2')"
+    for word, absolute in (("adafactor", True), ("adamw_torch", False)):
+        optimizer = of_script(tmp_path, model, f"SFTConfig(optim={word!r}, max_length=64)").recipe.optimizer
+        assert optimizer.scale_parameter is not absolute
+        assert (optimizer.name, optimizer.implementation) == (
+            ("adafactor", "forloop") if absolute else ("adamw", "foreach")
+        )
+
+
 def test_variants_of_lora_are_values(tmp_path: Path) -> None:
     lora = "LoraConfig(use_dora=True, use_rslora=True, modules_to_save=['lm_head'], r=4)"
     model = "AutoModelForCausalLM.from_pretrained('gpt2')"

@@ -71,6 +71,13 @@ def length(text: str | int) -> int:
     return int(found)
 
 
+def token_count(text: str) -> int:
+    """Parse the tokens of a batch: ``4k`` is 4096, as of a sequence; ``1M`` and ``2.5B`` are decimal."""
+    number = text.strip().removesuffix("k").removesuffix("K")
+    found = count(text)  # Also refuses what is no number before its unit.
+    return int(found if number == text.strip() else count(number) * 1024)
+
+
 def _parsed(read: Callable[[str], float], text: str) -> float:
     try:
         return read(text)

@@ -63,7 +63,11 @@ def _forget_missing_gpu() -> None:
 
 @cache
 def _fork_can_use_cuda() -> bool:
-    """Return whether a fork can create a CUDA context, or torch has no CUDA at all."""
+    """Return whether a fork of this process can use the GPU, by trying it in one.
+
+    True as well where there is nothing to try: torch has neither CUDA nor ROCm, or the fork sees no GPU.
+    Where CUDA refuses, the reason is printed to stderr.
+    """
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:

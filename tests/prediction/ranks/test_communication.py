@@ -10,6 +10,7 @@ import pytest
 from tiny_recipe import tiny_recipe
 from trainfit.api.explanation_text import show
 from trainfit.catalog.load import gpu
+from trainfit.cli import options
 from trainfit.cli.main import main
 from trainfit.explanation.communication import communication_bound
 from trainfit.explanation.peak import explain
@@ -64,7 +65,7 @@ def test_a_device_of_the_xxl_example_holds_what_the_course_says(capsys: Captured
 
     Without recomputation, as the exercise states it, both linears' inputs are kept: 0.01634 / 2 = 0.00817.
     """
-    v5p = ["--gpu", "tpu-v5p", "--memory-gib", "95", "--batch", "500,1k", "--sharded", "50%"]
+    v5p = ["--gpu", "tpu-v5p", "--memory-gib", "95", "--batch", "500,1000", "--sharded", "50%"]
     for recompute, whole_gib, fewest in (("full", 0.0019, (35, 35, 36)), ("none", 0.0082, (35, 37, 38))):
         found: Any = answers([*v5p, "--recompute", recompute], capsys)
         assert [one["devices"] for one in found["fewest_devices"]] == list(fewest)
@@ -125,14 +126,30 @@ def test_batches_and_plots_of_the_layers_memory(tmp_path: Path, capsys: Captured
     assert main(["communication", *XXL, "--gpu", "h100", "--batch", "0"]) == 2
     assert "no number of tokens: write --batch 4096 or 1k,4k" in capsys.readouterr().err
     assert main(["communication", *XXL, "--gpu", "h100", "--plot", str(tmp_path / "a.txt")]) == 65
-    assert main(["communication", *XXL, "--gpu", "tpu-v5p", "--batch", "4k,4k,1M"]) == 0
+    assert main(["communication", *XXL, "--gpu", "tpu-v5p", "--batch", "4k,4096,1M"]) == 0
     text = capsys.readouterr().out
-    assert text.count("4,000 tokens") == 2  # A line and a heading: a batch counts once.
+    assert text.count("4,096 tokens") == 2  # A line and a heading: a batch counts once.
     assert "with 1,000,000 tokens: on no number of devices" in text
     assert "! more than 95 GiB" in text
     drawn = tmp_path / "a.svg"
     assert main(["communication", *XXL, "--gpu", "h100", "--batch", "1k", "--plot", str(drawn)]) == 0
     assert "<svg" in drawn.read_text()
+
+
+def test_tokens_of_a_batch_are_read_as_those_of_a_sequence(capsys: Captured) -> None:
+    for text, tokens in (("8k", options.length("8k")), ("1.5K", 1536), ("1M", 1_000_000), ("500", 500)):
+        assert options.token_count(text) == tokens
+    for wrong in ("k", "1e16", "1000T", "4kk"):
+        assert main(["communication", *XXL, "--gpu", "h100", "--batch", wrong]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) <= 6
+
+
+def test_a_given_memory_holds_the_states_too(capsys: Captured) -> None:
+    given = ["--gpu", "h100", "--memory-gib", "40"]
+    found: Any = answers(given, capsys)
+    assert found["devices_to_hold_states"] == {"40 GiB": 82}  # 3276 / 40
+    assert main(["communication", *XXL, *given]) == 0
+    assert "82 of 40 GiB" in capsys.readouterr().out
 
 
 def test_more_axes_than_the_links_build_are_refused(capsys: Captured) -> None:

@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from trainfit.cli import completion
-from trainfit.cli.options import Json, at_most, count, finite, print_json, share
+from trainfit.cli.options import Json, at_most, finite, print_json, share, token_count
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.units import GB, GIB, format_bytes, format_count, format_seconds
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 PEAK_HELP = "The device's dense bf16 peak; default: the catalog's."
 RATE_HELP = "What a device sends along one axis; default: the catalog's link."
 AXES_HELP = "Axes of a TPU's torus that the {} ranks lie along."
-BATCH_HELP = "Tokens whose activations the devices keep, such as 4k; several with commas between them."
+BATCH_HELP = "Tokens whose activations the devices keep, such as 4k (4096); several with commas between them."
 MEMORY_HELP = "Memory of a device; default: the catalog's."
 SHARDED_HELP = "Share of the activations that is sharded over the devices too."
 RECOMPUTE_HELP = "full: of each block only the input is kept."
 PLOT_HELP = "Draw a device's memory against the number of devices, as .svg, .png or .pdf."
 MOST_ROWS = 6
+MOST_TOKENS = 2**48
+"""Of one step: a million sequences of 2**28 tokens, and exact as a float."""
 
 
 def run(
@@ -99,7 +101,7 @@ def run(
     print_json({
         "params": layers.params, "state_bytes": layers.state_bytes,
         "saved_bytes_per_token": layers.saved_bytes_per_token,
-        "devices_to_hold_states": {name: count for name, count in _holders(row, layers)},
+        "devices_to_hold_states": {name: count for name, count in _holders(row, layers, memory_gib)},
         **memory.as_json(),
         "compute_bound_tokens": _finite(after), "overlapped_compute_bound_tokens": _finite(overlapped),
         "lowered_by": [way.model_dump() for way in ways],
@@ -109,9 +111,11 @@ def run(
 
 def _batches(text: str | None) -> list[int]:
     """Return the batches of ``--batch``, in tokens."""
-    found = [int(count(part)) for part in (text or "").split(",") if part.strip()]
+    found = [token_count(part) for part in (text or "").split(",") if part.strip()]
     if text is not None and (not found or min(found) < 1):
         raise typer.BadParameter(f"{text!r} is no number of tokens: write --batch 4096 or 1k,4k")
+    if max(found, default=0) > MOST_TOKENS:
+        raise typer.BadParameter(f"--batch {text}: write at most {MOST_TOKENS:,} tokens")
     return list(dict.fromkeys(found))
 
 
@@ -129,7 +133,7 @@ class _Memory:
     ):
         from trainfit.flops.layer_memory import fewest_ranks
 
-        self.layers, self.share, self.batches = layers, share, batches
+        self.layers, self.share, self.batches, self.given_gib = layers, share, batches, gib
         self.limit = gpu.memory_bytes if gib is None else gib * GIB
         self.fewest = {tokens: fewest_ranks(layers, self.limit, tokens, share) for tokens in (0, *batches)}
         least = [one for one in self.fewest.values() if one is not None]
@@ -233,10 +237,15 @@ def _rates(
     return rates[0] * axes[0], rates[1] * axes[1]
 
 
-def _holders(gpu: "Gpu", layers: "Layers") -> list[tuple[str, int]]:
-    """Return the devices that hold the states, of a data sheet's GB as 10**9 and as 2**30 bytes."""
+def _holders(gpu: "Gpu", layers: "Layers", given_gib: float | None) -> list[tuple[str, int]]:
+    """Return the devices that hold the states: of the given memory, else of a data sheet's GB.
+
+    A data sheet's GB are read both as 10**9 and as 2**30 bytes.
+    """
     from trainfit.flops.layer_times import devices_to_hold
 
+    if given_gib is not None:
+        return [(f"{given_gib:g} GiB", devices_to_hold(layers.state_bytes, given_gib * GIB))]
     if gpu.memory_bytes % GIB:
         return [(f"{gpu.memory_bytes / GB:g} GB", devices_to_hold(layers.state_bytes, gpu.memory_bytes))]
     size = gpu.memory_bytes // GIB
@@ -259,7 +268,7 @@ def _show(
     out = console()
     devices = f"{mesh.devices} x {gpu.name}: {mesh.data} FSDP x {mesh.tensor} tensor parallel"
     out.print(f"{layers.blocks} x two linears, {layers.hidden:,} x {layers.feed_forward:,}, on {devices}")
-    holders = ", ".join(f"{count} of {size}" for size, count in _holders(gpu, layers))
+    holders = ", ".join(f"{count} of {size}" for size, count in _holders(gpu, layers, memory.given_gib))
     states = f"{layers.state_bytes / GIB:,.4g} GiB" if layers.state_bytes >= GIB else ""
     heading(out, "Memory")
     rows(out, [

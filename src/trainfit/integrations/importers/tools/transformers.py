@@ -158,6 +158,8 @@ def read_trainer(
         autocast: whether autocast to bf16 is the default; None: the caller reads the precision.
     """
     take_optimizer(reading, optimizer, "adamw_torch_fused")
+    if reading.word(optimizer) == "adafactor":
+        reading.draft.assume("", "optimizer.scale_parameter", False, "the Trainer's rule")
     reading.take_or_assume("learning_rate", "optimizer.lr", _positive(reading, "learning_rate", lr))
     reading.take_or_assume("weight_decay", "optimizer.weight_decay", reading.number("weight_decay", 0.0))
     if reading.number("weight_decay", 0.0) > 0:
