@@ -24,8 +24,8 @@ PACKAGE = Path(__file__).parents[1]
 SOURCES = {".py", ".json", ".toml"}
 NOT_OF_AN_ESTIMATE = (
     "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "integrations/",
-    "measurement/", "records.py", "report/", "rl/answers.py", "rl/environments/", "rl/loop.py",
-    "rl/measure.py", "rl/objectives/", "rl/queue.py", "sweeps/", "training/", "verification/",
+    "measurement/", "records.py", "report/", "rl/answers.py", "rl/environments/", "rl/evaluation.py",
+    "rl/loop.py", "rl/measure.py", "rl/objectives/", "rl/queue.py", "sweeps/", "training/", "verification/",
 )  # fmt: skip
 """Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
 NOT_OF_A_LEDGER = (

@@ -32,7 +32,7 @@ from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 
 MOST_LOOPS = 3
-"""Loops that are timed at most, whatever the number of steps."""
+"""Loops that are timed at most, whatever the number of steps. Without any, one runs for its memory."""
 
 
 def measure(recipe: Recipe, **how: Any) -> Measurement:
@@ -120,7 +120,7 @@ def measure_loops(request: TrialRequest, meter: Any, result: ResultFile, rank: R
             peak_allocated_bytes=after_init,
         )
         loop = _Loop(step, parts, result)
-        steady = max(2, min(request.steps, MOST_LOOPS))
+        steady = max(1, min(request.steps, MOST_LOOPS))
         loop.run()
         watch = meter.watched() if hasattr(meter, "watched") else nullcontext()
         first = len(parts.spans)

@@ -98,3 +98,13 @@ def test_what_stays_in_the_cache_is_that_of_the_calibrated_gpu() -> None:
     cached = row("aten.mul.Tensor", 20 * MB, 20 * MB / (2 * bandwidth))
     found = OpTimes([cached], card).seconds(op("aten.mul.Tensor", 45 * MB))
     assert found == pytest.approx(45 * MB / bandwidth)
+
+
+def test_a_single_query_is_not_padded_as_its_keys_are() -> None:
+    """A step of decoding with a cache of 257 positions: 32 sequences, 12 heads of 128."""
+    flops = 4 * 32 * 12 * 257 * 128
+    op = Op(
+        "aten._scaled_dot_product_cudnn_attention.default", "", 0, -1, flops, flops, flops, flops, 8_652_304,
+        "bfloat16", kernel="cudnn", head=128, seq=1,
+    )  # fmt: skip
+    assert op_s(op, machine_with(gpu("h100-sxm"))) < 60e-6
