@@ -85,8 +85,8 @@ def _flops(op: Op | OpTime, known: OperationConstants) -> float:
 def _tile(op: Op | OpTime, known: OperationConstants) -> int:
     """Return the length of an attention kernel's tiles; 0 where its time shows none.
 
-    A single query, of decoding, has many more keys than queries: padding both alike would count 128 x 128 times
-    its work.
+    A single query, of decoding, has many more keys than queries: padding both alike would count 128 x 128
+    times its work.
     """
     if not op.kernel or op.seq <= 1:
         return 0
