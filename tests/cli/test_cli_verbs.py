@@ -174,6 +174,17 @@ def test_mfu_of_llama_405b(more: list[str], percent: str, capsys: Captured) -> N
     assert f"{data['mfu']:.2%}" == f"{percent}%"
     assert f"{data['closed_form']['mfu']:.2%}" == f"{percent}%"
     assert data["hfu"] == pytest.approx(data["mfu"], rel=0.01)
+    if "lora" in more:
+        assert f"{data['of_full_training']['mfu']:.2%}" == "0.80%"
+
+
+def test_45_and_60_of_an_agent_over_a_frozen_base_are_30_and_45(capsys: Captured) -> None:
+    """The 6N and 8N of full training with recomputation, and the 4N and 6N that an adapter's run needs."""
+    model = "mfu --model qwen2.5-14b --adapter lora --batch 16 --seq 1024 --gpu h100-sxm --count 2".split()
+    data = as_json([*model, "--recompute", "full", "--mfu", "0.303"], capsys)
+    whole = data["of_full_training"]
+    assert (round(whole["mfu"], 2), round(whole["hfu"], 2)) == (0.45, 0.60)
+    assert round(data["hfu"], 2) == pytest.approx(0.45, abs=0.01)
 
 
 def test_full_recomputation_reads_45_as_60(capsys: Captured) -> None:

@@ -14,7 +14,7 @@ from trainfit.api.run import count_of, run_usage, seconds_of, share_of, step_of_
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.catalog.names import find_model
-from trainfit.flops.closed_form import StepFlops, product_step_flops, step_flops
+from trainfit.flops.closed_form import StepFlops, Trained, product_step_flops, step_flops
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import matmul_dtype
 from trainfit.prediction.predict import ledger_of
@@ -149,6 +149,7 @@ def step_usage(
         return {"mfu": model_flops / step_s / of_all, "hfu": hardware_flops / step_s / of_all}
 
     closed = _closed_form(recipe, batch, ledger, attention, closed_form)
+    whole = recipe.adapter and _closed_form(recipe, batch, ledger, attention, closed_form, trained="all")
     return {
         "model": recipe.model.display_name, "params": ledger.params,
         "trainable_params": ledger.trainable_params, "gpu": gpu.name, "step_s": step_s,
@@ -156,6 +157,7 @@ def step_usage(
         "model_flops": model_flops, "hardware_flops": hardware_flops,
         "tokens_per_s": batch * recipe.batch.tokens / step_s, **shares(model_flops, hardware_flops),
         "closed_form": closed and closed.model_dump() | shares(closed.model_flops, closed.hardware_flops),
+        "of_full_training": whole and shares(whole.model_flops, whole.hardware_flops),
         "ops_without_flops": list(ledger.ops_without_flops),
     }  # fmt: skip
 
@@ -168,9 +170,17 @@ def _trains_more_than_products(adapter: Adapter) -> bool:
 
 
 def _closed_form(
-    recipe: Recipe, batch: int, ledger: Ledger, attention: Attention, closed_form: ClosedForm
+    recipe: Recipe,
+    batch: int,
+    ledger: Ledger,
+    attention: Attention,
+    closed_form: ClosedForm,
+    trained: Trained | None = None,
 ) -> StepFlops | None:
-    """Return the step's FLOPs by the closed form; None for a model or an adapter that it does not cover."""
+    """Return the step's FLOPs by the closed form; None for a model or an adapter that it does not cover.
+
+    ``trained``: None: what the recipe trains; ``all``: as if it trained every weight.
+    """
     config, adapter_params = model_config(recipe.model.config), 0
     if recipe.adapter is not None:
         if _trains_more_than_products(recipe.adapter):
@@ -178,7 +188,7 @@ def _closed_form(
         adapter_params = ledger.trainable_params
     options: Any = {
         "batch": batch, "seq": recipe.batch.seq, "attention": attention,
-        "trained": "all" if recipe.adapter is None else "adapter", "recomputed": recipe.recompute,
+        "trained": trained or ("all" if recipe.adapter is None else "adapter"), "recomputed": recipe.recompute,
     }  # fmt: skip
     try:
         if closed_form == "6n":

@@ -199,6 +199,9 @@ class Usage(Printed):
     hfu: Share
     closed_form: Mapping[str, Any] | None
     """FLOPs, mfu, hfu and convention of the closed form; None: it does not cover the model's shape."""
+    of_full_training: Mapping[str, Share] | None = None
+    """mfu and hfu by the closed form if every weight were trained (6N, 8N with recomputation), as some count
+    a LoRA run; None without an adapter."""
     ops_without_flops: tuple[str, ...] = ()
     tokens: float | None = None
     """Of a whole run; this and the following fields: None if no run was requested."""

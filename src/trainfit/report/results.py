@@ -181,6 +181,10 @@ def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:
         rows(out, _used(found), "left", "right", "wrap")
         if isinstance(found["closed_form"], dict):
             out.print(f"  closed form: {found['closed_form']['convention']}", soft_wrap=True)
+        if whole := found.get("of_full_training"):
+            shares = f"{whole['mfu']:.2%} MFU, {whole['hfu']:.2%} HFU"
+            why = "whoever counts 6N for an adapter's run states these"
+            out.print(f"  as if every weight were trained: {shares}; {why}", soft_wrap=True)
         if found["mfu"] > 1:
             why = "more than the peak allows: check --step-s, --count and --precision"
             out.print(f"  {why}", style="bold red")
