@@ -188,7 +188,8 @@ def _closed_form(
         adapter_params = ledger.trainable_params
     options: Any = {
         "batch": batch, "seq": recipe.batch.seq, "attention": attention,
-        "trained": trained or ("all" if recipe.adapter is None else "adapter"), "recomputed": recipe.recompute,
+        "trained": trained or ("all" if recipe.adapter is None else "adapter"),
+        "recomputed": recipe.recompute,
     }  # fmt: skip
     try:
         if closed_form == "6n":
