@@ -17,6 +17,7 @@ from trainfit.step import Step, assemble
 CPU = torch.device("cpu")
 KL = {**GRPO, "kl": 0.1}
 LORA = {"kind": "lora", "rank": 4}
+TIED = {**rank_policies.MODEL, "model_type": "qwen2", "tie_word_embeddings": True}
 PROMPTS = [[5, 6, 7], [11], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
@@ -90,8 +91,9 @@ def test_the_reference_stays_as_it_was(adapter: Any, reference: str) -> None:
         {"objective": {**KL, "reference": "copy"}, "precision": "mixed-bf16"},
         {"objective": {**KL, "reference": "copy"}, "parallel": {"reshard_after_forward": False}},
         {"objective": {**KL, "reference": "copy"}, "parallel": {"strategy": "ddp"}},
+        {"objective": {**KL, "reference": "copy"}, "model": {"config": TIED}, "recompute": "full"},
     ],
-    ids=["full", "lora", "qlora", "mixed", "kept whole", "ddp"],
+    ids=["full", "lora", "qlora", "mixed", "kept whole", "ddp", "tied"],
 )
 def test_two_ranks_generate_and_score_as_one(ranks: Ranks, fields: dict[str, Any]) -> None:
     bf16 = fields.get("precision") == "mixed-bf16"
