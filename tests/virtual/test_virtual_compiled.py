@@ -32,7 +32,7 @@ from trainfit.ledger.ledger import ALLOCATE, FREE, MIDDLE, Event, Ledger, Repeat
 from trainfit.ledger.replay import replay
 from trainfit.ledger.slices import check_slices
 from trainfit.prediction import trace as tracing
-from trainfit.prediction.trace import PROGRAM_MARGIN, _Ends, _trace, trace
+from trainfit.prediction.trace import PROGRAM_MARGIN, _Ends, _trace, run_steps, trace
 from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe
 from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
 from trainfit.virtual.compile.tuning import Kernel, Tuning, headroom, read
@@ -181,7 +181,7 @@ def test_blocks_that_repeat_equal_all_of_them() -> None:
     adapter = Adapter(kind="lora", rank=4, targets=("out",))
     recipe = plain(5, compile="block", adapter=adapter)
     row = gpu(recipe.hardware.gpu)
-    folded, whole = (_trace(recipe, row, _Ends(), whole=whole) for whole in (False, True))
+    folded, whole = (_trace(recipe, row, _Ends(None, run_steps), whole=whole) for whole in (False, True))
     assert folded.repeat > 1
     a, b = sums(folded), sums(whole)
     a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
@@ -194,8 +194,8 @@ def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
     recipe = plain(7, compile="model")
     row = gpu(recipe.hardware.gpu)
     folded, whole = (
-        _trace(recipe, row, _Ends(), whole=False, margin=(1, 2)),
-        _trace(recipe, row, _Ends(), whole=True),
+        _trace(recipe, row, _Ends(None, run_steps), whole=False, margin=(1, 2)),
+        _trace(recipe, row, _Ends(None, run_steps), whole=True),
     )
     assert folded.repeats == (2,)
     a, b = sums(folded), sums(whole)
