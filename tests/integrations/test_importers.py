@@ -724,3 +724,41 @@ def test_no_decay_is_not_the_default_decay(file: str, text: str, decay: float, t
     (tmp_path / file).write_text(text)
     recipe = imported([str(tmp_path / file)], settings=["batch.micro=1"], model="gpt2").recipe
     assert recipe.optimizer.weight_decay == decay
+
+
+@pytest.mark.parametrize(
+    ("stage", "count", "optimizer", "precision"),
+    [
+        (2, 1, "AdamW", "fp16-master"),
+        (0, 2, "AdamW", "fp16-master"),
+        (1, 2, "AdamW", "fp16-master"),
+        (2, 2, "AdamW", "bf16-master"),  # FSDP2 gathers in bf16 here.
+        (1, 1, "Adafactor", "amp-fp16"),
+    ],
+)
+def test_fp16_of_deepspeed_keeps_master_weights(
+    stage: int, count: int, optimizer: str, precision: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    content = {
+        "fp16": {"enabled": True}, "zero_optimization": {"stage": stage}, "optimizer": {"type": optimizer},
+        "train_micro_batch_size_per_gpu": 1,
+    }  # fmt: skip
+    file.write_text(json.dumps(content))
+    found = imported([str(file)], [f"hardware.count={count}"], "gpt2")
+    assert found.recipe.precision == precision
+    assert ("fp16.enabled" in [one.name for one in found.without]) is (precision != "fp16-master")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "precision"),
+    [("lora", "", "fp16-pure"), ("lora", "quantization_bit: 4", "fp16-pure"), ("full", "", "amp-fp16")],
+)
+def test_a_frozen_base_in_fp16_has_16_bits(kind: str, more: str, precision: str, tmp_path: Path) -> None:
+    """The base is loaded in fp16, and weights that train in fp32."""
+    file = tmp_path / "train.yaml"
+    file.write_text(
+        f"model_name_or_path: gpt2\nstage: sft\nfinetuning_type: {kind}\nfp16: true\n"
+        f"cutoff_len: 64\nper_device_train_batch_size: 1\n{more}\n"
+    )
+    assert imported([str(file)]).recipe.precision == precision

@@ -39,6 +39,7 @@ NEAREST: dict[str, dict[Any, tuple[str, str]]] = {
     "precision": {
         "bf16-master": ("amp-bf16", "fp32 weights that compute in bf16"),
         "mixed-bf16": ("amp-bf16", "fp32 weights that compute in bf16"),
+        "fp16-master": ("amp-fp16", "fp32 weights that compute in fp16"),
     },
 }
 """Field of a recipe -> value -> the nearest where the others of the recipe exclude it, and what that is.
@@ -197,9 +198,9 @@ def _precision(draft: Draft) -> None:
         weights, why = _of_checkpoint(draft), OF_CHECKPOINT
     deepspeed = sharding in ("zero1", "zero2", "zero3") or draft.fact("deepspeed")
     found = _precision_of(draft, weights, compute, bool(deepspeed))
-    if deepspeed and compute == "fp16":
+    if deepspeed and compute == "fp16" and found == "bf16-master":
         fact = draft.facts["compute"]
-        draft.leave(fact.name, fact.given, ("numbers",), "predicted in bf16, whose sizes are equal")
+        draft.leave(fact.name, fact.given, ("numbers",), "FSDP2 gathers in bf16 here, whose sizes are equal")
     key = next(
         (one for one in ("compute", "weights") if one in draft.facts and draft.facts[one].is_stated), ""
     )
@@ -222,15 +223,25 @@ def _precision_of(draft: Draft, weights: str, compute: str | None, deepspeed: bo
         return weights  # torchtitan's mixed precision is that of FSDP, or autocast on one GPU.
     if compute == "fp8":
         return "fp8"
-    if deepspeed and compute in ("bf16", "fp16"):
-        return "bf16" if adapter else "bf16-master"  # fp32 master weights and moments next to bf16 weights
+    if deepspeed and compute == "fp16" and not (adapter or _gathers(draft)):
+        return "fp16-master"
+    if deepspeed and compute in ("bf16", "fp16") and not adapter:
+        return "bf16-master"  # fp32 master weights and moments next to bf16 weights
+    if deepspeed and compute == "bf16":
+        return "bf16"
     if compute == "bf16" and sharded and not adapter and (weights == "fp32" or draft.fact("upcasts")):
         return "mixed-bf16" if count > 1 else "amp-bf16"
     if compute in (None, "no", "fp32"):
         return {"fp32": "fp32", "bf16": "bf16"}.get(weights, "bf16")
     if compute == "fp16":
-        return "amp-fp16"
+        # Of a frozen base in 16 bits autocast makes no copies; an adapter in fp32 keeps its own dtype.
+        return "fp16-pure" if adapter and (deepspeed or weights != "fp32") else "amp-fp16"
     return "amp-bf16" if weights == "fp32" else "bf16"
+
+
+def _gathers(draft: Draft) -> bool:
+    """Return whether FSDP2 gathers the weights of DeepSpeed's stages 2 and 3."""
+    return draft.fact("sharding") not in ("ddp", "zero1") and _data_ranks(draft) > 1
 
 
 def _of_checkpoint(draft: Draft) -> str:
