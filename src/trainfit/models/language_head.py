@@ -39,7 +39,15 @@ class NativeBody(nn.Module):
         return self.decoder.hidden(input_ids, position_ids=position_ids)
 
 
-def language_head(model: nn.Module, loss: str) -> LanguageHead:
+class Setting(NamedTuple):
+    """Field of the recipe that needs the parts, for refusals."""
+
+    field: str
+    value: Any
+    instead: str  # What to write where the parts cannot be had
+
+
+def language_head(model: nn.Module, setting: Setting) -> LanguageHead:
     """Return the body and output layer of a model of ``build_model``, also wrapped by PEFT.
 
     Raises:
@@ -48,26 +56,26 @@ def language_head(model: nn.Module, loss: str) -> LanguageHead:
     if hasattr(model, "get_base_model"):  # PEFT puts adapters inside the model's modules.
         model = model.get_base_model()  # pyright: ignore[reportCallIssue]
     if isinstance(model, NativeDecoder):
-        return LanguageHead(NativeBody(model), _linear(model.lm_head, loss))
+        return LanguageHead(NativeBody(model), _linear(model.lm_head, setting))
     hf: Any = model
     config = hf.config.get_text_config()
-    refuse_router_loss(hf, "loss", loss)
+    refuse_router_loss(hf, setting)
     made_here = issubclass(type(hf), TextWithHead)
-    scale, softcap = (1.0, None) if made_here else _scale_and_softcap(config, loss)
-    return LanguageHead(hf.base_model, _linear(hf.get_output_embeddings(), loss), scale, softcap)
+    scale, softcap = (1.0, None) if made_here else _scale_and_softcap(config, setting)
+    return LanguageHead(hf.base_model, _linear(hf.get_output_embeddings(), setting), scale, softcap)
 
 
-def refuse_router_loss(model: nn.Module, field: str, value: Any) -> None:
-    """Refuse a model whose loss also balances experts, where ``field: value`` of the recipe replaces it."""
+def refuse_router_loss(model: nn.Module, setting: Setting) -> None:
+    """Refuse a model whose loss also balances experts, where the setting replaces it."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
         problem = "this model's own loss also balances its experts (output_router_logits)"
-        remedy = "use loss: standard without loss_terms, or set output_router_logits: false in the config"
-        raise InputError(problem, remedy, field=field, value=value)
+        remedy = f"{setting.instead}, or set output_router_logits: false in the config"
+        raise InputError(problem, remedy, field=setting.field, value=setting.value)
 
 
-def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
+def _scale_and_softcap(config: Any, setting: Setting) -> tuple[float, float | None]:
     """Return scale and soft cap of a transformers family's logits."""
     row = model_type(config.model_type)
     if row.logits == "plain":
@@ -79,14 +87,14 @@ def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
     if row.logits == "capped":
         return 1.0, getattr(config, row.logits_key)
     problem = f"it is unknown how {config.model_type} computes logits from hidden states"
-    raise InputError(problem, "use loss: standard", field="loss", value=loss)
+    raise InputError(problem, setting.instead, field=setting.field, value=setting.value)
 
 
-def _linear(layer: Any, loss: str) -> nn.Linear:
+def _linear(layer: Any, setting: Setting) -> nn.Linear:
     if hasattr(layer, "modules_to_save"):  # PEFT's wrapper: the copy trains.
         (layer,) = layer.modules_to_save.values()
     if isinstance(layer, nn.Linear):
         return layer
     problem = f"the model's output layer is a {type(layer).__name__}, not a plain linear layer"
-    remedy = "use loss: standard, or leave the output layer out of adapter.targets"
-    raise InputError(problem, remedy, field="loss", value=loss)
+    remedy = f"{setting.instead}, or leave the output layer out of adapter.targets"
+    raise InputError(problem, remedy, field=setting.field, value=setting.value)

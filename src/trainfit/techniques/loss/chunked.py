@@ -16,9 +16,9 @@ from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward,
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the model's own loss; refuse a model whose output layer is not known."""
     from trainfit.kernels.cross_entropy.chunked import linear_cross_entropy
-    from trainfit.models.language_head import language_head
+    from trainfit.models.language_head import Setting, language_head
 
-    parts = language_head(draft.model, recipe.loss)
+    parts = language_head(draft.model, Setting("loss", recipe.loss, "use loss: standard"))
     draft.body = parts.body
     draft.loss = loss_of(draft, parts, linear_cross_entropy)
 

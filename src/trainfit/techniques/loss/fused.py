@@ -19,9 +19,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the model's own loss, with the recipe's loss terms; evaluation leaves them out."""
     from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy, refuse_bias
     from trainfit.kernels.cross_entropy.terms import Terms
-    from trainfit.models.language_head import language_head
+    from trainfit.models.language_head import Setting, language_head
 
-    parts = language_head(draft.model, recipe.loss)
+    parts = language_head(draft.model, Setting("loss", recipe.loss, "use loss: standard"))
     refuse_bias(parts.layer.bias)
     draft.body = parts.body
     terms = Terms(recipe.loss_terms.label_smoothing, recipe.loss_terms.z_loss)

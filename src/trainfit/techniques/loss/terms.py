@@ -42,10 +42,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
     from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
-    from trainfit.models.language_head import refuse_router_loss
+    from trainfit.models.language_head import Setting, refuse_router_loss
     from trainfit.models.packed import model_inputs
 
-    refuse_router_loss(draft.model, "loss_terms", recipe.loss_terms.model_dump())
+    values = recipe.loss_terms.model_dump()
+    refuse_router_loss(draft.model, Setting("loss_terms", values, "leave loss_terms out"))
     terms = Terms(recipe.loss_terms.label_smoothing, recipe.loss_terms.z_loss)
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

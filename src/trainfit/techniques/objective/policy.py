@@ -77,13 +77,15 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
     from trainfit.kernels.cross_entropy.token_logs import linear_token_loss, token_logs
     from trainfit.kernels.policy_loss.op import PolicyLoss
-    from trainfit.models.language_head import language_head
+    from trainfit.models.language_head import Setting, language_head
     from trainfit.models.packed import model_inputs
     from trainfit.parallel.reference import AdapterOff, Copy
 
     policy = recipe.objective
     assert isinstance(policy, Policy)
-    parts = language_head(draft.model, recipe.loss)
+    parts = language_head(
+        draft.model, Setting(FIELD, policy.name, "use objective: pretrain, or another model")
+    )
     draft.body = parts.body
     counted: list[Tensor] = []
 
