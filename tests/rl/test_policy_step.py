@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
@@ -107,3 +108,40 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_refused(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         registry.check(recipe(**fields))
+
+
+BALANCED = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 1, "output_router_logits": True, "hidden_size": 32,
+    "moe_intermediate_size": 8, "num_experts": 4, "vocab_size": 97,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "says"),
+    [
+        (BALANCED, {}, "balances its experts"),
+        ({"model_type": "xglm", "num_layers": 1}, {}, "how xglm computes logits"),
+        (MODEL, {"adapter": {"kind": "lora", "targets": ["lm_head"]}}, "not a plain linear layer"),
+    ],
+)
+def test_a_model_without_a_known_output_layer_is_refused_by_the_objective(
+    config: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    base = recipe().model_dump(exclude_unset=True)
+    refused = recipe_from(base | {"model": {"config": config}} | more)
+    with pytest.raises(InputError, match=rf"objective.name = 'grpo': .*{says}.*use objective: pretrain"):
+        assemble(refused, torch.device("meta"))
+
+
+def test_a_soft_cap_takes_one_more_chunk_in_fp32() -> None:
+    """Logits decide the peak of the forward: 1,024 tokens of a 4,000-word vocabulary, one chunk."""
+    gemma = MODEL | {
+        "model_type": "gemma2", "vocab_size": 4000, "head_dim": 16, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    peaks: dict[float | None, int] = {}
+    for cap in (None, 30.0):
+        model = {"config": gemma | {"final_logit_softcapping": cap}, "implementation": "hf"}
+        given = recipe().model_dump(exclude_unset=True) | {"model": model}
+        found = predict(recipe_from(given | {"batch": {"micro": 1, "seq": 1024}, "attention": "eager"}))
+        peaks[cap] = found.phases.steady.forward
+    assert peaks[30.0] - peaks[None] == pytest.approx(1024 * 4000 * 4, rel=0.01)

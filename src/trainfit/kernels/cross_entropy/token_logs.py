@@ -4,8 +4,8 @@ Shapes: n tokens, c tokens per chunk, e hidden size, v vocabulary.
 
 A loss that is a sum over tokens, each a function of its own log-probability (GRPO, PPO, SFT), gets its
 gradients in the forward, as the losses of chunked.py do: with d loss / d log p = g the gradient of the logits
-is g (one-hot - softmax). Memory: one chunk's logits in the dtype of the products and in fp32, and the
-gradients.
+is g (one-hot - softmax). Memory: one chunk's logits in the dtype of the products and in fp32 (with a soft cap
+twice in fp32, for the derivative of tanh), and the gradients.
 """
 
 from collections.abc import Callable
@@ -89,9 +89,9 @@ def linear_token_loss(
                 exponentials.scatter_(1, columns, right - totals)
                 exponentials.mul_(-factors / totals)
                 if head.softcap is not None:
-                    # tanh's derivative, from the capped logits.
-                    capped = torch.tanh(logits.float() * head.scale / head.softcap)
-                    exponentials.mul_(1 - capped.square_())
+                    capped = logits.to(torch.float32, copy=True).mul_(head.scale / head.softcap).tanh_()
+                    torch.ops.aten.tanh_backward.grad_input(exponentials, capped, grad_input=exponentials)
+                    del capped
                 logits.copy_(exponentials)
                 del exponentials  # Before the products, and before the next chunk's logits.
                 gradients.add(part, logits, x, matrix)
