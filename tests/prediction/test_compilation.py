@@ -73,6 +73,13 @@ def test_it_pays_where_the_steps_saved_outweigh_the_compilation() -> None:
     before, after = found.pays_from_steps - 1, found.pays_from_steps
     assert found.seconds + before * one.step_s >= before * 2 * one.step_s
     assert found.seconds + after * one.step_s < after * 2 * one.step_s
+    assert one.step_s is not None
+    least, most = found.pays_between(one.step_s) or (0, 0)
+    assert least < found.pays_from_steps < most
+    for seconds, steps in ((found.bounds.low, least), (found.bounds.high, most)):
+        assert (steps - 1) * one.step_s <= seconds < steps * one.step_s
+    text = compiling(one.model_copy(update={"compilation": found}))
+    assert f"pays from {found.pays_from_steps:,} steps ({least:,} to {most:,})" in text
     never = compared(one, one.model_copy(update={"step_s": one.step_s / 2}))
     assert never.compilation is not None
     assert never.compilation.pays_from_steps is None

@@ -227,7 +227,10 @@ def compiling(estimate: Estimate) -> str:
         return f"{text}; without it the step does not fit"
     if one.pays_from_steps is None:
         return f"{text}; never pays: {eager}"
-    return f"{text}; pays from {one.pays_from_steps:,} steps: {eager}"
+    pays = f"{one.pays_from_steps:,} steps"
+    if estimate.step_s is not None and (between := one.pays_between(estimate.step_s)):
+        pays += f" ({between[0]:,} to {between[1]:,})"
+    return f"{text}; pays from {pays}: {eager}"
 
 
 def cost(recipe: Recipe | None, estimate: Estimate) -> str:

@@ -234,6 +234,13 @@ class Compilation(Value):
     pays_from_steps: Count | None = None
     """Steps from which a compiled run is the shorter one; None: it never is, or that is not known."""
 
+    def pays_between(self, step_s: float) -> tuple[int, int] | None:
+        """Return ``pays_from_steps`` at both bounds of ``seconds``; None where that is None."""
+        if self.pays_from_steps is None or self.eager_step_s is None:
+            return None
+        gain_s = self.eager_step_s - step_s
+        return int(self.bounds.low / gain_s) + 1, int(self.bounds.high / gain_s) + 1
+
 
 class LoopMemory(Value):
     """Memory of a phase of a policy's loop, the highest of its first and its later loops."""
