@@ -1,5 +1,7 @@
 """Kernels in Triton are refused where Triton does not support the GPU."""
 
+from typing import Any
+
 import pytest
 
 from trainfit.catalog.load import gpus
@@ -46,3 +48,20 @@ def test_a_real_gpu_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     require_triton("cuda", "attention", "triton", "attention: sdpa")
     require_triton("cpu", "attention", "triton", "attention: sdpa")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"name": "adamw8bit"}, "use optimizer.name: bnb-adamw8bit"),
+        ({"name": "adamw4bit"}, "use optimizer.name: bnb-adamw8bit"),
+        ({"name": "adafactor", "implementation": "fused"}, "use foreach or forloop"),
+        ({"stochastic_rounding": True}, "leave it out"),
+    ],
+)
+def test_updates_written_in_triton_are_refused_on_older_gpus(optimizer: dict[str, Any], words: str) -> None:
+    recipe = {"model": {"config": "llama-3.2-1b"}, "optimizer": optimizer}
+    with pytest.raises(InputError, match=f"T4 has compute capability 7.5.*{words}"):
+        registry.check(recipe_from(recipe | {"hardware": {"gpu": "t4"}}))
+    for name in ("a100-sxm4-80gb", "mi300x", "cpu"):
+        registry.check(recipe_from(recipe | {"hardware": {"gpu": name}}))

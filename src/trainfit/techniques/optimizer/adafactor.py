@@ -8,7 +8,9 @@ With momentum (the paper's beta1, a whole fp32 first moment) or absolute steps i
 
 from functools import partial
 
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import refuse_older
 from trainfit.techniques.base import Draw, Offer, OptimizerFacts, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer, smaller_state
@@ -25,6 +27,12 @@ def check(recipe: Recipe) -> None:
         remedy = "use optimizer.implementation: fused or forloop"
         problem = "torch's Adafactor always multiplies its rate by the weights' size"
         raise refusal(recipe, "optimizer.scale_parameter", problem, remedy)
+
+
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuse a GPU that cannot run the fused kernels."""
+    if recipe.optimizer.implementation == "fused":
+        refuse_older(recipe, gpu, "optimizer.implementation", "use foreach or forloop")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -60,6 +68,7 @@ TECHNIQUE = Technique(
     title="Adafactor",
     fields=OPTIMIZER_FIELDS,
     covers={"optimizer.name": ("adafactor",)},
+    check_gpu=check_gpu,
     check=check,
     apply=apply,
     describe=describe_optimizer,

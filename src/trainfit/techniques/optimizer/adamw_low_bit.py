@@ -4,7 +4,9 @@ Dettmers et al., arXiv:2110.02861; Li et al., arXiv:2309.01507. States equal tho
 AdamW4bit (optim/adamw.py).
 """
 
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import refuse_older
 from trainfit.techniques.base import Draw, Offer, OptimizerFacts, StateKind, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.adamw import (
@@ -38,6 +40,11 @@ def check(recipe: Recipe) -> None:
         raise refusal(recipe, "optimizer.implementation", problem, remedy)
 
 
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuse a GPU that cannot run the kernel."""
+    refuse_older(recipe, gpu, "optimizer.name", "use optimizer.name: bnb-adamw8bit")
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Set AdamW; all instances share the table of levels."""
     from trainfit.kernels.quantize.codebook import MomentLevels
@@ -60,6 +67,7 @@ TECHNIQUE = Technique(
     title="8-bit and 4-bit AdamW",
     fields=OPTIMIZER_FIELDS,
     covers={"optimizer.name": tuple(BITS)},
+    check_gpu=check_gpu,
     check=check,
     apply=apply,
     describe=describe_optimizer,

@@ -8,7 +8,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import refuse_older
 from trainfit.techniques.base import Data, Draw, Technique, refusal
 
 
@@ -27,6 +29,11 @@ def check(recipe: Recipe) -> None:
     if recipe.adapter is not None and recipe.adapter.dtype == "fp32":
         problem = "only the adapter trains, and its fp32 weights lose no update to rounding"
         raise refusal(recipe, field, problem, "use adapter.dtype: base, or set stochastic_rounding: false")
+
+
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuse a GPU that cannot run the kernels, which round to bf16."""
+    refuse_older(recipe, gpu, "optimizer.stochastic_rounding", "use precision: amp-fp16 and leave it out")
 
 
 def seeds(recipe: Recipe) -> Iterator[int]:
@@ -55,6 +62,7 @@ TECHNIQUE = Technique(
     order=290,
     title="Stochastic rounding",
     covers={"optimizer.stochastic_rounding": (True,)},
+    check_gpu=check_gpu,
     check=check,
     describe=lambda recipe: "stochastic rounding",
     draw=Draw(alone=_draw),
