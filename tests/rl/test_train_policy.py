@@ -18,11 +18,13 @@ from tiny_policies import DIGITS, GRPO, MODEL, options_for, policy, rollouts_in,
 from tiny_training import Listener, losses_in_log, stop_at
 from trainfit.api.exports import export
 from trainfit.cli.main import main
+from trainfit.rl.answers import write_tokenizer
 from trainfit.rl.environments.load import Maker
 from trainfit.rl.environments.pool import Pool
 from trainfit.rl.loop import Rollouts, rollouts_of
 from trainfit.rl.rollout.generate import Generator
 from trainfit.spec.errors import InputError
+from trainfit.spec.stop import Stopped
 from trainfit.training import durable
 from trainfit.training.log import TensorBoard
 from trainfit.training.loop import train
@@ -210,9 +212,12 @@ BROKEN = {
     "raises": ("class Task:\n  def __init__(self):\n    1 / 0", r"ZeroDivisionError.*task\.py, line 3"),
     "methods": ("class Task:\n  def prompt(self, number): return ''", "has no method reward"),
     "prompt": (PROMPT.format("5", "1"), "not text"),
-    "empty": (PROMPT.format("''", "1"), "has no tokens"),
+    "empty": (PROMPT.format("''", "1"), r"prompt\(\d+\) has no tokens"),
     "reward": (PROMPT.format("'1'", "None"), r"reward\(0, .*TypeError"),
-    "nan": (PROMPT.format("'1'", "float('nan')"), "not a finite number"),
+    "nan": (PROMPT.format("'1'", "float('nan')"), "not a number below"),
+    "large": (PROMPT.format("'1'", "1e39"), "not a number below"),
+    "exits": (PROMPT.format("'1'", "__import__('sys').exit(3)"), r"reward\(0, .*SystemExit"),
+    "no class": ("Task = 5", "has no class Task"),
 }
 
 
@@ -223,6 +228,75 @@ def test_environments_that_fail_are_named(tmp_path: Path, case: str) -> None:
     objective = {**GRPO, "environment": f"{tmp_path / 'task.py'}:Task"}
     with pytest.raises(InputError, match=says):
         trained(policy(objective=objective), options_for(tmp_path / "run", 2))
+
+
+LATE = """
+class Task:
+    def prompt(self, number):
+        return ("ab", "cd")[number % 2]
+
+    def reward(self, number, completion):
+        if {condition}:
+            raise LookupError("an unforeseen answer")
+        return len(completion) % 3
+"""
+
+
+@pytest.mark.parametrize(
+    "condition", ["2 <= number < 2**30", "number >= 2**30"], ids=["rollout", "last evaluation"]
+)
+def test_an_error_of_the_environment_loses_no_step(tmp_path: Path, condition: str) -> None:
+    file = tmp_path / "task.py"
+    file.write_text(LATE.format(condition=condition))
+    recipe = policy(objective={**GRPO, "environment": f"{file}:Task"})
+    out = tmp_path / "run"
+    with pytest.raises(InputError, match="LookupError: an unforeseen answer") as error:
+        trained(recipe, options_for(out, 4))
+    done = 4 if ">=" in condition else 2
+    assert error.value.remedy.endswith(f"the last good checkpoint is {out}/checkpoints/step-{done:08d}")
+    file.write_text(LATE.format(condition=False))
+    second = trained(recipe, options_for(out, 5, resume=True))
+    assert (second.status, second.first_step) == ("done", done)
+    assert second.run.notes[-1].startswith("the environment's file has changed")
+
+
+def test_held_out_tasks_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        "class Task:\n  def prompt(self, n): return 'abc'[n]\n  def reward(self, n, x): return 0\n"
+    )
+    objective = {**GRPO, "environment": f"{tmp_path / 'task.py'}:Task"}
+    with pytest.raises(InputError, match=r"IndexError.*numbered from 1,073,741,824 on") as refused:
+        trained(policy(objective=objective), options_for(tmp_path / "run", 2))
+    assert refused.value.field == "objective.environment"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_signal_ends_the_wait_for_rewards() -> None:
+    answered = list[int]()
+
+    class Slow:
+        def prompt(self, number: int) -> str:
+            return "a"
+
+        def reward(self, number: int, completion: str) -> float:
+            answered.append(number)
+            return 0.0
+
+    def wait() -> None:
+        if len(answered) == 2:
+            raise Stopped("SIGTERM")
+
+    with Pool(Slow, 0) as pool, pytest.raises(Stopped):
+        pool.rewards(range(5), ["b"] * 5, wait)
+    assert answered == [0, 1]
+
+
+def test_trained_weights_need_their_tokenizer(tmp_path: Path) -> None:
+    options = options_for(tmp_path / "run", 2)
+    with pytest.raises(InputError, match="give --tokenizer FOLDER") as refused:
+        write_tokenizer(tmp_path / "data", options, 257, trained=True)
+    assert refused.value.field == "tokenizer"
+    assert not (tmp_path / "data").exists()
 
 
 def test_the_environment_a_recipe_names() -> None:

@@ -27,8 +27,8 @@ from trainfit.training.tokenizer import (
     train_tokenizer,
 )
 
-HELD_OUT = 1 << 52
-"""Number of the first held-out task: a run has fewer completions."""
+HELD_OUT = 1 << 30
+"""Number of the first held-out task: a run has fewer tasks, and a number of 32 bits seeds any generator."""
 BYTES = 257
 """Tokens of the tokenizer of a model from scratch: the bytes, and the end."""
 
@@ -56,14 +56,21 @@ class PolicyTokenizer:
         return self.tokenizer.decode_batch(rows)
 
 
-def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int) -> None:
+def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int, *, trained: bool) -> None:
     """Write a run's tokenizer into ``place``, as a corpus without documents, or verify what is there.
 
-    Without one it is byte by byte: the model's weights are random, and so are its tokens.
+    Without one it is byte by byte where the model's weights are random, and so its tokens mean nothing yet.
+
+    Args:
+        trained: the weights are a folder's.
 
     Raises:
-        InputError: no such tokenizer, another than the run's, or one with more tokens than the model has.
+        InputError: no such tokenizer, another than the run's, or one with more tokens than the model has; or
+            trained weights without one.
     """
+    if options.tokenizer is None and trained and not place.exists():
+        problem = "model.weights names a folder without one, whose tokens are then unknown"
+        raise InputError(problem, "give --tokenizer FOLDER of the model", field="tokenizer")
     if options.tokenizer is None:
         found = RunTokenizer(train_tokenizer([], min(BYTES, vocabulary)), [], "")
     else:
@@ -141,12 +148,13 @@ class Answers:
         prompts_s = time.perf_counter() - start_s
         pause("rollout", True)
         start_s = time.perf_counter()
-        prompts = dict(zip(distinct, self._prompts(texts), strict=True))
+        prompts = dict(zip(distinct, self._prompts(texts, distinct), strict=True))
         completions = self._completed([prompts[task][0] for task in tasks], numbers.start, pause)
         rollout_s = time.perf_counter() - start_s
         pause("rewards", True)
         start_s = time.perf_counter()
-        rewards = self._pool.rewards(tasks, self._tokens.decode(completions))
+        texts = self._tokens.decode(completions)
+        rewards = self._pool.rewards(tasks, texts, lambda: pause("rewards", False))
         times = {"rollout": rollout_s, "rewards": prompts_s + time.perf_counter() - start_s}
         rows = zip(tasks, completions, rewards, strict=True)
         return [Sampled(prompts[task][0], one, reward, prompts[task][1]) for task, one, reward in rows], times
@@ -160,19 +168,36 @@ class Answers:
         prompts = [ids for ids, _ in self._prompts(texts)]
         return self._tokens.decode(self._completed(prompts, first, pause))
 
-    def _prompts(self, texts: list[str]) -> list[tuple[list[int], bool]]:
+    def _prompts(self, texts: list[str], tasks: list[int] | None = None) -> list[tuple[list[int], bool]]:
         """Return the tokens of each prompt, its last ``max_prompt``, and whether it was longer."""
-        encoded = self._tokens.encode(texts)
-        if not all(encoded):
-            remedy = "return text that has tokens"
-            raise InputError("a prompt has no tokens", remedy, field="objective.environment")
+        try:
+            encoded = self._tokens.encode(texts)
+        except InputError:
+            encoded = [self._encoded(text, number) for number, text in _named(texts, tasks)]
+        for (number, _), ids in zip(_named(texts, tasks), encoded, strict=True):
+            if not ids:
+                remedy = "return text that has tokens"
+                raise InputError(f"prompt({number}) has no tokens", remedy, field="objective.environment")
         return [(ids[-self._max_prompt :], len(ids) > self._max_prompt) for ids in encoded]
+
+    def _encoded(self, text: str, number: int) -> list[int]:
+        """Return a prompt's tokens, with its task named if it has none."""
+        try:
+            return self._tokens.encode([text])[0]
+        except InputError as error:
+            problem = f"prompt({number}) returned {text[:40]!r}: {error.problem}"
+            raise InputError(problem, "return other text", field="objective.environment") from None
 
     def _completed(self, prompts: list[list[int]], first: int, pause: Pause) -> list[Completion]:
         with phases.generating(self._step):
             if self._step.shards_weights:
                 self._generator.forget()
             return list(self._generator.completions(prompts, first, lambda: pause("rollout", False)))
+
+
+def _named(texts: list[str], tasks: list[int] | None) -> list[tuple[int, str]]:
+    """Return the texts with their tasks' numbers; without tasks, with their places."""
+    return list(zip(range(len(texts)) if tasks is None else tasks, texts, strict=True))
 
 
 def _distinct(numbers: range, group: int) -> list[int]:

@@ -108,7 +108,8 @@ def evaluate(
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "data"
         if saved is None:
-            write_tokenizer(place, options, vocabulary(step.model))
+            trained = recipe.model.weights != "random"
+            write_tokenizer(place, options, vocabulary(step.model), trained=trained)
         else:
             done, place = checkpoint.load(saved[0], step).step, saved[1]
         tokenizer = PolicyTokenizer.in_folder(place)

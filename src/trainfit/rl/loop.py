@@ -32,7 +32,7 @@ from trainfit.training.folder import DATA
 from trainfit.training.observer import EvalMetrics, RolloutMetrics
 from trainfit.training.options import SyntheticData, TrainOptions
 from trainfit.training.ranks.exchange import Ranks
-from trainfit.training.rollouts import MakeRollouts, Pause
+from trainfit.training.rollouts import REWARDS, MakeRollouts, Pause
 
 
 def rollouts_of(recipe: Recipe) -> MakeRollouts | None:
@@ -71,10 +71,13 @@ class Rollouts:
         _refuse_data(options)
         self._vocabulary = vocabulary(step.model)
         place = options.folder / DATA
-        ranks.on_first(lambda: write_tokenizer(place, options, self._vocabulary))
+        trained = recipe.model.weights != "random"
+        ranks.on_first(lambda: write_tokenizer(place, options, self._vocabulary, trained=trained))
         self._tokens = PolicyTokenizer.in_folder(place)
         maker = Maker.of(policy, recipe.seed)
         self._pool = Pool(maker, policy.workers)
+        if options.evaluates:
+            self._check_held_out()
         self._answers = Answers(step, self._tokens, self._pool)
         self._share = Share(
             policy.completions, policy.updates_per_rollout, ranks.world_size, ranks.rank, recipe.batch.micro
@@ -83,13 +86,25 @@ class Rollouts:
         self._update = 0
         self.tokenizer_tokens = self._tokens.tokenizer.get_vocab_size()
         self.notes: tuple[str, ...] = self._tokens.notes
-        self.identity = {"environment": digest} if (digest := maker.digest()) else {}
+        self.identity = {REWARDS: digest} if (digest := maker.digest()) else {}
         updates = policy.updates_per_rollout
         self.title = (
             f"{policy.name} on {policy.environment}: {policy.prompts} prompts x {policy.group} completions a "
             f"rollout, {updates} update{'s' * (updates > 1)} each; {self.tokenizer_tokens:,} tokens in the "
             f"tokenizer"
         )
+
+    def _check_held_out(self) -> None:
+        """Refuse an environment without held-out tasks before the first step, not after hours."""
+        try:
+            self._pool.prompts([HELD_OUT])
+        except InputError as error:
+            remedy = (
+                f"held-out tasks are numbered from {HELD_OUT:,} on: take the number modulo the size of a "
+                "list, or leave the evaluation out with --eval-fraction 0"
+            )
+            self._pool.close()
+            raise InputError(error.problem, remedy, field=error.field) from None
 
     def feed(self, steps: range, pause: Pause, on_rollout: Callable[[RolloutMetrics], None]) -> _Feed:
         """Return the micro-batches of these steps."""
@@ -158,14 +173,14 @@ class Rollouts:
         rollout_s, reward_s, scoring_s = map(max, seconds)
         lengths, prompts = queue.lengths.float(), queue.prompts.float()
         groups = queue.rewards.view(self._policy.prompts, -1)
-        equal = (groups == groups[:, :1]).all(dim=1).float().mean()
+        equal = float((groups == groups[:, :1]).all(dim=1).float().mean())
         return RolloutMetrics(
             step=step,
             completions=len(every),
             reward=float(queue.rewards.mean()),
             deviation=float(queue.rewards.std()),
             **parts_of([one.reward for one in every]),
-            equal_groups=float(equal),
+            equal_groups=equal if self._policy.group > 1 else None,
             prompts_cut=sum(one.was_cut for one in every) / len(every),
             prompt_tokens_mean=float(prompts.mean()),
             tokens_mean=float(lengths.mean()),
@@ -204,9 +219,9 @@ class Rollouts:
     def is_full(self) -> bool:
         """Return whether the newest update's sequences on this rank all have the recipe's length."""
         assert self._queue is not None
-        queue, seq = self._queue, self._recipe.batch.seq
-        whole = bool(self._recipe.compile)
-        return all(queue.positions(rows, seq, whole) == seq for rows in queue.micro_batches(self._update))
+        numbers = list(self._share.numbers(self._update))
+        lengths = (self._queue.prompts + self._queue.lengths)[numbers]
+        return bool((lengths == self._recipe.batch.seq).all())
 
     def readings(self) -> dict[str, float]:
         """Return reward, divergence and clipped share of the newest update; a collective."""

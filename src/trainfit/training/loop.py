@@ -27,10 +27,11 @@ from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSumma
 from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks, joined
 from trainfit.training.ranks.launch import launched_world_size, one_report
-from trainfit.training.rollouts import MakeRollouts, Rollouts
+from trainfit.training.rollouts import REWARDS, MakeRollouts, Rollouts
 from trainfit.training.session import Session
 from trainfit.training.state import first_not_finite
 
+REWARDS_CHANGED = "the environment's file has changed: rewards are no longer those of the earlier steps"
 OTHER_TOKENIZER = (
     "the tokenizer is trained on this data, and the weights know other tokens: name theirs by --tokenizer"
 )
@@ -283,7 +284,7 @@ def _changes(run: dict[str, Any] | None, environment: dict[str, Any]) -> tuple[s
     before = {"ranks": 1} | run["environment"] if run else environment
     effect = "losses may differ in the last bits from an uninterrupted run"
     return tuple(
-        f"{name} was {before.get(name)} and is {value}: {effect}"
+        REWARDS_CHANGED if name == REWARDS else f"{name} was {before.get(name)} and is {value}: {effect}"
         for name, value in environment.items()
         if before.get(name) != value
     )

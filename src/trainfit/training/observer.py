@@ -86,7 +86,8 @@ class RolloutMetrics(Value):
         step: the first step that trains on it.
         reward, deviation: mean and standard deviation over all completions.
         parts: mean of each part of the reward; ``shares``: share of completions where it is above 0.
-        equal_groups: share of prompts whose completions all have one reward, from which GRPO learns nothing.
+        equal_groups: share of prompts whose completions all have one reward, from which GRPO learns nothing;
+            None if a prompt has one completion.
         prompts_cut: share of prompts longer than ``max_prompt``, whose beginnings were left out.
         tokens_mean, tokens_max, cut_share: lengths of the completions; share that ``max_new`` ended.
         log_difference_mean, log_difference_max: size of the difference between the log-probabilities that
@@ -101,7 +102,7 @@ class RolloutMetrics(Value):
     deviation: float
     parts: dict[str, float]
     shares: dict[str, float]
-    equal_groups: Share
+    equal_groups: Share | None
     prompts_cut: Share
     prompt_tokens_mean: float
     tokens_mean: float

@@ -12,6 +12,9 @@ from trainfit.training.observer import EvalMetrics, RolloutMetrics
 from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks
 
+REWARDS = "rewards"
+"""Name of the digest of the file that gives the rewards, among the facts on which a run depends."""
+
 Pause = Callable[[str, bool], None]
 """(name of the phase, every rank is here) -> nothing; raises ``Stopped`` if a signal ends the run here."""
 
@@ -56,7 +59,7 @@ class Rollouts(Protocol):
         ...
 
     def is_full(self) -> bool:
-        """Return whether the newest update's sequences are all as long as the recipe's, padding included."""
+        """Return whether the newest update's sequences are all as long as the recipe's, without padding."""
         ...
 
     def readings(self) -> dict[str, float]:

@@ -145,12 +145,24 @@ class Session:
         return Feed(self.step.recipe, source, self.step.device, numbers)
 
     def _next(self, feed: BatchFeed) -> list[Batch] | None:
-        """Return the next step's micro-batches; save the last step if a signal ends their generation."""
+        """Return the next step's micro-batches; save the last step if a signal or an error prevents it."""
         try:
             return next(feed, None)
         except Stopped:
             self._save_last_step()
             raise
+        except InputError as error:
+            raise self._after_saving(error) from None
+
+    def _after_saving(self, error: InputError) -> InputError:
+        """Save the last step before an error ends the run, and return the error with the newest checkpoint.
+
+        Of several ranks only one may have it, and saving takes all of them.
+        """
+        if not self.ranks.several:
+            self._save_last_step()
+        remedy = error.remedy if self.checkpoint is None else f"{error.remedy}; {self._last_good()}"
+        return InputError(error.problem, remedy, field=error.field, value=error.value, file=error.file)
 
     def _save_last_step(self) -> None:
         """Save the last step that this process took, unless it is saved."""
@@ -352,6 +364,8 @@ class Session:
             if not self.ranks.several and stop.name is None:
                 raise  # From an enclosing handler.
             return None
+        except InputError as error:
+            raise self._after_saving(error) from None
 
     def _evaluation(self, stop: StopSignal | AgreedStop) -> EvalMetrics | None:
         """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.

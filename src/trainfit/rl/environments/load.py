@@ -63,7 +63,7 @@ class Maker:
             made = kind(**given)
         except InputError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             field = "objective.arguments" if self.arguments else FIELD
             remedy = f"it takes {', '.join(takes) or 'nothing'}"
             raise InputError(failure_of(error, "making it"), remedy, field=field, value=self.name) from None
@@ -107,18 +107,18 @@ def _class_in_file(name: str) -> Any:
         sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = failure_of(error, "importing it")
         raise InputError(problem, "correct the file", field=FIELD, value=name) from None
     found = getattr(module, kind, None)
-    if found is None:
+    if not callable(found):
         classes = [one for one, value in vars(module).items() if isinstance(value, type)]
         remedy = f"it defines {', '.join(classes[:5])}" if classes else "define it"
         raise InputError(f"the file has no class {kind}", remedy, field=FIELD, value=name)
     return found
 
 
-def failure_of(error: Exception, during: str) -> str:
+def failure_of(error: BaseException, during: str) -> str:
     """Describe an exception of a user's environment in one line, with the innermost place in its file."""
     if isinstance(error, SyntaxError):
         where = f" (line {error.lineno})"

@@ -6,7 +6,6 @@ for the rewards of the answers.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import signal
@@ -23,8 +22,12 @@ from trainfit.spec.errors import InputError
 
 NEIGHBOURS = 8
 """Tasks in a row that one worker computes."""
+LOOK_S = 0.2
+"""Seconds between two looks at whether a signal ends the wait for workers."""
 WHOLE = "reward"
 """Name of the only part of a reward that is one number."""
+LARGEST = 1e30
+"""No reward may be as large: its square overflows fp32 long before its advantage means anything."""
 CORRECT = "correct the environment"
 
 Rows = Callable[[Sequence[Any]], list[tuple[Any, str]]]
@@ -62,21 +65,34 @@ class Pool:
         if self._workers:
             self._begun[tuple(numbers)] = self._submit(_prompts, [(number,) for number in numbers])
 
-    def rewards(self, numbers: Sequence[int], completions: Sequence[str]) -> list[dict[str, float]]:
-        """Return the parts of each answer's reward, whose sum it is; one number is its only part."""
-        return self._all(_rewards, list(zip(numbers, completions, strict=True)))
+    def rewards(
+        self, numbers: Sequence[int], completions: Sequence[str], wait: Callable[[], None] = lambda: None
+    ) -> list[dict[str, float]]:
+        """Return the parts of each answer's reward, whose sum it is; one number is its only part.
+
+        Args:
+            wait: called between the rewards, or while workers compute them; what it raises ends the wait.
+        """
+        return self._all(_rewards, list(zip(numbers, completions, strict=True)), wait=wait)
 
     def _all(
-        self, function: Rows, rows: Sequence[tuple[Any, ...]], begun: list[Future[Any]] | None = None
+        self,
+        function: Rows,
+        rows: Sequence[tuple[Any, ...]],
+        begun: list[Future[Any]] | None = None,
+        wait: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """Return the function's values of each row, whose first entry is the task's number."""
         if not self._workers:
             global _mine
             _mine = self._here
-            answers = function(rows)
+            answers = list[tuple[Any, str]]()
+            for row in rows:
+                wait()
+                answers += function([row])
         else:
             try:
-                parts = [iter(one.result()) for one in begun or self._submit(function, rows)]
+                parts = [iter(_result(one, wait)) for one in begun or self._submit(function, rows)]
             except BrokenProcessPool:
                 problem = "a worker process of the environment ended"
                 raise InputError(problem, "see its output; use workers: 0 to debug it", field=FIELD) from None
@@ -110,6 +126,17 @@ class Pool:
         self.close()
 
 
+def _result(future: Future[Any], wait: Callable[[], None]) -> Any:
+    """Return the future's result; ``wait`` is called while it is not there."""
+    while True:
+        wait()
+        try:
+            return future.result(timeout=LOOK_S)
+        except TimeoutError:
+            if future.done():  # The environment's own TimeoutError is described by its worker.
+                raise
+
+
 def _begin(make: Callable[[], Environment], parent: int) -> None:
     """Make a worker's environment; signals to the group leave it to the training process to end it."""
     global _mine  # The environment of this worker process.
@@ -132,7 +159,7 @@ def _prompt(number: int) -> tuple[str, str]:
     assert _mine is not None
     try:
         found = _mine.prompt(number)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return "", failure_of(error, f"prompt({number})")
     if not isinstance(found, str):
         return "", f"prompt({number}) returned {type(found).__name__}, not text"
@@ -145,8 +172,10 @@ def _reward(number: int, completion: str) -> tuple[dict[str, float], str]:
         found: Any = _mine.reward(number, completion)
         parts = dict(found) if isinstance(found, Mapping) else {WHOLE: found}
         parts = {str(name): float(value) for name, value in parts.items()}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {}, failure_of(error, f"reward({number}, {completion[:40]!r})")
-    if not parts or not all(math.isfinite(value) for value in parts.values()):
-        return {}, f"reward({number}, {completion[:40]!r}) returned {found!r}, not a finite number"
+    # Each is logged and their sum is trained on in fp32.
+    if not parts or not all(abs(value) < LARGEST for value in (*parts.values(), sum(parts.values()))):
+        what = f"returned {found!r}, not a number below {LARGEST:.0e}"
+        return {}, f"reward({number}, {completion[:40]!r}) {what}"
     return parts, ""
