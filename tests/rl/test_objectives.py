@@ -43,6 +43,20 @@ def test_the_worked_example() -> None:
     assert torch.autograd.grad(found, logs)[0].item() == pytest.approx(2 * 0.87)
 
 
+@pytest.mark.parametrize("moved", [-300.0, -90.0, 90.0, 300.0])
+def test_a_collapsed_probability_has_a_finite_loss(moved: float) -> None:
+    """fp32's exp overflows at 88: a ratio, or a divergence, of infinity would end the run."""
+    logs = torch.tensor([-1.0, -1.0 + moved, -1.0 + moved], requires_grad=True)
+    old = reference = torch.full((3,), -1.0)
+    loss = PolicyLoss(old, torch.tensor([1.0, 1.0, -1.0]), torch.full((3,), 1 / 3), 0.2, 0.1, reference)
+    found = loss(logs, slice(0, 3)).sum()
+    assert found.isfinite()
+    (gradient,) = torch.autograd.grad(found, logs)
+    assert gradient.isfinite().all()
+    assert gradient[0] == pytest.approx(-1 / 3)  # The token that did not move learns as before.
+    assert loss.metrics()["log_difference_max"] == pytest.approx(abs(moved))
+
+
 def test_chunks_of_the_policy_loss_are_the_whole_formula() -> None:
     generator = torch.Generator().manual_seed(0)
     n, e, v, clip, kl = 30, 8, 20, 0.2, 0.1

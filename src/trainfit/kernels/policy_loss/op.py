@@ -9,6 +9,9 @@ KL divergence from the reference (Schulman, "Approximating KL divergence", 2020)
 
 Example: a token whose probability has doubled since it was sampled, of a completion with advantage 0.87, has
 ratio 2; with clip 0.2 its loss is -1.2 x 0.87, a constant, and it has no gradient.
+
+Differences of log-probabilities are limited to 20 either way before ``exp``, so that a token whose
+probability collapsed has a finite loss; beyond the limit it has no gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Largest size of a log ratio in the loss; its exp is 4.9e8, and fp32 overflows at 88."""
 
 
 @dataclass
@@ -48,12 +54,13 @@ class PolicyLoss:
         moved = logs - self.old[part]
         # Tokens that do not count may have any log-probability; exp of it could be infinite, times 0.
         moved = torch.where(weights > 0, moved, 0.0)
-        ratio = moved.exp()
+        ratio = moved.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         bounded = ratio.clamp(1 - self.clip, 1 + self.clip)
         losses = -torch.minimum(ratio * advantages, bounded * advantages)
         divergence = torch.zeros_like(losses)
         if self.reference is not None:
             apart = torch.where(weights > 0, self.reference[part] - logs, 0.0)
+            apart = apart.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             divergence = apart.exp() - apart - 1
             losses = losses + self.kl * divergence
         with torch.no_grad():
