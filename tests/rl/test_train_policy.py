@@ -294,7 +294,7 @@ def test_a_signal_ends_the_wait_for_rewards() -> None:
 def test_trained_weights_need_their_tokenizer(tmp_path: Path) -> None:
     options = options_for(tmp_path / "run", 2)
     with pytest.raises(InputError, match="give --tokenizer FOLDER") as refused:
-        write_tokenizer(tmp_path / "data", options, 257, trained=True)
+        write_tokenizer(tmp_path / "data", options, 257, weights="a-folder")
     assert refused.value.field == "tokenizer"
     assert not (tmp_path / "data").exists()
 

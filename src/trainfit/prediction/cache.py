@@ -25,7 +25,8 @@ SOURCES = {".py", ".json", ".toml"}
 NOT_OF_AN_ESTIMATE = (
     "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "integrations/",
     "measurement/", "records.py", "report/", "rl/answers.py", "rl/environments/", "rl/evaluation.py",
-    "rl/loop.py", "rl/measure.py", "rl/objectives/", "rl/queue.py", "sweeps/", "training/", "verification/",
+    "rl/loop.py", "rl/measure.py", "rl/objectives/", "rl/queue.py", "rl/stop_tokens.py", "sweeps/",
+    "training/", "verification/",
 )  # fmt: skip
 """Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
 NOT_OF_A_LEDGER = (

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainfit.rl import stop_tokens
 from trainfit.rl.environments.pool import Pool
 from trainfit.rl.rollout import phases
 from trainfit.rl.rollout.generate import Completion, Sampling
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
 from trainfit.spec.parsing.parse import parse
-from trainfit.step import Step
+from trainfit.spec.recipe import RANDOM
+from trainfit.step import Step, vocabulary
 from trainfit.training import durable
 from trainfit.training.corpus import INDEX, SIDES, Index, Side
 from trainfit.training.options import TrainOptions
@@ -34,17 +36,18 @@ BYTES = 257
 
 
 class PolicyTokenizer:
-    """The tokenizer of prompts and completions, and the token that ends a completion."""
+    """The tokenizer of prompts and completions, and the tokens that end a completion."""
 
-    def __init__(self, tokenizer: Any, end: int, notes: tuple[str, ...] = ()):
-        self.tokenizer, self.end, self.notes = tokenizer, end, notes
+    def __init__(self, tokenizer: Any, stops: tuple[int, ...], notes: tuple[str, ...] = ()):
+        self.tokenizer, self.stops, self.notes = tokenizer, stops, notes
 
     @classmethod
     def in_folder(cls, place: Path) -> PolicyTokenizer:
         """Return the tokenizer that ``write_tokenizer`` wrote."""
         index = _index(place)
         assert index.end is not None, "``write_tokenizer`` wrote it"
-        return cls(load_tokenizer(place / TOKENIZER)[0], index.end, index.notes)
+        stops = tuple(dict.fromkeys((index.end, *index.stops)))
+        return cls(load_tokenizer(place / TOKENIZER)[0], stops, index.notes)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of each text; names of special tokens in it are these tokens."""
@@ -56,19 +59,19 @@ class PolicyTokenizer:
         return self.tokenizer.decode_batch(rows)
 
 
-def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int, *, trained: bool) -> None:
+def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int, *, weights: str) -> None:
     """Write a run's tokenizer into ``place``, as a corpus without documents, or verify what is there.
 
     Without one it is byte by byte where the model's weights are random, and so its tokens mean nothing yet.
 
     Args:
-        trained: the weights are a folder's.
+        weights: ``model.weights``, whose folder may name more tokens that end a completion.
 
     Raises:
         InputError: no such tokenizer, another than the run's, or one with more tokens than the model has; or
             trained weights without one.
     """
-    if options.tokenizer is None and trained and not place.exists():
+    if options.tokenizer is None and weights != RANDOM and not place.exists():
         problem = "model.weights names a folder without one, whose tokens are then unknown"
         raise InputError(problem, "give --tokenizer FOLDER of the model", field="tokenizer")
     if options.tokenizer is None:
@@ -91,7 +94,7 @@ def write_tokenizer(place: Path, options: TrainOptions, vocabulary: int, *, trai
     none = Side(documents=0, tokens=0)
     index = Index(
         identity={"tokenizer": found.digest}, dtype="uint16", tokenizer_tokens=size, notes=tuple(notes),
-        end=end, train=none, eval=none,
+        end=end, stops=stop_tokens.of_folders(options.tokenizer, weights), train=none, eval=none,
     )  # fmt: skip
     with durable.new_folder(place) as work:
         with writing(work / TOKENIZER):
@@ -131,7 +134,10 @@ class Answers:
         self._step, self._tokens, self._pool = step, tokenizer, pool
         self._max_prompt = phases.policy_of(step.recipe).max_prompt
         changed = {} if temperature is None else {"temperature": temperature}
-        sampling: Sampling = phases.sampling_of(step.recipe, (tokenizer.end,)).model_copy(update=changed)
+        words = phases.policy_of(step.recipe).rollout.stop
+        own = stop_tokens.of_recipe(words, tokenizer.tokenizer, vocabulary(step.model))
+        stops = tuple(dict.fromkeys((*tokenizer.stops, *own)))
+        sampling: Sampling = phases.sampling_of(step.recipe, stops).model_copy(update=changed)
         self._generator = phases.generator_of(step, sampling)
 
     def of_tasks(self, numbers: range, group: int, pause: Pause) -> tuple[list[Sampled], dict[str, float]]:

@@ -108,8 +108,7 @@ def evaluate(
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "data"
         if saved is None:
-            trained = recipe.model.weights != "random"
-            write_tokenizer(place, options, vocabulary(step.model), trained=trained)
+            write_tokenizer(place, options, vocabulary(step.model), weights=recipe.model.weights)
         else:
             done, place = checkpoint.load(saved[0], step).step, saved[1]
         tokenizer = PolicyTokenizer.in_folder(place)

@@ -71,8 +71,8 @@ class Rollouts:
         _refuse_data(options)
         self._vocabulary = vocabulary(step.model)
         place = options.folder / DATA
-        trained = recipe.model.weights != "random"
-        ranks.on_first(lambda: write_tokenizer(place, options, self._vocabulary, trained=trained))
+        weights = recipe.model.weights
+        ranks.on_first(lambda: write_tokenizer(place, options, self._vocabulary, weights=weights))
         self._tokens = PolicyTokenizer.in_folder(place)
         maker = Maker.of(policy, recipe.seed)
         self._pool = Pool(maker, policy.workers)

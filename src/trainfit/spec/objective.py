@@ -11,6 +11,15 @@ NAMES = ("pretrain", "grpo", "ppo")
 Share = Annotated[float, Field(gt=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+StopToken = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
+
+
+def _several(value: Any) -> Any:
+    """Return a list, or one word or number, as a tuple."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str | int) and not isinstance(value, bool) else value
+
 
 class Pretrain(Value):
     """Next-token prediction of the recipe's ``data``."""
@@ -26,12 +35,14 @@ class Rollout(Value):
         batch: sequences that are generated at a time.
         temperature: also of the log-probabilities in the loss.
         top_p: the fewest likeliest tokens that sum to it are sampled from.
+        stop: tokens that end a completion, by text or id, beside those that tokenizer and model name.
     """
 
     kv_cache: Literal["bf16", "fp16", "fp32"] = "bf16"
     batch: Count = 64
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     top_p: Share = 1.0
+    stop: Annotated[tuple[StopToken, ...], BeforeValidator(_several)] = ()
 
 
 class Policy(Value):

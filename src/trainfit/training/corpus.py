@@ -199,6 +199,7 @@ class Index(Value):
     tokenizer_tokens: Count
     notes: tuple[str, ...] = ()  # Ways in which text is lost
     end: Count | None = None  # Id of the token after each document; None: an older version wrote it
+    stops: tuple[Count, ...] = ()  # Ids of more tokens that end a completion, as the model's folder names
     train: Side
     eval: Side
 
