@@ -23,10 +23,12 @@ def test_the_predicted_speeds_are_the_pages_shares_of_the_best() -> None:
 
 def test_the_trainings_are_as_the_page_says() -> None:
     full, cpu = (token_budget.SIZES[name] for name in ("full", "cpu"))
-    check(PAGE, r"parameters and a budget of # tokens, on a CPU # million and #",
-          (full.budget, 0.131136, cpu.budget))  # fmt: skip
-    check(PAGE, r"constant after a warm-up over # % of the tokens, # for # tokens \(# on a CPU\)",
-          (100 * token_budget.WARMUP_SHARE, full.lr, full.base, cpu.lr))  # fmt: skip
+    check(PAGE, r"it has # million parameters and a budget of # tokens, on a CPU # million and #",
+          (0.459136, full.budget, 0.131136, cpu.budget))  # fmt: skip
+    check(PAGE, r"over # optimizer steps, or a quarter of the steps where those are fewer than #",
+          (token_budget.WARMUP_STEPS, token_budget.WARMUP_STEPS / token_budget.WARMUP_SHARE))  # fmt: skip
+    check(PAGE, r"It is # for # tokens \(# on a CPU\)", (full.lr, full.base, cpu.lr))
+    assert full.factors == cpu.factors == (1.0, 0.5, 2.0)
 
 
 def test_rows_of_the_techniques_table_are_against_the_reference() -> None:

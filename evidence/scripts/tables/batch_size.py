@@ -26,7 +26,7 @@ WEIGHTS = few_tokens.block_of(shape_of(model_config(MODEL)), 2)
 CARD = "h100-sxm"
 """Of the roofline and the predictions where nothing is measured."""
 CARDS = ("a100-sxm4-80gb", "h100-sxm", "h200", "b200", "mi300x", "rtx-4090")
-PRODUCTS, STEPS, BUDGET = "tokens", "step of", "seen"
+PRODUCTS, STEPS, BUDGET, RATE = "tokens", "step of", "seen", "rate"
 """Keys that only points of this part have."""
 REFERENCE_MICRO, SEQ = 4, 2048
 """Of the techniques' reference recipe."""
@@ -42,9 +42,13 @@ def _trained() -> BenchResult | None:
     return bench.newest("batch", BUDGET) or bench.newest("batch", BUDGET, needs_gpu=False)
 
 
-def _losses() -> list[BenchRow]:
+def _losses(key: str = BUDGET) -> list[BenchRow]:
+    """Return the rows of one budget: the experiment's, or else the largest of an earlier form."""
     found = _trained()
-    return [] if found is None else [row for row in found.rows if BUDGET in row.point]
+    rows = [] if found is None else [row for row in found.rows if key in row.point]
+    known = {int(row.point["budget"]) for row in rows}
+    budget = max(known & {token_budget.SIZES[name].budget for name in ("full", "cpu")} or known, default=0)
+    return [row for row in rows if row.point["budget"] == budget]
 
 
 def machine() -> str:
@@ -246,6 +250,22 @@ def losses() -> str:
         lines.append([f"{batch:,}", str(seen[-1] // batch), bench.of_number("lr", ".2g")(last), *cells])
     heads = ["batch, tokens", "steps", "learning rate", *(f"{at / 2**20:g}M tokens" for at in shown)]
     return markdown_grid(heads, lines)
+
+
+def rates() -> str:
+    """Return the loss after the budget by batch and learning rate, as a factor of the square-root rule's."""
+    rows = _losses(RATE)
+    if not rows:
+        return bench.NOT_MEASURED
+    factors = sorted({float(row.point[RATE]) for row in rows})
+    lines = []
+    for batch in sorted({int(row.point["batch"]) for row in rows}):
+        mine = {float(row.point[RATE]): row for row in rows if row.point["batch"] == batch}
+        losses = [bench.of_number("loss", ".3f")(mine[factor]) for factor in factors]
+        seconds = [number(row, "step_s") for row in mine.values()]
+        known = [one for one in seconds if one is not None]
+        lines.append([f"{batch:,}", *losses, format_seconds(min(known)) if known else NOTHING])
+    return markdown_grid(["batch, tokens", *(f"{factor:g} x" for factor in factors), "a step"], lines)
 
 
 def useful() -> str:

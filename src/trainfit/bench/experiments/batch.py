@@ -8,6 +8,7 @@ batch whose loss is as low as the best.
 
 import gc
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainfit.bench.harness.bench import Bench, Part, Point, failure_of, fp32_products, value
+from trainfit.bench.harness.bench import Bench, Part, Point, failure_of, failures, fp32_products, value
 from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.memory_prediction import predictions
 from trainfit.bench.harness.roofline import Work
@@ -170,32 +171,82 @@ def _step_rates(
 
 
 def _budget(bench: Bench) -> Iterator[BenchRow]:
-    """Yield the losses of held-out sequences by batch and tokens seen, and the largest useful batch."""
+    """Yield a run for each batch and learning rate, the best rate's losses, and the largest useful batch.
+
+    A limit of time cuts what says least: rates other than the first of the smallest batches, which take the
+    most steps, then the smallest batches.
+    """
     size = token_budget.size_of(bench.form, bench.device)
-    losses: dict[int, float] = {}
     summary: Point = {"budget": size.budget, "batches": "compared"}
+    curves, rates = _budget_points(size)
+    needed = [batch for batch in curves if bench.wanted([*curves[batch], summary])]
+    wanted = [batch for batch in curves if batch in needed or bench.wanted(rates[batch].values())]
+    pace, losses = token_budget.Pace(size), dict[int, float]()
+    for batch in wanted:
+        runs: list[token_budget.Trained] = []
+        message = "no learning rate was tried"
+        for factor, point in rates[batch].items():
+            if batch not in needed and not bench.wants(point):
+                continue
+            later = [one for one in wanted if one < batch and factor != size.factors[0]]
+            for row in _rate(bench, pace, batch, factor, point, later, runs):
+                message = row.message
+                if bench.wants(point):
+                    yield row
+        best = min(runs, key=lambda run: run.last, default=None)
+        if best is not None:
+            losses[batch] = best.last
+            yield from _losses(bench.wanted(curves[batch]), best)
+        elif batch in needed:
+            yield from failures(bench.wanted(curves[batch]), "not-run", message)
+    if bench.wants(summary):
+        yield _compared(summary, size, losses)
+
+
+def _budget_points(size: token_budget.Size) -> tuple[dict[int, list[Point]], dict[int, dict[float, Point]]]:
+    """Return the points by batch, the largest first: of the tokens seen, and of the learning rates."""
+    curves: dict[int, list[Point]] = {}
+    rates: dict[int, dict[float, Point]] = {}
     for batch in sorted(size.batches, reverse=True):
         seen = [batch * -(-size.budget * (at + 1) // size.points // batch) for at in range(size.points)]
-        points: list[Point] = [{"budget": size.budget, "batch": batch, "seen": tokens} for tokens in seen]
-        if bench.wanted([*points, summary]):
-            for row in bench.attempt(points, partial(_trained, bench, size, batch), partial(_losses, points)):
-                if "loss" in row.numbers and row.point["seen"] == size.budget:
-                    losses[batch] = float(row.numbers["loss"])
-                if bench.wants(row.point):
-                    yield row
-    if len(losses) == len(size.batches):
-        found = token_budget.largest_useful(losses, TOLERANCE)
-        best = min(losses, key=lambda batch: losses[batch])
-        numbers: dict[str, Cell] = {
-            "useful_tokens": found, "steps": size.budget // found, "loss": losses[found],
-            "best_tokens": best, "source_loss": token_budget.source_loss(token_budget.held_out()),
-        }  # fmt: skip
-        yield from bench.find(summary, lambda: numbers)
+        curves[batch] = [{"budget": size.budget, "batch": batch, "seen": tokens} for tokens in seen]
+        rates[batch] = {
+            factor: {"budget": size.budget, "batch": batch, "rate": factor} for factor in size.factors
+        }
+    return curves, rates
 
 
-def _trained(bench: Bench, size: token_budget.Size, batch: int) -> token_budget.Trained:
-    with fp32_products("tf32" if bench.device.type == "cuda" else "fp32"):
-        return token_budget.train(size, batch, bench.device, lambda: bench.late() is not None)
+def _rate(
+    bench: Bench, pace: token_budget.Pace, batch: int, factor: float, point: Point, later: list[int],
+    runs: list[token_budget.Trained],
+) -> Iterator[BenchRow]:  # fmt: skip
+    """Yield the row of one training and add it to ``runs``; not-run where the limit leaves too little time.
+
+    Args:
+        later: batches for one run of which time is kept, the largest first.
+    """
+    lr = pace.size.rate(batch, factor)
+
+    def find() -> token_budget.Trained:
+        with fp32_products("tf32" if bench.device.type == "cuda" else "fp32"):
+            return token_budget.train(pace.size, batch, lr, bench.device)
+
+    def rows(found: token_budget.Trained) -> Iterator[BenchRow]:
+        pace.add(batch, found)
+        if math.isinf(found.last):
+            yield from failures([point], "failed", f"the training diverged at a learning rate of {lr:g}")
+            return
+        runs.append(found)
+        yield value(point, loss=found.last, lr=lr, steps=found.steps, step_s=found.step_s)
+
+    while later and pace.needed_s(later) > bench.left_s():
+        later = later[:-1]  # It will be cut, whatever runs now.
+    missing_s = pace.needed_s([batch, *later]) - bench.left_s()
+    if bench.late() is None and missing_s > 0:
+        why = f"cut: the experiment's time limit is {math.ceil(missing_s):,} s too short"
+        yield from failures([point], "not-run", why)
+    else:
+        yield from bench.attempt([point], find, rows)
 
 
 def _losses(points: list[Point], found: token_budget.Trained) -> Iterator[BenchRow]:
@@ -204,11 +255,23 @@ def _losses(points: list[Point], found: token_budget.Trained) -> Iterator[BenchR
         yield value(point, loss=loss, lr=found.lr, steps=int(point["seen"]) // int(point["batch"]))
 
 
+def _compared(summary: Point, size: token_budget.Size, losses: Mapping[int, float]) -> BenchRow:
+    """Return the largest useful batch of those that were trained."""
+    if len(losses) < 2:
+        return BenchRow(point=summary, status="not-run", message="fewer than two batches were trained")
+    found = token_budget.largest_useful(losses, TOLERANCE)
+    best = min(losses, key=lambda batch: losses[batch])
+    return value(
+        summary, useful_tokens=found, steps=size.steps(found), loss=losses[found], best_tokens=best,
+        num_batches=len(losses), source_loss=token_budget.source_loss(token_budget.held_out()),
+    )  # fmt: skip
+
+
 EXPERIMENT = Experiment(
     title="Batch size: products, steps, loss of a budget",
     question="From which batch on is a GPU busy, and beyond which does a larger one bring nothing?",
     run=run,
-    limit_s=110,
+    limit_s=240,
     columns=(
         Column("tflops_per_s", "TFLOP/s"),
         Column("gb_per_s", "GB/s"),
@@ -229,8 +292,12 @@ EXPERIMENT = Experiment(
         Column("useful_tokens", "largest useful", ",", note="batch whose loss is at most 1 % above the best"),
         Column("best_tokens", "best", ","),
         Column("loss", format=".4f", note="nats a token of held-out sequences, constant learning rate"),
-        Column("lr", format=".2g", note="the best one tried for this batch"),
+        Column("lr", "learning rate", ".2g"),
+        Column("rate", "of the rule", "g",
+               note="learning rate over that of the square-root rule; losses by tokens are of the best one"),
         Column("steps"),
+        Column("step_s", "a step"),
+        Column("num_batches", "batches"),
         Column("source_loss", "loss of the source", ".4f"),
     ),
     plots=(

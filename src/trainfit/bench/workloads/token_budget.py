@@ -9,7 +9,8 @@ Shapes: n sequences, s tokens of a sequence.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -22,7 +23,11 @@ from trainfit.step import Batch, Step, assemble
 
 VOCAB, GROUPS, CHOICES = 256, 16, 8
 SEQ = 128
-WARMUP_SHARE = 0.05  # Of the budget, over which the learning rate rises; it is constant afterwards
+WARMUP_STEPS, WARMUP_SHARE = 40, 0.25
+"""Optimizer steps over which the learning rate rises, but at most this share of a run's; then it is constant.
+
+Counted in steps, because AdamW's moments need steps to settle, however many tokens each has.
+"""
 EVAL_SEQUENCES = 128
 
 
@@ -31,7 +36,8 @@ class Size:
     """A decoder's size, the budget and the batches, in tokens; the learning rate is that of ``base`` tokens.
 
     With a batch of B tokens it is ``lr`` sqrt(B / base) times each of ``factors``, of which the best counts
-    (AdamW's square-root rule: Malladi et al., arXiv:2205.10287).
+    (AdamW's square-root rule: Malladi et al., arXiv:2205.10287). The first factor is tried for every batch
+    before time is spent on another.
     """
 
     hidden: int
@@ -43,11 +49,18 @@ class Size:
     lr: float
     factors: Sequence[float]
 
+    def rate(self, batch: int, factor: float) -> float:
+        """Return the learning rate of a batch of so many tokens."""
+        return factor * self.lr * math.sqrt(batch / self.base)
+
+    def steps(self, batch: int) -> int:
+        return self.budget // batch
+
 
 SIZES = {
-    "cpu": Size(64, 2, 2**19, tuple(2**power for power in range(10, 17)), 8, 2**13, 8e-3, (0.5, 1.0)),
-    "tiny": Size(32, 1, 2**14, (1024, 4096), 2, 1024, 1e-2, (1.0,)),
-    "full": Size(256, 4, 2**22, tuple(2**power for power in range(11, 18)), 8, 2**13, 4e-3, (0.5, 1.0)),
+    "cpu": Size(64, 2, 2**19, tuple(2**power for power in range(8, 17)), 8, 2**13, 8e-3, (1.0, 0.5, 2.0)),
+    "tiny": Size(32, 1, 2**14, (1024, 4096), 2, 1024, 1e-2, (1.0, 0.5)),
+    "full": Size(128, 2, 2**20, tuple(2**power for power in range(8, 17)), 8, 2**13, 4e-3, (1.0, 0.5, 2.0)),
 }
 
 
@@ -112,46 +125,71 @@ class Trained:
     lr: float
     steps: int = 0
     losses: dict[int, float] = field(default_factory=dict)
+    step_s: float = math.inf  # Seconds of a step: the least mean between two evaluations
+    elapsed_s: float = 0.0
 
     @property
     def last(self) -> float:
         """The loss after the whole budget; infinite where the training diverged."""
-        last = self.losses[max(self.losses)]
-        return last if math.isfinite(last) else math.inf
+        return self.losses[max(self.losses)] if all(map(math.isfinite, self.losses.values())) else math.inf
 
 
-def train(size: Size, batch: int, device: torch.device, is_late: Callable[[], bool]) -> Trained:
-    """Return the best training with batches of ``batch`` tokens.
+@dataclass
+class Pace:
+    """Seconds that a run needs, from those of larger batches: a step's time falls to the host's.
 
-    Args:
-        is_late: whether no time is left for a further learning rate.
+    Before the first run nothing is known, and a run needs no time.
     """
+
+    size: Size
+    step_s: dict[int, float] = field(default_factory=dict)  # By batch
+    apart_s: float = math.inf  # Of building and evaluating: the least so far
+
+    def add(self, batch: int, run: Trained) -> None:
+        """Count a run."""
+        self.step_s[batch] = min(run.step_s, self.step_s.get(batch, math.inf))
+        self.apart_s = min(self.apart_s, max(0.0, run.elapsed_s - run.steps * run.step_s))
+
+    def needed_s(self, batches: Iterable[int]) -> float:
+        """Return the seconds that one run of each batch takes."""
+        if not self.step_s:
+            return 0.0
+        return sum(self.apart_s + self.size.steps(batch) * self._step_s(batch) for batch in batches)
+
+    def _step_s(self, batch: int) -> float:
+        smallest, *larger = sorted(self.step_s)
+        if batch >= smallest or not larger:
+            return self.step_s[max(batch, smallest)]
+        # On the line through the two smallest batches, but no less than in proportion to the tokens.
+        rise = max(0.0, self.step_s[larger[0]] - self.step_s[smallest]) / (larger[0] - smallest)
+        known_s = self.step_s[smallest]
+        return max(known_s - rise * (smallest - batch), known_s * batch / smallest)
+
+
+def train(size: Size, batch: int, lr: float, device: torch.device) -> Trained:
+    """Return one training of the whole budget with batches of ``batch`` tokens."""
+    began = time.perf_counter()
     train_ns, eval_ns = sequences(size.budget // SEQ, seed=0), held_out()
-    found: list[Trained] = []
-    for factor in size.factors:
-        if found and is_late():
-            break
-        lr = factor * size.lr * math.sqrt(batch / size.base)
-        found.append(_train(size, batch, lr, train_ns, eval_ns, device))
-    return min(found, key=lambda one: one.last)
-
-
-def _train(
-    size: Size, batch: int, lr: float, train_ns: Tensor, eval_ns: Tensor, device: torch.device
-) -> Trained:
     step = assemble(_recipe(size, batch, lr, device), device)
     evaluated = _batch(eval_ns, device)
     found, every = Trained(lr), size.budget // size.points
+    warmup = max(1, min(WARMUP_STEPS, int(WARMUP_SHARE * size.steps(batch))))
     data_ns = train_ns.to(device)
+    timed_from, at = time.perf_counter(), 0
     for some_ns in data_ns.split(batch // SEQ):
-        seen = (found.steps + 1) * batch
         for optimizer in step.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, seen / (WARMUP_SHARE * size.budget))
-        step([_batch(some_ns, device)])
+                group["lr"] = lr * min(1.0, (found.steps + 1) / warmup)
+        loss = step([_batch(some_ns, device)])
         found.steps += 1
+        seen = found.steps * batch
         if seen % every < batch:
+            loss.item()  # Waits for the device.
+            step_s = (time.perf_counter() - timed_from) / (found.steps - at)
+            found.step_s = min(found.step_s, step_s)
             found.losses[seen] = _evaluate(step, evaluated)
+            timed_from, at = time.perf_counter(), found.steps
+    found.elapsed_s = time.perf_counter() - began
     return found
 
 
@@ -180,7 +218,7 @@ def _recipe(size: Size, batch: int, lr: float, device: torch.device) -> Any:
     })  # fmt: skip
 
 
-def largest_useful(losses: dict[int, float], tolerance: float) -> int:
+def largest_useful(losses: Mapping[int, float], tolerance: float) -> int:
     """Return the largest batch whose loss is at most ``tolerance`` above the smallest, as a share of it."""
     best = min(losses.values())
     return max(batch for batch, loss in losses.items() if loss <= (1 + tolerance) * best)
