@@ -1,6 +1,7 @@
 """Loaders of text: files evicted from the page cache, equal batches of every data set, shares of waiting."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 
 from trainfit.bench.experiments import dataloader
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.runner import RULES
+from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.bench.workloads import text_batches
 from trainfit.bench.workloads.text_batches import Sizes, TextFiles, check_evicted, resident_share
 from trainfit.spec.errors import InputError
@@ -76,3 +80,24 @@ def test_rates_of_a_loop_that_waits_for_half_of_its_time() -> None:
     assert found == {"step_s": 0.05, "batches_per_s": 20.0, "waiting_share": 0.5, "waits": True}
     assert dataloader._rates(10, 0.5, 0.49)["waiting_share"] == 0.0
     assert dataloader._rates(10, 0.49, 0.5)["waits"] is False
+
+
+def test_the_first_rows_of_the_full_form_are_of_every_kind() -> None:
+    bench = Bench(torch.device("cuda"), "full", CpuStopwatch(), None, RULES["full"], ends_at=-math.inf)
+    points = [row.point for row in dataloader.run(bench)]
+    first_of_many_workers = next(
+        index
+        for index, point in enumerate(points)
+        if "tokenised" in point and point["workers"] == 0 and point["read from"] != "device"
+    )
+    some = points[:first_of_many_workers]
+    assert len(some) == 31
+    assert {point["tokenised"] for point in some if "tokenised" in point} == set(dataloader.TOKENISED)
+    places = {point["read from"] for point in some if "read from" in point}
+    assert places == {*dataloader.READ_FROM, "device"}
+    assert {(p["prefetch"], p["pinned"]) for p in some if p.get("tokenised") == "in the collator"} == {
+        (1, True), (2, True), (8, True), (8, False),
+    }  # fmt: skip
+    computed = {(p["workers"], p["pinned"]) for p in some if p.get("data") == "loaded"}
+    assert computed == {(workers, pinned) for workers in (0, 1, 2, 4, 8) for pinned in (False, True)}
+    assert len(points) == len({tuple(point.items()) for point in points}) == 55

@@ -6,7 +6,6 @@ prediction. And trainings of a small model on one budget of tokens by batch, fro
 batch whose loss is as low as the best.
 """
 
-import gc
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ import torch
 
 from trainfit.bench.harness.bench import Bench, Part, Point, failure_of, failures, fp32_products, value
 from trainfit.bench.harness.experiment import Column, Experiment, Plot
+from trainfit.bench.harness.memory_measure import start_afresh
 from trainfit.bench.harness.memory_prediction import predictions
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import Lap, Rule
@@ -135,8 +135,7 @@ def _recipe(bench: Bench, point: Point) -> Recipe:
 
 def _step(bench: Bench, recipe: Recipe, numbers: dict[str, Cell]) -> Any:
     on_cuda = bench.device.type == "cuda"
-    gc.collect()  # Of the batch before.
-    others = torch.cuda.memory_allocated(bench.device) if on_cuda else 0
+    held = start_afresh(bench)
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(bench.device)
     step = assemble(recipe, bench.device)
@@ -145,7 +144,7 @@ def _step(bench: Bench, recipe: Recipe, numbers: dict[str, Cell]) -> Any:
     def run_step(lap: Lap) -> object:
         found = step(batches)
         if on_cuda:
-            numbers["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device) - others
+            numbers["peak_bytes"] = torch.cuda.max_memory_allocated(bench.device) - held
         return found
 
     return run_step

@@ -48,7 +48,7 @@ SIZES = {"tiny": Sizes(64, 8, 4, 64), "full": Sizes(32768, 256, 16, 1024)}
 TEXT_STEPS = {"tiny": 3, "full": 10}
 TOKENISED = ("in the collator", "before")
 READ_FROM = (COLD_DISK, PAGE_CACHE, MEMORY)
-VARIED_WORKERS = 4  # With these prefetch and pinning of text are varied, in full form
+VARIED_WORKERS = 4  # With these prefetch and pinning are varied, in full form
 DISK_BYTES, DISK_PAGES = {"tiny": 64 * KIB, "full": 64 * MIB}, {"tiny": 4, "full": 256}
 PREFETCH = {"tiny": (2,), "full": (2, 8)}
 WAITS_FROM = 0.05  # Share of its time from which the device counts as waiting: the median is known no better
@@ -78,13 +78,25 @@ class Batches(IterableDataset[Tensor]):
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Yield the disk alone, loaders of text, and loaders of batches that the host computes."""
+    """Yield the disk alone, loaders of text, and loaders of batches that the host computes.
+
+    A limit of time cuts what says least: the many counts of workers of text come last.
+    """
     with closing(TextFiles(SIZES[bench.form])) as files:
         for order in ("in order", "at random"):
             for read_from in (COLD_DISK, PAGE_CACHE):
                 yield from _disk(bench, files, order, read_from)
-        yield from _text(bench, files)
-    yield from _computed(bench)
+        varied, others = _text_points(bench)
+        alone_s = None
+        alone = _text_point("before", "device", 0, 0, False)
+        for row in _text_row(bench, files, alone, None, [*varied, *others]):
+            alone_s = row.times.median if row.times is not None else None
+            yield row
+        for point in varied:
+            yield from _text_row(bench, files, point, alone_s)
+        yield from _computed(bench)
+        for point in others:
+            yield from _text_row(bench, files, point, alone_s)
 
 
 def _disk(bench: Bench, files: TextFiles, order: str, read_from: str) -> Iterator[BenchRow]:
@@ -116,30 +128,29 @@ def _disk(bench: Bench, files: TextFiles, order: str, read_from: str) -> Iterato
     yield from bench.time([part], build, TEXT_RULE[bench.form], on_host=True)
 
 
-def _text(bench: Bench, files: TextFiles) -> Iterator[BenchRow]:
-    """Yield a step whose tokens are on the device; then loaders of text and of tokens."""
+def _text_points(bench: Bench) -> tuple[list[Point], list[Point]]:
+    """Return the points of text: with ``VARIED_WORKERS`` by place, prefetch and pinning; and the others."""
     cuda, form = bench.device.type == "cuda", bench.form
-    points: list[Point] = [
-        _text_point(tokenised, read_from, workers, PREFETCH[form][0] if workers else 0, cuda)
-        for tokenised in TOKENISED
-        for read_from in READ_FROM
+    by_workers: dict[int, list[Point]] = {
+        workers: [
+            _text_point(tokenised, read_from, workers, PREFETCH[form][0] if workers else 0, cuda)
+            for tokenised in TOKENISED
+            for read_from in READ_FROM
+        ]
         for workers in WORKERS[form]
-    ]
-    if form == "full":
+    }
+    varied = by_workers.pop(VARIED_WORKERS, [])
+    if varied:
         # At another prefetch than that of the plots, which do not tell pinned from pageable batches.
-        varied = [
+        changes = [(TOKENISED[0], 1, cuda)]
+        changes += [
             (tokenised, 8, pinned) for tokenised in TOKENISED for pinned in dict.fromkeys((cuda, False))
         ]
-        points += [
+        varied += [
             _text_point(tokenised, PAGE_CACHE, VARIED_WORKERS, prefetch, pinned)
-            for tokenised, prefetch, pinned in [(TOKENISED[0], 1, cuda), *varied]
+            for tokenised, prefetch, pinned in changes
         ]
-    alone_s = None
-    for row in _text_row(bench, files, _text_point("before", "device", 0, 0, False), None, points):
-        alone_s = row.times.median if row.times is not None else None
-        yield row
-    for point in points:
-        yield from _text_row(bench, files, point, alone_s)
+    return varied, [point for points in by_workers.values() for point in points]
 
 
 def _text_point(tokenised: str, read_from: str, workers: int, prefetch: int, pinned: bool) -> Point:
@@ -204,20 +215,27 @@ def _rates(steps: int, alone_s: float | None, seconds: float) -> dict[str, Cell]
 
 def _computed(bench: Bench) -> Iterator[BenchRow]:
     """Yield the step alone; then, without and with pinned memory, a batch on the host and loaders."""
-    others: list[Point] = []
-    for pinned in (False, True) if bench.device.type == "cuda" else (False,):
-        others.append(_ready("on the host", pinned))
-        others += [
-            {"workers": workers, "prefetch": prefetch, "pinned": pinned, "data": "loaded"}
-            for workers in WORKERS[bench.form]
-            for prefetch in (PREFETCH[bench.form] if workers else (0,))
-        ]
+    kinds = (False, True) if bench.device.type == "cuda" else (False,)
+    others = [_ready("on the host", pinned) for pinned in kinds]
+    others += [
+        {"workers": workers, "prefetch": prefetch, "pinned": pinned, "data": "loaded"}
+        for workers in WORKERS[bench.form]
+        for prefetch in _prefetches(bench.form, workers)
+        for pinned in kinds
+    ]
     alone_s = None
     for row in _row(bench, _ready("on the device", False), None, others):
         alone_s = row.times.median if row.times is not None else None
         yield row
     for point in others:
         yield from _row(bench, point, alone_s)
+
+
+def _prefetches(form: str, workers: int) -> tuple[int, ...]:
+    """Return the batches ahead of each worker; varied with ``VARIED_WORKERS`` alone."""
+    if not workers:
+        return (0,)
+    return PREFETCH[form] if workers == VARIED_WORKERS else PREFETCH[form][:1]
 
 
 def _ready(where: str, pinned: bool) -> Point:
@@ -280,7 +298,7 @@ EXPERIMENT = Experiment(
     title="Loading data while the device computes",
     question="When does the device wait for data: by disk, tokenisation, workers, prefetch and pinning?",
     run=run,
-    limit_s=180,
+    limit_s=120,
     columns=(
         Column("disk_gb_per_s", "GB/s", ".3g"),
         Column("read_s", "a read", note="one of 4 KiB, one after another"),

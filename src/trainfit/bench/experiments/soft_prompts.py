@@ -6,9 +6,8 @@ frozen, and virtual tokens are trained on sequences of one rule without that fir
 what it said. All kinds see the same batches. ``bound`` is the loss of a model that knows the rule.
 """
 
-import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,10 +16,13 @@ from torch import Tensor
 
 from trainfit.bench.harness.bench import Bench, Point, value
 from trainfit.bench.harness.experiment import Column, Experiment, Plot
+from trainfit.bench.harness.memory_measure import start_afresh
+from trainfit.bench.harness.memory_prediction import predictions
 from trainfit.prediction.predict import predict
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate
 from trainfit.step import Batch, Step, assemble
 
 FOLLOWS = 0.9
@@ -75,8 +77,8 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     base: Point = {"part": "base"}
     sizes: list[Point] = [{"part": "size", **_named(one)} for one in KINDS]
     curves = {
-        (one, rate): _curve_points(size, one, rate) for one in KINDS for rate in size.rates
-    }  # fmt: skip
+        (one, rate): _curve_points(size, one, rate) for rate in size.rates for one in KINDS
+    }  # A limit of time cuts the largest rates.
     wanted = bench.wanted([base, *sizes, *(point for points in curves.values() for point in points)])
     if not wanted:
         return
@@ -88,8 +90,12 @@ def run(bench: Bench) -> Iterator[BenchRow]:
         return numbers
 
     yield from bench.attempt([base], trained, lambda numbers: [value(base, **numbers)])
-    for point, one in zip(sizes, KINDS, strict=True):
-        yield from bench.find(point, partial(_sizes, bench, size, one))
+    of_kinds = dict(zip(KINDS, sizes, strict=True))
+    recipes = {one: _size_recipe(bench, size, one) for one, point in of_kinds.items() if bench.wants(point)}
+    ahead = [] if bench.gpu is None or bench.late() else list(recipes.values())
+    with predictions(ahead, bench.device, predict) as predicted:
+        for one, recipe in recipes.items():
+            yield from bench.find(of_kinds[one], partial(_sizes, bench, size.kept(one[0]), recipe, predicted))
     for (one, rate), points in curves.items():
         if bases and bench.wanted(points):
             found = partial(_curve, bench, size, one, rate, bases[0])
@@ -167,20 +173,25 @@ def _trained_base(bench: Bench, size: Size) -> tuple[Mapping[str, Tensor], dict[
     return weights, {"named_loss": named, "unnamed_loss": unnamed, "bound": bound(size)}
 
 
-def _sizes(bench: Bench, size: Size, one: tuple[str, str]) -> dict[str, Cell]:
-    """Return the parameters while training and after, and on a GPU the peak with its prediction."""
+def _size_recipe(bench: Bench, size: Size, one: tuple[str, str]) -> Recipe:
     recipe = recipe_of(size, one, size.rates[0], bench.device.type)
-    gc.collect()  # Of the case before.
-    others = torch.cuda.memory_allocated(bench.device) if bench.device.type == "cuda" else 0
+    if bench.gpu is None:
+        return recipe
+    hardware = recipe.hardware.model_copy(update={"gpu": bench.gpu.name})
+    return recipe.model_copy(update={"hardware": hardware})
+
+
+def _sizes(
+    bench: Bench, kept: int, recipe: Recipe, predicted: Callable[[Recipe], Estimate]
+) -> dict[str, Cell]:
+    """Return the parameters while training and after, and on a GPU the peak with its prediction."""
+    held = start_afresh(bench)  # By the harness and the base
     step = assemble(recipe, bench.device)
     trained = sum(parameter.numel() for parameter in step.model.parameters() if parameter.requires_grad)
-    found: dict[str, Cell] = {"trained_params": trained, "kept_params": size.kept(one[0])}
+    found: dict[str, Cell] = {"trained_params": trained, "kept_params": kept}
     if bench.device.type == "cuda" and bench.gpu is not None:
-        found["peak_bytes"] = _peak(step, bench.device) - others
-        hardware = recipe.hardware.model_copy(update={"gpu": bench.gpu.name})
-        found["predicted_bytes"] = predict(
-            recipe.model_copy(update={"hardware": hardware})
-        ).peak_allocated_bytes
+        found["peak_bytes"] = _peak(step, bench.device) - held
+        found["predicted_bytes"] = predicted(recipe).peak_allocated_bytes
     return found
 
 

@@ -60,7 +60,7 @@ class Size:
 SIZES = {
     "cpu": Size(64, 2, 2**19, tuple(2**power for power in range(8, 17)), 8, 2**13, 8e-3, (1.0, 0.5, 2.0)),
     "tiny": Size(32, 1, 2**14, (1024, 4096), 2, 1024, 1e-2, (1.0, 0.5)),
-    "full": Size(128, 2, 2**20, tuple(2**power for power in range(8, 17)), 8, 2**13, 4e-3, (1.0, 0.5, 2.0)),
+    "full": Size(128, 2, 2**20, tuple(2**power for power in range(8, 17)), 8, 2**13, 6e-3, (1.0, 0.5, 2.0)),
 }
 
 
