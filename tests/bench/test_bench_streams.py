@@ -1,12 +1,17 @@
 """``bench streams`` on a CPU, which has one stream: what is compared; wrong results are not timed."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from bench_rows import CPU, result_of, tiny_bench
 from trainfit.bench.experiments import streams
 from trainfit.bench.harness.runner import run
+from trainfit.bench.harness.stopwatch import Stopwatch
+from trainfit.bench.harness.timing import Lap
 from trainfit.report.bench_plot import plot_of
+from trainfit.spec.bench import Environment
 from trainfit.spec.errors import InputError
 
 
@@ -20,14 +25,57 @@ def test_a_cpu_has_no_row_of_two_streams() -> None:
         run("streams", device="cpu", form="tiny", only={"streams": ["two"]})
 
 
-def test_two_streams_are_compared_with_one() -> None:
-    """On a CPU, whose two streams are one: how the numbers are made."""
-    case, make = next(iter(streams.cases(CPU).items()))
-    alone, both = streams.timed(tiny_bench(), case, make, in_two=True)
+class ScriptedClock(Stopwatch):
+    """A device on which time passes as the test says."""
+
+    flush_bytes = 0
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def flush(self) -> None:
+        raise AssertionError("streams are timed without a flush")
+
+    def mark(self) -> float:
+        return self.now
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait(self) -> None:
+        pass
+
+    def throttled(self) -> tuple[str, ...]:
+        return ()
+
+    def environment(self, host: Environment) -> Environment:
+        return host
+
+
+def test_two_streams_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of 3 s and one of 1 s: 4 s one after the other, 3.2 s in two streams, 3 s at best."""
+    clock, out = ScriptedClock(), torch.zeros(4)
+
+    def passes(seconds: float) -> Callable[[], None]:
+        def do() -> None:
+            clock.now += seconds
+            out.fill_(1.0)
+
+        return do
+
+    def overlapped(case: streams.Case, device: torch.device) -> Callable[[Lap], object]:
+        return lambda lap: passes(3.2)()
+
+    monkeypatch.setattr(streams, "two_streams", overlapped)
+    case = streams.Case(passes(3.0), passes(1.0), (out,))
+    bench = tiny_bench(clock)
+    alone, both = streams.timed(bench, "a case", lambda bench: case, in_two=True)
     assert alone.times is not None
     assert both.times is not None
-    assert both.numbers["gain"] == pytest.approx(alone.times.median / both.times.median)
-    assert 1 <= float(both.numbers["at_most"]) <= 4  # 2 at most, but for the noise of tiny times.
+    assert alone.times.median == pytest.approx(4.0)
+    assert both.times.median == pytest.approx(3.2)
+    assert both.numbers["gain"] == pytest.approx(4.0 / 3.2)
+    assert both.numbers["at_most"] == pytest.approx(4.0 / 3.0)
     assert plot_of(result_of(alone, both, experiment="streams"), streams.EXPERIMENT.plots) is not None
 
 

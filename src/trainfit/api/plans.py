@@ -12,9 +12,8 @@ from trainfit.measurement.machine import check_processes
 from trainfit.report.words import assumed
 from trainfit.spec import plan as values
 from trainfit.spec.errors import InputError
-from trainfit.spec.parsing.recipe_file import apply_settings
+from trainfit.spec.parsing.recipe_file import apply_settings, flat
 from trainfit.spec.parsing.synonyms import written_out
-from trainfit.spec.plan import flat
 from trainfit.spec.recipe import RANDOM, Recipe
 from trainfit.spec.units import GIB, is_usual
 from trainfit.spec.value import texts

@@ -45,8 +45,7 @@ def experiments(incomplete: str) -> list[str]:
 
 def fields(incomplete: str) -> list[str]:
     """Complete the field of ``--set FIELD=VALUE``."""
-    from trainfit.spec.parsing.recipe_file import recipe_from
-    from trainfit.spec.plan import flat
+    from trainfit.spec.parsing.recipe_file import flat, recipe_from
 
     content = recipe_from({"model": {"config": "gpt2"}}).model_dump(mode="json")
     return _starting(incomplete, (f"{name}=" for name in flat(content)))

@@ -198,11 +198,10 @@ def takes_recipe(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_apart(settings: list[str], named: "dict[RecipeOption, Any]") -> None:
     """Refuse two of the options, or one and a ``--set``, that set the same field."""
-    from trainfit.spec.parsing.recipe_file import apply_settings
-    from trainfit.spec.plan import flat
-
     if not named:
         return
+    from trainfit.spec.parsing.recipe_file import apply_settings, flat
+
     sources = {f"--set {setting}": [setting] for setting in settings}
     options = {one.names[0]: one.values(value) for one, value in named.items()}
     found: list[tuple[str, str]] = []

@@ -52,12 +52,12 @@ def run(
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
     if tokens is not None and tokens <= 0:
         raise typer.BadParameter("--tokens must be above 0")
-    from trainfit.prediction.time.calibrated import own_calibration
-
     found: list[Prediction | InputError] = []
     given = options.variants(settings or [])
     several = len(given) > 1
     requested = [options.read_recipe(recipe, one) for one in given]
+    from trainfit.prediction.time.calibrated import own_calibration  # Reads the catalog: after the recipe.
+
     own = own_calibration(calibration)
     for wanted, its_settings in zip(requested, given, strict=True):
         try:

@@ -29,8 +29,8 @@ from trainfit.report.precision import meaning
 from trainfit.report.prediction_text import amount, compiling
 from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import batch_text, describe, parameters
-from trainfit.spec.parsing.recipe_file import recipe_from
-from trainfit.spec.plan import Found, Plan, Rejection, flat, written
+from trainfit.spec.parsing.recipe_file import flat, recipe_from
+from trainfit.spec.plan import Found, Plan, Rejection, written
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds, size_unit

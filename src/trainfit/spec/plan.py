@@ -1,7 +1,6 @@
 """Plan: the recipes found for a goal, those that lost and why."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -104,15 +103,3 @@ class Advice(Value):
 def written(field: str, value: Any) -> str:
     """Return a field and its value as on a recipe's line."""
     return f"{field}: {value if isinstance(value, str) else json.dumps(value)}"
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a recipe's content by dotted field; a model's config and ``recompute`` are one value each."""
-    found: dict[str, Any] = {}
-    for name, value in data.items():
-        whole = f"{prefix}{name}" in ("recompute", "model.config")
-        if isinstance(value, Mapping) and not whole:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

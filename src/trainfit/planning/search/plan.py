@@ -7,7 +7,8 @@ from typing import TypeVar
 from trainfit.planning.search.candidate import MIX, Combinations, Key, Traced
 from trainfit.planning.search.ranking import Ranking, Sizes
 from trainfit.planning.search.space import OWN_FAMILY, Option, Options, value_in
-from trainfit.spec.plan import Found, Plan, Rejection, flat, written
+from trainfit.spec.parsing.recipe_file import flat
+from trainfit.spec.plan import Found, Plan, Rejection, written
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB, format_bytes
 

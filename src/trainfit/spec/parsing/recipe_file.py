@@ -5,7 +5,7 @@ A relative ``extends`` or config path is relative to its file; one in a setting,
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +353,15 @@ def _with_config_of_weights(data: dict[str, Any]) -> dict[str, Any]:
         return data
     config = f"{weights}/" if os.path.isabs(weights) else weights.partition("@")[0]
     return {**data, "model": {**data["model"], "config": config}}
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a recipe's content by dotted field; a model's config and ``recompute`` are one value each."""
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        whole = f"{prefix}{name}" in ("recompute", "model.config")
+        if isinstance(value, Mapping) and not whole:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
