@@ -81,6 +81,9 @@ def test_the_size_of_a_level_is_where_the_latency_rises() -> None:
     assert pointer_chase.largest_within(latencies, 140.0, 600.0) == MIB
     latencies[32 * KIB] = 500.0  # A set inside that is slow ends the level.
     assert pointer_chase.largest_within(latencies, 20.0, 140.0) == 16 * KIB
+    # An H100: at 224 KiB an eighth of the loads are L2's.
+    latencies = {32 * KIB: 16.2, 208 * KIB: 16.2, 224 * KIB: 33.2, 240 * KIB: 67.7, 4 * MIB: 136.0}
+    assert pointer_chase.edge("L1", latencies) == 208 * KIB
     with pytest.raises(InputError, match="full form"):
         pointer_chase.edge("L1", {pointer_chase.IN_L1: 20.0})
 

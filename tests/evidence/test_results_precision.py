@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from evidence.scripts.tables import bench, precision
+from evidence.scripts.tables.joined import records
 from page_claims import check
 from trainfit.bench.workloads.autocast_list import OPERATIONS
 from trainfit.report.plot import Panel
@@ -111,3 +112,23 @@ def test_the_tables_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         [("bf16", 50, 100, 0.25, 0.25)]
     ]
     assert "| `bf16` | 19.54 |" in precision.tradeoff()
+
+
+def test_the_steps_that_took_longer_than_predicted() -> None:
+    estimates, measured = {}, {}
+    for record in records(precision.MEMORY):
+        (variant,) = (tag.removeprefix("variant:") for tag in record.tags if tag.startswith("variant:"))
+        if record.estimate is not None:
+            estimates[variant] = record.estimate
+        if record.measurement is not None and record.measurement.step_s:
+            measured[variant] = record.measurement.step_s
+    slow = ("fp8", "lora int8", "lora nf4")
+    longer = {name: 100 * (measured[name] / estimates[name].step_s - 1) for name in measured}
+    assert all(share < 4 for name, share in longer.items() if name not in slow)
+    shares = [longer[name] for name in slow]
+    check(PRECISION, r"took # to # % longer than predicted", (min(shares), max(shares)))
+    issue_ms, wait_ms = (
+        [1e3 * getattr(estimates[name].time, part) for name in slow] for part in ("issue_s", "host_s")
+    )
+    check(PRECISION, r"issues these steps in # to # ms, and the GPU waits for it for # ms at most",
+          (min(issue_ms), max(issue_ms), max(wait_ms)))  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from evidence.scripts.tables import bench
 from evidence.scripts.tables.bench import of_number
+from trainfit.bench.workloads import pointer_chase
 from trainfit.report.bench_plot import number
 from trainfit.report.table import markdown_grid
 from trainfit.spec.bench import BenchRow
@@ -36,7 +37,7 @@ def levels() -> str:
     lines = []
     for level, each in EACH.items():
         for row in (one for one in rows if one.point["level"] == level):
-            size = number(row, "size_bytes")
+            size = _chased_sizes()["L1"] if level == "L1" else number(row, "size_bytes")
             lines.append(
                 (
                     level, "" if size is None else f"{format_bytes(size)}, {each}",
@@ -63,9 +64,14 @@ def chased() -> str:
 
 def sizes() -> str:
     """Return the sizes of L1 and L2 that the chase shows."""
-    rows = [row for row in _rows() if "size of" in row.point and "size_bytes" in row.numbers]
-    found = [f"{row.point['size of']} {format_bytes(float(row.numbers['size_bytes']))}" for row in rows]
+    found = [f"{level} {format_bytes(size)}" for level, size in _chased_sizes().items()]
     return f"The chase shows: {', '.join(found)}." if found else ""
+
+
+def _chased_sizes() -> dict[str, float]:
+    """Return the sizes by today's rule: a record states those of the rule that it was made with."""
+    latencies = pointer_chase.global_latencies(_rows())
+    return {level: pointer_chase.edge(level, latencies) for level in ("L1", "L2")} if latencies else {}
 
 
 def plot() -> str:

@@ -146,7 +146,7 @@ EXPERIMENT = Experiment(
     limit_s=240,
     columns=(
         Column("set_kib", "set, KiB", note="read or chased again and again"),
-        Column("size_bytes", "size", note="of the level; L1: the largest set whose loads are as fast"),
+        Column("size_bytes", "size", note="of the level; L1: the largest set that a chase finds there"),
         Column("latency_ns", "latency, ns", ",.3g", note="of a load whose address is the value loaded last"),
         Column("cycles", format=",.1f", note="the same in cycles of the multiprocessor"),
         Column("text", note="an instruction of the marked source line"),

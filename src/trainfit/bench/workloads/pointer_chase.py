@@ -47,6 +47,8 @@ OTHER_BYTES = {
 }  # fmt: skip
 """Local memory's is that of a whole warp: a thread's words stand between those of the others."""
 CPU_BYTES = {"tiny": (16 * KIB, 256 * KIB, 4 * MIB), "full": tuple(2**n * KIB for n in range(3, 21))}
+MOST_MISSES = 0.1
+"""Share of loads that may come from the next level where a level counts as holding a set."""
 IN_L1, IN_L2, BEYOND = 32 * KIB, 4 * MIB, GIB
 """Sets that the level surely holds, on every GPU of the catalog; no level holds the last."""
 
@@ -159,7 +161,7 @@ def _of_loads(
 
 
 def edge(level: str, latencies: Mapping[int, float]) -> int:
-    """Return the bytes of the largest set whose loads are still as fast as those from L1 or L2."""
+    """Return the bytes of the largest set that L1 or L2 holds."""
     near, far = {"L1": (IN_L1, IN_L2), "L2": (IN_L2, BEYOND)}[level]
     if near not in latencies or far not in latencies:
         raise InputError("the sets inside and beyond the level were not measured", "use the full form")
@@ -167,8 +169,16 @@ def edge(level: str, latencies: Mapping[int, float]) -> int:
 
 
 def largest_within(latencies: Mapping[int, float], near: float, far: float) -> int:
-    """Return the largest set up to which each latency is nearer, by ratio, to one level's than the next's."""
-    limit, largest = math.sqrt(near * far), 0
+    """Return the largest set up to which a level holds each one.
+
+    A level holds a set where the mean latency is that of at most ``MOST_MISSES`` of the loads going to the
+    next level.
+
+    Args:
+        near: latency of a load from the level.
+        far: latency of a load from the next level.
+    """
+    limit, largest = near + MOST_MISSES * (far - near), 0
     for size, latency in sorted(latencies.items()):
         if latency > limit:
             break
