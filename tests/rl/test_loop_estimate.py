@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import io
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import RECORDED, Ledger
 from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import predict as predict_step
+from trainfit.report.loop_text import show
 from trainfit.rl.estimate.estimate import estimate, predict
+from trainfit.rl.estimate.lengths import Lengths, of_micro_batches
 from trainfit.rl.estimate.names import UPDATE_PHASES
+from trainfit.rl.estimate.recorded import Recorded, read
 from trainfit.rl.estimate.trace import GRAPH_POOL, traced
+from trainfit.rl.loop import rollouts_of
 from trainfit.rl.measure import measure
 from trainfit.rl.rollout.schedule import of_mean, schedule
+from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Estimate, Measurement
+from trainfit.spec.result import Estimate, LoopTime, Measurement
+from trainfit.verification.this_machine import _peak_bytes
 
 MODEL = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5,
@@ -156,11 +166,11 @@ def test_the_transformers_implementation_has_an_update_alone() -> None:
 
 def test_slots_take_the_next_prompt_when_the_look_finds_them_free() -> None:
     # Looked at every 8 steps: the short ones end in step 1, and their slots wait until step 8.
-    calls = schedule(2, 4, [2, 9, 2])
+    calls = schedule(2, [4] * 3, [2, 9, 2], 9)
     assert calls.prefills == (2, 1)
     assert calls.steps == 16
     assert calls.kept == 13
-    every = schedule(4, 8, [8] * 6)
+    every = schedule(4, [8] * 6, [8] * 6, 8)
     assert (every.prefills, every.steps) == ((4, 2), 14)
     # Steps read 9 to 15 positions of live slots; in the second round two slots stay at their 15.
     assert every.positions == pytest.approx((7 * 4 * 12 + 7 * 2 * 12 + 7 * 2 * 16) / 14)
@@ -171,3 +181,132 @@ def test_lengths_have_their_mean(mean: float) -> None:
     lengths = of_mean(mean, 128, 1000)
     assert sum(lengths) / 1000 == pytest.approx(mean, rel=0.03, abs=0.5)
     assert all(1 <= one <= 128 for one in lengths)
+
+
+def test_micro_batches_are_as_long_as_their_longest_row() -> None:
+    wanted = recipe(
+        batch={"micro": 2, "seq": 256, "accumulate": 3}, objective={"max_prompt": 64, "max_new": 192},
+        hardware={"gpu": "h100-sxm"},
+    )  # fmt: skip
+    # Rows of 70 and 100, 74 and 200, 65 and 66 tokens: 128, 256 and 128 positions.
+    filled = of_micro_batches(wanted, [Lengths([64] * 6, [6, 36, 10, 136, 1, 2])])
+    assert filled.computed == pytest.approx((128 + 256 + 128) / 3 / 256)
+    assert filled.computed_squares == pytest.approx((128**2 + 256**2 + 128**2) / 3 / 256**2)
+    assert filled.needed == pytest.approx((70 + 100 + 74 + 200 + 65 + 66) / 6 / 256)
+    compiled = of_micro_batches(wanted.model_copy(update={"compile": True}), [Lengths([64] * 6, [2] * 6)])
+    assert compiled.computed == 1
+    assert compiled.needed == pytest.approx(66 / 256)
+
+
+def test_two_updates_on_two_ranks_group_the_lengths_as_training_does() -> None:
+    wanted = recipe(
+        batch={"micro": 1, "seq": 256, "accumulate": 2}, hardware={"gpu": "h100-sxm", "count": 2},
+        objective={"max_prompt": 64, "max_new": 192, "prompts": 4, "updates_per_rollout": 2},
+        parallel={"shard": 2},
+    )  # fmt: skip
+    # Numbers 0 1 | 4 5 are rank 0's, 2 3 | 6 7 rank 1's; the longer row of each pair decides.
+    filled = of_micro_batches(wanted, [Lengths([64] * 8, [1, 1, 192, 1, 1, 1, 1, 65])])
+    assert filled.computed == pytest.approx((256 + 128 + 128 + 192) / 4 / 256)
+
+
+def of_lengths(seq: int, new: int, **fields: Any) -> tuple[LoopTime, LoopTime]:
+    """Return the longest time, and that of completions with ``new`` tokens each."""
+    wanted = recipe(
+        batch={"micro": 2, "seq": seq, "accumulate": 3}, objective={"max_prompt": 64, "max_new": seq - 64},
+        hardware={"gpu": "h100-sxm"}, **fields,
+    )  # fmt: skip
+    ledger = traced(wanted, gpu("h100-sxm"))
+    recorded = Recorded("given", (Lengths([64] * 6, [new] * 6),))
+    found = estimate(wanted, machine_of(wanted.hardware), ledger, recorded=recorded).loop
+    assert found is not None
+    assert found.longest is not None
+    assert found.expected is not None
+    return found.longest, found.expected
+
+
+def test_short_completions_take_the_flops_of_a_shorter_recipe() -> None:
+    longest, short = of_lengths(512, 64)
+    shorter, _ = of_lengths(128, 64)
+    for name in ("scoring", "reference", "update"):
+        full, one, other = (
+            next(part for part in time.parts if part.name == name) for time in (longest, short, shorter)
+        )
+        assert one.hardware_flops == pytest.approx(other.hardware_flops, rel=0.01), name
+        assert one.model_flops == pytest.approx(other.model_flops, rel=0.01), name
+        assert one.tokens == other.tokens == full.tokens / 4
+
+
+def test_padding_is_in_hfu_alone() -> None:
+    _, padded = of_lengths(512, 129)  # 193 tokens in 256 positions
+    update = next(part for part in padded.parts if part.name == "update")
+    assert update.mfu is not None
+    assert update.hfu is not None
+    # Products are in proportion to the tokens, attention to their squares.
+    assert (193 / 256) ** 2 < update.mfu / update.hfu < 193 / 256
+    assert "longest row" in padded.lengths
+
+
+def test_completions_at_their_longest_take_the_longest_time() -> None:
+    longest, found = of_lengths(128, 64)
+    assert found.parts == longest.parts
+
+
+def test_counts_that_train_refuses_are_not_predicted() -> None:
+    wanted = recipe(batch={"accumulate": 2})
+    for refusing in (predict, rollouts_of):
+        with pytest.raises(InputError, match=r"6 completions.*4 sequences") as refused:
+            refusing(wanted)
+        assert refused.value.remedy == "write batch.accumulate: 3"
+
+
+def test_the_check_before_a_run_counts_the_cache_of_keys_and_values() -> None:
+    large = recipe(objective={"max_new": 8, "rollout": {"batch": 6}})
+    small = recipe(objective={"max_new": 8, "rollout": {"batch": 1}})
+    more, less = (_peak_bytes(one, deterministic=False) for one in (large, small))
+    assert more - less >= 5 * 2 * 5 * 2 * 64 * 16 * 4  # Five slots' keys and values
+
+
+def run_folder(folder: Path, **changed: Any) -> Path:
+    """Write the logs of a run with three rollouts of two updates, the first one slow."""
+    lengths = {"prompt_lengths": [8, 4, 8, 8, 2, 8], "lengths": [8, 1, 3, 8, 8, 2]}
+    rollouts = [
+        {"kind": "rollout", "step": 2 * number + 1, "rollout_s": 2.0 if number else 9.0, "scoring_s": 0.5}
+        | lengths | changed
+        for number in range(3)
+    ]  # fmt: skip
+    steps = [{"kind": "step", "step": number, "step_s": 0.25} for number in range(1, 7)]
+    for name, lines in (("rollouts.jsonl", rollouts), ("log.jsonl", steps)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_runs_lengths_are_predicted_and_compared_with_its_times(tmp_path: Path) -> None:
+    wanted = recipe(objective={"updates_per_rollout": 2}, batch={"micro": 1}, hardware={"gpu": "h100-sxm"})
+    recorded = read(run_folder(tmp_path), wanted)
+    assert len(recorded.rollouts) == 2
+    assert recorded.measured is not None
+    assert recorded.measured.by_phase() == {"rollout": 2.0, "scoring": 0.5, "update": 0.5}
+    assert recorded.measured.mean_new == 5
+    found = estimate(wanted, machine_of(wanted.hardware), traced(wanted, gpu("h100-sxm")), recorded=recorded)
+    assert found.loop is not None
+    assert found.loop.expected is not None
+    assert found.loop.expected.mean_new == 5
+    out = io.StringIO()
+    show(Console(file=out, width=100), found.loop, wanted)
+    assert "The same rollouts as the run measured them" in out.getvalue()
+    (tmp_path / "log.jsonl").unlink()
+    assert read(tmp_path / "rollouts.jsonl", wanted).measured is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"lengths": []}, "recorded no lengths"),
+        ({"lengths": [9] * 6}, "objective.max_new is 8"),
+        ({"lengths": [1] * 4}, "4 completions a rollout"),
+        ({"lengths": ["1"] * 6}, "not lengths"),
+    ],
+)
+def test_lengths_of_another_recipe_are_refused(tmp_path: Path, changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        read(run_folder(tmp_path, **changed), recipe())

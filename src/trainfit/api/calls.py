@@ -35,6 +35,7 @@ def predict(
     calibration: str | Path | None = None,
     use_cache: bool = True,
     mean_new: float | None = None,
+    lengths: str | Path | None = None,
     **fields: Unpack[RecipeFields],
 ) -> Prediction:
     """Return what one training step takes on its GPU: memory, FLOPs, time and cost. Needs no GPU.
@@ -46,6 +47,7 @@ def predict(
         use_cache: False traces anew, even where a ledger is cached.
         mean_new: tokens of a completion on average, of ``objective: grpo`` or ``ppo``, for the expected time
             of a loop; None: half of ``max_new``.
+        lengths: folder of a policy's run, whose recorded lengths give the expected time in place of a mean.
         fields: fields of the recipe, such as ``gpu="h100-sxm", seq=8192``; see RecipeFields.
 
     Raises:
@@ -57,15 +59,23 @@ def predict(
     own = own_calibration(calibration)
     with errors_name(recipe, fields):
         return predict_recipe(
-            chosen, own, deterministic=deterministic, use_cache=use_cache, mean_new=mean_new
-        )
+            chosen, own, deterministic=deterministic, use_cache=use_cache, mean_new=mean_new,
+            lengths=None if lengths is None else Path(lengths),
+        )  # fmt: skip
 
 
-def check_mean_new(recipe: Recipe, mean_new: float) -> None:
-    """Refuse a mean length without completions, or beyond their longest."""
+def check_lengths(recipe: Recipe, mean_new: float | None, lengths: Path | None) -> None:
+    """Refuse lengths without completions, of two sources, or with a mean beyond the longest."""
+    if mean_new is None and lengths is None:
+        return
+    field, value = ("mean_new", mean_new) if mean_new is not None else ("lengths", str(lengths))
     if not isinstance(recipe.objective, Policy):
         remedy = "use objective: grpo or ppo, or leave it out"
-        raise InputError("nothing is generated", remedy, field="mean_new", value=mean_new)
+        raise InputError("nothing is generated", remedy, field=field, value=value)
+    if mean_new is None:
+        return
+    if lengths is not None:
+        raise InputError("a mean, and recorded lengths", "leave one out", field=field, value=value)
     if not 1 <= mean_new <= recipe.objective.max_new:
         remedy = f"write 1 to {recipe.objective.max_new}, which is objective.max_new"
         raise InputError("no mean of these completions", remedy, field="mean_new", value=mean_new)
@@ -78,22 +88,26 @@ def predict_recipe(
     deterministic: bool = False,
     use_cache: bool = True,
     mean_new: float | None = None,
+    lengths: Path | None = None,
 ) -> Prediction:
     """Return the prediction of a recipe, after planning its open fields (``attention: best``, budgets).
 
     Raises:
-        InputError: ``mean_new`` without a policy, or out of its range.
+        InputError: ``mean_new`` or ``lengths`` without a policy, or lengths that are not the recipe's.
     """
     from trainfit.prediction import compilation
     from trainfit.prediction.machine import machine_of
     from trainfit.rl.estimate.estimate import predict as estimated
+    from trainfit.rl.estimate.recorded import read
 
-    if mean_new is not None:
-        check_mean_new(recipe, mean_new)
+    check_lengths(recipe, mean_new, lengths)
     machine = machine_of(recipe.hardware, calibration)
     built, notes = planned(recipe, machine=machine)
     notes += random_base_note(recipe)
-    estimate = estimated(built, machine, use_cache=use_cache, deterministic=deterministic, mean_new=mean_new)
+    recorded = None if lengths is None else read(lengths, built)
+    estimate = estimated(
+        built, machine, use_cache=use_cache, deterministic=deterministic, mean_new=mean_new, recorded=recorded
+    )
     if estimate.compilation is not None and (eager := compilation.without(built)) is not None:
         found = estimated(eager, machine, use_cache=use_cache, deterministic=deterministic)
         estimate = compilation.compared(estimate, found)

@@ -31,6 +31,7 @@ VERBOSE = "Also print conventions, assumptions, the basis of the bounds, and the
 ADVICE_HELP = "Where it does not fit, name changes and GPUs with which it would. Default: not with --json."
 ADVISING = "predicting what would fit (a minute at most; --no-advice leaves it out)"
 MEAN_NEW_HELP = "Of objective grpo or ppo: tokens of a completion on average. Default: half of max_new."
+LENGTHS_HELP = "Of objective grpo or ppo: lengths that a run of train recorded in its folder, not a mean."
 TOKENS_HELP = "Also print the time and cost of a run over N tokens, such as 15T or 1.5e12."
 
 
@@ -40,6 +41,7 @@ def run(
     settings: Settings = None,
     tokens: Annotated[float | None, Option(metavar="N", parser=options.count, help=TOKENS_HELP)] = None,
     mean_new: Annotated[float | None, Option("--mean-new", metavar="N", help=MEAN_NEW_HELP)] = None,
+    lengths: Annotated[Path | None, Option("--lengths", metavar="FOLDER", help=LENGTHS_HELP)] = None,
     calibration: options.CalibrationFile = None,
     json: Json = False,
     record: RecordFile = None,
@@ -62,7 +64,11 @@ def run(
     for wanted, its_settings in zip(requested, given, strict=True):
         try:
             with options.work(recipe, its_settings, json=json, record=record):
-                found.append(_predict(wanted, own, deterministic, use_cache=not no_cache, mean_new=mean_new))
+                found.append(
+                    _predict(
+                        wanted, own, deterministic, use_cache=not no_cache, mean_new=mean_new, lengths=lengths
+                    )
+                )
         except InputError as error:
             if not several:
                 raise
@@ -88,6 +94,7 @@ def _predict(
     *,
     use_cache: bool,
     mean_new: float | None,
+    lengths: Path | None,
 ) -> "Prediction":
     from trainfit.api.calls import predict_recipe
     from trainfit.report.console import progress
@@ -95,8 +102,9 @@ def _predict(
     name = recipe.model.display_name
     with progress(f"predicting {name} on {recipe.hardware.gpu}: one step on the virtual GPU"):
         return predict_recipe(
-            recipe, calibration, deterministic=deterministic, use_cache=use_cache, mean_new=mean_new
-        )
+            recipe, calibration, deterministic=deterministic, use_cache=use_cache, mean_new=mean_new,
+            lengths=lengths,
+        )  # fmt: skip
 
 
 def _ledger_file(estimate: "Prediction", deterministic: bool) -> str:

@@ -42,14 +42,24 @@ def run(
 
 
 def _print(comparisons: "list[Comparison]", markdown: bool) -> None:
-    from trainfit.report.comparisons import markdown_table, text_table
+    from trainfit.report.comparisons import loop_tables, markdown_table, text_table
 
     if markdown:
-        say(markdown_table(comparisons))
+        say("\n".join([markdown_table(comparisons), *loop_tables(comparisons)]))
         return
-    from trainfit.report.console import console
+    from trainfit.report import loop_text
+    from trainfit.report.console import console, heading
 
-    console().print(text_table(comparisons))
+    out = console()
+    out.print(text_table(comparisons))
+    for one in comparisons:
+        predicted, measured = one.loops
+        if measured is not None:
+            heading(out, f"{one.model}  {one.batch}, {one.technique}: recipe {one.recipe.id[:8]}")
+            if predicted is None:
+                loop_text.show(out, measured, None)
+            else:
+                loop_text.compared(out, predicted, measured)
 
 
 def _content(one: "Comparison") -> dict[str, Any]:
@@ -62,5 +72,5 @@ def _content(one: "Comparison") -> dict[str, Any]:
         "measured": one.measured and one.measured.model_dump(mode="json"),
         "predicted_for_other_versions": one.other_versions,
         "peak_met": one.peak_met,
-        "errors": {name: one.error(name) for name in names} | one.phase_errors(),
+        "errors": {name: one.error(name) for name in names} | one.phase_errors() | one.loop_errors(),
     }

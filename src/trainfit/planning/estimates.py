@@ -28,12 +28,11 @@ from trainfit.prediction.time.calibrated import OwnCalibration, calibration_from
 from trainfit.prediction.time.device_time import op_s
 from trainfit.rl.estimate.estimate import estimate as loop_estimate
 from trainfit.rl.estimate.estimate import ledger_of as loop_ledger
-from trainfit.rl.estimate.estimate import part_of, with_update
 from trainfit.rl.estimate.names import UPDATE_PHASES, of_update_alone
+from trainfit.rl.estimate.times import part_of, with_update
 from trainfit.spec import micro_batches
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import cache_folder
-from trainfit.spec.objective import Policy
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Interval
@@ -311,8 +310,7 @@ def continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
     tokens_per_s = recipe.batch.tokens * recipe.mesh.data_ranks / step_s if step_s else None
     loop, flops = three.loop, three.model_flops
     if loop is not None:
-        tokens = recipe.batch.tokens * recipe.mesh.data_ranks * _updates(recipe)
-        loop = with_update(loop, slower, on(two.model_flops, flops) / flops, tokens)
+        loop = with_update(loop, slower, on(two.model_flops, flops) / flops)
     note = f"{recipe.batch.accumulate} micro-batches continued from two and three, each adding the same"
     return micro_batches.continued(
         two,
@@ -327,10 +325,6 @@ def continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
         loop=loop,
         assumptions=(*three.assumptions, note),
     )
-
-
-def _updates(recipe: Recipe) -> int:
-    return recipe.objective.updates_per_rollout if isinstance(recipe.objective, Policy) else 1
 
 
 def _scaled(bound: Interval, factor: float) -> Interval:
@@ -362,7 +356,7 @@ def _of_three(two: Estimate, slower: float) -> Estimate:
         hfu=two.hfu and two.hfu * 1.5 / slower,
         cost=two.cost,
         bounds={name: _scaled(one, slower) for name, one in two.bounds.items()},
-        loop=two.loop and with_update(two.loop, slower, 1.5, 0),
+        loop=two.loop and with_update(two.loop, slower, 1.5),
         assumptions=two.assumptions,
     ).model_copy(update=flops)
 

@@ -35,7 +35,8 @@ NOT_OF_A_LEDGER = (
     "prediction/device_overhead.py",
     "prediction/estimate.py", "prediction/evaluation.py", "prediction/evaluation_code.py",
     "prediction/pipeline/", "prediction/machine.py", "prediction/predict.py", "prediction/time/",
-    "prediction/user_step.py", "rl/estimate/estimate.py", "rl/estimate/levers.py",
+    "prediction/user_step.py", "rl/estimate/estimate.py", "rl/estimate/lengths.py",
+    "rl/estimate/levers.py", "rl/estimate/recorded.py", "rl/estimate/times.py", "rl/shares.py",
 )  # fmt: skip
 """Sources that no ledger depends on."""
 MAX_LEDGERS = 500

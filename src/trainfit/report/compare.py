@@ -14,7 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.provenance import release
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import PHASES, Estimate, Measurement, Record, WhichPeak
+from trainfit.spec.result import PHASES, Estimate, Loop, Measurement, Record, WhichPeak
 from trainfit.techniques.registry import describe
 
 GOAL = 0.03  # Predictions are to lie this close to the measured peak (a share)
@@ -120,6 +120,26 @@ class Comparison:
         errors = {name: self.error(f"phases.{name}") for name in PHASE_NAMES}
         return {name: error for name, error in errors.items() if error is not None}
 
+    @property
+    def loops(self) -> tuple[Loop | None, Loop | None]:
+        """A policy's loop, predicted and measured."""
+        return self.predicted and self.predicted.loop, self.measured and self.measured.loop
+
+    def loop_errors(self) -> dict[str, float]:
+        """Return the error of each phase's peak and of the times of a policy's loop, where known.
+
+        Names: ``loop.rollout.peak_allocated_bytes``, ``loop.longest.decode``, ``loop.longest``.
+        """
+        predicted, measured = self.loops
+        if predicted is None or measured is None or self.status != "done":
+            return {}
+        values = [loop_values(one) for one in (predicted, measured)]
+        return {
+            name: (values[0][name] - value) / value
+            for name, value in values[1].items()
+            if value and name in values[0]
+        }
+
     def utilisation(self, name: str) -> float | None:
         """Return the measured ``mfu`` or ``hfu``; without one, the predicted FLOPs over the measured time."""
         known, measured_s = self.value("measured", name), self.value("measured", "step_s")
@@ -127,6 +147,20 @@ class Comparison:
         if known is not None or share is None or step_s is None or not measured_s or not self.on_its_device:
             return known
         return share * step_s / measured_s  # FLOPs / peak, over the time it really took
+
+
+def loop_values(loop: Loop | None) -> dict[str, float]:
+    """Return peaks in bytes and times in seconds of a loop, by the names of ``Comparison.loop_errors``."""
+    if loop is None:
+        return {}
+    names = ("peak_allocated_bytes", "peak_reserved_bytes")
+    found = {f"loop.{one.phase}.{name}": float(getattr(one, name)) for one in loop.memory for name in names}
+    for kind in ("longest", "expected"):
+        time = getattr(loop, kind)
+        if time is not None:
+            found |= {f"loop.{kind}.{one.name}": one.seconds for one in time.parts}
+            found[f"loop.{kind}"] = time.seconds
+    return found
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainfit.report import loop_text
 from trainfit.report.compare import GOAL, Comparison, summarise
 from trainfit.report.plot import (
     CATEGORY_COLORS,
@@ -124,6 +125,24 @@ def _name(one: Comparison) -> Text:
 def markdown_table(comparisons: Sequence[Comparison]) -> str:
     """Return every filled column as a Markdown table, with the summary below it."""
     return f"{table(comparisons).markdown()}\n\nSizes are peaks. {summarise(comparisons).text()}\n"
+
+
+def loop_tables(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the phases of each policy's loop that has both sides, as Markdown tables."""
+    found = list[str]()
+    for one in comparisons:
+        predicted, measured = one.loops
+        if predicted is None or measured is None:
+            continue
+        for title, (titles, *lines) in loop_text.comparison(predicted, measured):
+            columns = [Column(name, _cell(number), number > 0) for number, name in enumerate(titles)]
+            heading = f"{one.model}, {one.batch}, recipe {one.recipe.id[:8]}. {title}:"
+            found.append(f"{heading}\n\n{Table(columns, lines).markdown()}\n")
+    return found
+
+
+def _cell(number: int) -> Callable[[Sequence[str]], str]:
+    return lambda line: line[number]
 
 
 def _drawn(panel: Panel, name: str, title: str) -> str:

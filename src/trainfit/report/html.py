@@ -11,14 +11,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainfit.report import comparisons, sweep
-from trainfit.report.compare import GOAL, PHASE_NAMES, Comparison, Summary, summarise
+from trainfit.report.compare import GOAL, PHASE_NAMES, Comparison, Summary, loop_values, summarise
 from trainfit.report.plot import MUTED, WRONG, can_draw
 from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.report.words import batch_text
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import printable
 from trainfit.spec.sweep import RUNNING, WAITING, Row
-from trainfit.spec.units import format_bytes
+from trainfit.spec.units import format_bytes, format_seconds
 from trainfit.techniques.registry import describe
 
 if TYPE_CHECKING:
@@ -136,14 +136,24 @@ def _tiles(summary: Summary, found: Sequence[Comparison]) -> list[tuple[str, str
 
 
 def _phases(one: Comparison) -> Table:
-    """Return the peaks by phase, both sides."""
+    """Return the peaks by phase, both sides; of a policy's loop also peaks and times of its phases."""
+    of_loop = [loop_values(loop) for loop in one.loops]
+    names = [name for name in of_loop[1] or of_loop[0] if not name.endswith("reserved_bytes")]
+    errors = one.loop_errors()
+
+    def value(side: int, name: str) -> str:
+        if name not in names:
+            return or_dash(one.value(("predicted", "measured")[side], f"phases.{name}"), format_bytes)
+        form = format_bytes if name.endswith("_bytes") else format_seconds
+        return or_dash(of_loop[side].get(name), form)
+
     columns = [
-        Column("phase", str, False),
-        Column("predicted", lambda name: or_dash(one.value("predicted", f"phases.{name}"), format_bytes)),
-        Column("measured", lambda name: or_dash(one.value("measured", f"phases.{name}"), format_bytes)),
-        Column("error", lambda name: percent(one.error(f"phases.{name}"))),
+        Column("phase", lambda name: name.replace(".peak_allocated_bytes", ""), False),
+        Column("predicted", lambda name: value(0, name)),
+        Column("measured", lambda name: value(1, name)),
+        Column("error", lambda name: percent(errors.get(name, one.error(f"phases.{name}")))),
     ]
-    return Table(columns, PHASE_NAMES)
+    return Table(columns, [*PHASE_NAMES, *names])
 
 
 def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:

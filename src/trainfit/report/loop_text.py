@@ -1,11 +1,12 @@
 """A policy's loop as text: memory of its phases, time of its parts, and what would lower its peak."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from trainfit.report.console import heading, rows
 from trainfit.report.console import notes as bullets
+from trainfit.report.table import percent
 from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, Loop, LoopPart, LoopTime
@@ -22,6 +23,9 @@ def show(out: Console, loop: Loop, recipe: Recipe | None) -> None:
     for time in filter(None, (loop.longest, loop.expected)):
         heading(out, f"Time of a loop: {time.lengths}")
         rows(out, _times(time), "left", *(["right"] * 8))
+    if loop.recorded is not None and loop.expected is not None:
+        heading(out, "The same rollouts as the run measured them, without its environment")
+        rows(out, _phase_times(loop.expected, loop.recorded), "left", *(["right"] * 3))
     if loop.levers:
         heading(out, "What moving between phases would give")
         titles = ["", "during", "moved", "lower peak", "time a loop"]
@@ -38,6 +42,60 @@ def show(out: Console, loop: Loop, recipe: Recipe | None) -> None:
         rows(out, [titles, *lines], "wrap", "left", "right", "right", "right")
     if recipe is not None:
         bullets(out, "Before the run", answers(loop, recipe))
+
+
+def compared(out: Console, predicted: Loop, measured: Loop) -> None:
+    """Print each phase's memory and each part's time, predicted and measured."""
+    for title, lines in comparison(predicted, measured):
+        heading(out, title)
+        rows(out, lines, "left", *(["right"] * (len(lines[0]) - 1)))
+
+
+def comparison(predicted: Loop, measured: Loop) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield titles, and lines of the phases' memory and of each time that both have."""
+    yield "Memory of each phase", _both_memories(predicted, measured)
+    for one, other in ((predicted.longest, measured.longest), (predicted.expected, measured.expected)):
+        if one is not None and other is not None:
+            yield f"Time of a loop: {other.lengths}", _both_times(one, other)
+
+
+def _both_memories(predicted: Loop, measured: Loop) -> list[list[str]]:
+    lines = [["phase", "allocated predicted", "measured", "error", "reserved predicted", "measured", "error"]]
+    known = {one.phase: one for one in predicted.memory}
+    for one in measured.memory:
+        cells = [one.phase]
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+            was, is_ = getattr(known.get(one.phase), name, None), getattr(one, name)
+            cells += [DASH if was is None else format_bytes(was), format_bytes(is_), _error(was, is_)]
+        lines.append(cells)
+    return lines
+
+
+def _both_times(predicted: LoopTime, measured: LoopTime) -> list[list[str]]:
+    """Return a line a part that both or one of them has, and the loop's."""
+    one, other = ({part.name: part.seconds for part in side.parts} for side in (predicted, measured))
+    both = [(name, one.get(name), other.get(name)) for name in {**one, **other}]
+    return _time_lines("part", [*both, ("loop", predicted.seconds, measured.seconds)])
+
+
+def _phase_times(predicted: LoopTime, measured: LoopTime) -> list[list[str]]:
+    """Return a line a phase: a run's log does not divide a rollout into its parts."""
+    one, other = predicted.by_phase(), measured.by_phase()
+    both = [(name, one[name], other[name]) for name in one]
+    return _time_lines("phase", [*both, ("loop", predicted.seconds, measured.seconds)])
+
+
+def _time_lines(title: str, both: Sequence[tuple[str, float | None, float | None]]) -> list[list[str]]:
+    lines = [[title, "predicted", "measured", "error"]]
+    for name, was, is_ in both:
+        cells = [DASH if value is None else format_seconds(value) for value in (was, is_)]
+        lines.append([name, *cells, _error(was, is_)])
+    return lines
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    """Return predicted minus measured, over measured."""
+    return percent(None if predicted is None or not measured else (predicted - measured) / measured)
 
 
 def answers(loop: Loop, recipe: Recipe) -> list[str]:

@@ -22,8 +22,9 @@ from trainfit.rl.answers import HELD_OUT, Answers, PolicyTokenizer, Sampled, wri
 from trainfit.rl.environments.load import Maker
 from trainfit.rl.environments.pool import Pool
 from trainfit.rl.objectives.policy import group_advantages, whitened
-from trainfit.rl.queue import Queue, Share
+from trainfit.rl.queue import Queue
 from trainfit.rl.rollout import phases
+from trainfit.rl.shares import Share, check_counts
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
@@ -44,20 +45,7 @@ def rollouts_of(recipe: Recipe) -> MakeRollouts | None:
     if not isinstance(recipe.objective, Policy):
         return None
     phases.check(recipe)
-    policy, batch, ranks = recipe.objective, recipe.batch, recipe.mesh.data_ranks
-    an_update = policy.completions // policy.updates_per_rollout
-    had = batch.micro * batch.accumulate * ranks
-    if had != an_update:
-        on = f" x {ranks} GPUs" if ranks > 1 else ""
-        problem = f"an update has {an_update} completions, and micro x accumulate{on} is {had} sequences"
-        accumulate, rest = divmod(an_update, batch.micro * ranks)
-        micro, more = divmod(an_update, batch.accumulate * ranks)
-        remedy = "use a batch.micro that divides them"
-        if not rest:
-            remedy = f"write batch.accumulate: {accumulate}"
-        elif not more:
-            remedy = f"write batch.micro: {micro}"
-        raise InputError(problem, remedy, field="batch.accumulate", value=batch.accumulate)
+    check_counts(recipe)
     return Rollouts
 
 
@@ -182,6 +170,8 @@ class Rollouts:
             **parts_of([one.reward for one in every]),
             equal_groups=equal if self._policy.group > 1 else None,
             prompts_cut=sum(one.was_cut for one in every) / len(every),
+            prompt_lengths=tuple(queue.prompts.tolist()),
+            lengths=tuple(queue.lengths.tolist()),
             prompt_tokens_mean=float(prompts.mean()),
             tokens_mean=float(lengths.mean()),
             tokens_max=int(queue.lengths.max()),

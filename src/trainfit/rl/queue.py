@@ -2,12 +2,7 @@
 
 Shapes: n completions of the whole rollout, m of this rank, s positions of the longest.
 
-Which completion is trained when depends on its number alone: update u of U takes the numbers from u n / U on,
-and of these each rank takes its share in order. Example: 8 completions, 2 updates, 2 ranks::
-
-    update   0        1
-    rank 0   0 1      4 5
-    rank 1   2 3      6 7
+Which completion is trained when depends on its number alone (shares.py).
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from torch import Tensor
 
 from trainfit.rl.objectives.policy import token_weights
 from trainfit.rl.rollout.generate import Completion
-from trainfit.rl.rollout.schedule import padded
+from trainfit.rl.shares import Share, positions
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Policy
 from trainfit.step import Batch
@@ -29,36 +24,6 @@ SHARED = ("prompts", "lengths", "rewards", "advantages")
 """What every rank has of all completions, [n]."""
 OWN = ("input_ids", "old", "reference")
 """What a rank has of its completions, [m, s]."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """How a rollout is divided.
-
-    Attributes:
-        updates: updates of a rollout; ranks: that share an update; rank: this one.
-        micro: completions of a micro-batch.
-    """
-
-    completions: int
-    updates: int
-    ranks: int
-    rank: int
-    micro: int
-
-    @property
-    def of_update(self) -> int:
-        """Completions of an update on this rank."""
-        return self.completions // self.updates // self.ranks
-
-    def numbers(self, update: int) -> range:
-        """Return the numbers of this rank's completions in an update."""
-        first = update * (self.completions // self.updates) + self.rank * self.of_update
-        return range(first, first + self.of_update)
-
-    def every(self) -> list[int]:
-        """Return the numbers of this rank's completions, in the order of the updates."""
-        return [number for update in range(self.updates) for number in self.numbers(update)]
 
 
 @dataclass
@@ -112,20 +77,12 @@ class Queue:
 
     def micro_batches(self, update: int) -> list[slice]:
         """Return the rows of each micro-batch of an update."""
-        first, size, micro = update * self.share.of_update, self.share.of_update, self.share.micro
-        return [slice(row, row + micro) for row in range(first, first + size, micro)]
+        return self.share.micro_batches(update)
 
     def positions(self, rows: slice, most: int, whole: bool) -> int:
-        """Return how many positions a micro-batch has.
-
-        Args:
-            most: the recipe's; whole: always as many, because shapes are compiled.
-        """
-        if whole:
-            return most
+        """Return how many positions a micro-batch has; ``most``, ``whole``: as ``shares.positions``."""
         numbers = self.share.every()[rows]
-        longest = int((self.prompts + self.lengths)[numbers].max())
-        return min(padded(longest), most)
+        return positions(int((self.prompts + self.lengths)[numbers].max()), most, whole)
 
     def ids(self, rows: slice, positions: int) -> Tensor:
         """Return a micro-batch's token ids, padded or cut to so many positions, int64 [b, positions]."""

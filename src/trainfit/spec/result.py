@@ -293,6 +293,14 @@ class LoopTime(Value):
         """Return a part's share of the loop's time."""
         return part.seconds / self.seconds if self.seconds else 0.0
 
+    def by_phase(self) -> dict[str, float]:
+        """Return the seconds of rollout, scoring and update."""
+        found: dict[str, float] = {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
+        for one in self.parts:
+            phase = "scoring" if one.name == "reference" else one.name
+            found[phase if phase in found else "rollout"] += one.seconds
+        return found
+
 
 class Lever(Value):
     """What moving something off the GPU between phases would give."""
@@ -314,7 +322,9 @@ class Loop(Value):
     longest: LoopTime | None = None
     """Every completion at its longest; None: the GPU's speed is not known, or nothing was timed."""
     expected: LoopTime | None = None
-    """Completions of an expected mean length, predicted."""
+    """Completions of an expected mean length, or of those that a run recorded, predicted."""
+    recorded: LoopTime | None = None
+    """What that run measured, without its environment's time; its parts are rollout, scoring and update."""
     levers: tuple[Lever, ...] = ()
     whole_logits_bytes: Bytes = 0
     """Logits of an update's micro-batch in fp32, which no phase holds."""

@@ -89,6 +89,7 @@ class RolloutMetrics(Value):
         equal_groups: share of prompts whose completions all have one reward, from which GRPO learns nothing;
             None if a prompt has one completion.
         prompts_cut: share of prompts longer than ``max_prompt``, whose beginnings were left out.
+        prompt_lengths, lengths: tokens of each prompt and completion, by the completions' numbers.
         tokens_mean, tokens_max, cut_share: lengths of the completions; share that ``max_new`` ended.
         log_difference_mean, log_difference_max: size of the difference between the log-probabilities that
             tokens had when they were sampled and those that the update's forward gives them.
@@ -104,6 +105,8 @@ class RolloutMetrics(Value):
     shares: dict[str, float]
     equal_groups: Share | None
     prompts_cut: Share
+    prompt_lengths: tuple[Count, ...] = ()  # Empty: of an older version
+    lengths: tuple[Count, ...] = ()
     prompt_tokens_mean: float
     tokens_mean: float
     tokens_max: Count

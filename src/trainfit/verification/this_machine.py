@@ -14,7 +14,7 @@ from trainfit.measurement.environment import host_bytes, runs_on_cuda
 from trainfit.measurement.machine import PROCESS_BYTES, available_bytes
 from trainfit.measurement.nvml import Nvml
 from trainfit.prediction.evaluation import evaluation_peak
-from trainfit.prediction.predict import predict
+from trainfit.rl.estimate.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe

@@ -19,13 +19,14 @@ class Schedule(NamedTuple):
     """The calls of a rollout on one GPU.
 
     Attributes:
-        prefills: prompts that each call reads.
+        prefills: prompts that each call reads; widths: tokens of the longest of them.
         steps: calls that append a token to every slot.
         positions: positions of the cache that a step reads, summed over slots, on average.
         kept: tokens of completions.
     """
 
     prefills: tuple[int, ...]
+    widths: tuple[int, ...]
     steps: int
     positions: float
     kept: int
@@ -36,29 +37,32 @@ def padded(positions: int) -> int:
     return -(-positions // PAD) * PAD
 
 
-def schedule(slots: int, prompt: int, lengths: Sequence[int]) -> Schedule:
+def schedule(slots: int, prompts: Sequence[int], lengths: Sequence[int], max_new: int) -> Schedule:
     """Return the calls that generate completions of these lengths, in their order.
 
     Args:
-        prompt: tokens of each prompt.
+        prompts: tokens of each prompt.
         lengths: tokens of each completion, at least 1.
+        max_new: that a completion may have.
 
     Example: two slots, completions of 2, 5 and 2 tokens, looked at in each step: the third prompt begins when
     the first completion has ended::
 
         prefills (2, 1), 5 steps
     """
-    waiting, running = list(reversed(lengths)), [0] * slots  # Tokens that each slot still makes
-    filled, prefills, steps, positions = [0] * slots, list[int](), 0, 0
-    most = max(lengths) - 1
+    waiting = list(reversed(list(zip(prompts, lengths, strict=True))))
+    running = [0] * slots  # Tokens that each slot still makes
+    filled, prefills, widths, steps, positions = [0] * slots, list[int](), list[int](), 0, 0
+    num = min(READ_EVERY, max_new - 1)
     while waiting or any(running):
         free = [slot for slot in range(slots) if not running[slot]][: len(waiting)]
         for slot in free:
             # The first token comes with the prompt.
-            running[slot], filled[slot] = waiting.pop() - 1, prompt
+            filled[slot], length = waiting.pop()
+            running[slot] = length - 1
         if free:
             prefills.append(len(free))
-        num = min(READ_EVERY, most)
+            widths.append(max(filled[slot] for slot in free))
         steps += num
         for slot in range(slots):
             grown = min(running[slot], num)
@@ -66,7 +70,7 @@ def schedule(slots: int, prompt: int, lengths: Sequence[int]) -> Schedule:
             positions += num * (filled[slot] + 1 + grown) - grown * (grown + 1) // 2
             running[slot] -= grown
             filled[slot] += grown
-    return Schedule(tuple(prefills), steps, positions / steps if steps else 0.0, sum(lengths))
+    return Schedule(tuple(prefills), tuple(widths), steps, positions / steps if steps else 0.0, sum(lengths))
 
 
 def of_mean(mean: float, longest: int, count: int) -> list[int]:
