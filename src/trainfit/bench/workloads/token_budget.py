@@ -125,7 +125,7 @@ class Trained:
     lr: float
     steps: int = 0
     losses: dict[int, float] = field(default_factory=dict)
-    step_s: float = math.inf  # Seconds of a step: the least mean between two evaluations
+    step_s: float = math.inf  # Mean seconds of a step, without those up to the first evaluation
     elapsed_s: float = 0.0
 
     @property
@@ -176,6 +176,7 @@ def train(size: Size, batch: int, lr: float, device: torch.device) -> Trained:
     warmup = max(1, min(WARMUP_STEPS, int(WARMUP_SHARE * size.steps(batch))))
     data_ns = train_ns.to(device)
     timed_from, at = time.perf_counter(), 0
+    timed: list[tuple[float, int]] = []  # Seconds and steps up to each evaluation
     for some_ns in data_ns.split(batch // SEQ):
         for optimizer in step.optimizers:
             for group in optimizer.param_groups:
@@ -185,11 +186,11 @@ def train(size: Size, batch: int, lr: float, device: torch.device) -> Trained:
         seen = found.steps * batch
         if seen % every < batch:
             loss.item()  # Waits for the device.
-            step_s = (time.perf_counter() - timed_from) / (found.steps - at)
-            found.step_s = min(found.step_s, step_s)
+            timed.append((time.perf_counter() - timed_from, found.steps - at))
             found.losses[seen] = _evaluate(step, evaluated)
             timed_from, at = time.perf_counter(), found.steps
-    found.elapsed_s = time.perf_counter() - began
+    seconds, steps = zip(*(timed[1:] or timed), strict=True)
+    found.step_s, found.elapsed_s = sum(seconds) / sum(steps), time.perf_counter() - began
     return found
 
 
