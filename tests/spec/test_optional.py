@@ -86,6 +86,5 @@ def test_every_extra_that_is_asked_for_exists() -> None:
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     named = set(re.findall(r"(?<![.\w])(?:optional|require)\(\s*\"[\w.]+\", \"(\w+)\"", source))
     named |= set(re.findall(r"pip install 'trainfit\[([\w,]+)\]'", source))
-    assert {"peft", "plots", "tensorboard", "torchao", "ray", "datasets"} <= named
+    assert {"peft", "plots", "tensorboard", "torchao", "ray", "datasets", "web"} <= named
     assert named <= set(extras)
-    assert "web" not in extras

@@ -127,22 +127,24 @@ def snapshot_notes(explanation: Explanation) -> Iterator[str]:
 def show_message(found: OutOfMemoryText) -> None:
     """Print what the message of an OutOfMemoryError says, and what would help."""
     out = console()
-    lines = [
-        [title, format_bytes(size)]
-        for title, size in (
-            ("requested", found.requested), ("allocated by PyTorch", found.allocated),
-            ("reserved and unused", found.cached), ("free on the GPU", found.free),
-            ("the GPU", found.capacity), ("this process is allowed", found.allowed),
-            ("another process", found.others),
-        )
-        if size is not None
-    ]  # fmt: skip
-    rows(out, lines, "left", "right")
+    rows(out, [[title, format_bytes(size)] for title, size in message_sizes(found)], "left", "right")
     out.print()
-    rows(out, [[line] for line in _advice(found)], "wrap")
+    rows(out, [[line] for line in message_advice(found)], "wrap")
 
 
-def _advice(found: OutOfMemoryText) -> Iterator[str]:
+def message_sizes(found: OutOfMemoryText) -> list[tuple[str, int]]:
+    """Return what the message of an OutOfMemoryError says, in bytes by title."""
+    every = (
+        ("requested", found.requested), ("allocated by PyTorch", found.allocated),
+        ("reserved and unused", found.cached), ("free on the GPU", found.free),
+        ("the GPU", found.capacity), ("this process is allowed", found.allowed),
+        ("another process", found.others),
+    )  # fmt: skip
+    return [(title, size) for title, size in every if size is not None]
+
+
+def message_advice(found: OutOfMemoryText) -> Iterator[str]:
+    """Yield a line on each thing that the message means, and what would help."""
     if found.allocated is None or found.reserved is None or found.room is None:
         yield "the message does not say how much PyTorch holds: the traceback of a newer PyTorch does"
         return

@@ -2,8 +2,9 @@
 
 import hashlib
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -26,7 +27,7 @@ NOT_OF_AN_ESTIMATE = (
     "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "integrations/",
     "measurement/", "records.py", "report/", "rl/answers.py", "rl/environments/", "rl/evaluation.py",
     "rl/loop.py", "rl/measure.py", "rl/objectives/", "rl/queue.py", "rl/stop_tokens.py", "sweeps/",
-    "training/", "verification/",
+    "training/", "verification/", "web/",
 )  # fmt: skip
 """Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
 NOT_OF_A_LEDGER = (
@@ -40,6 +41,26 @@ NOT_OF_A_LEDGER = (
 )  # fmt: skip
 """Sources that no ledger depends on."""
 MAX_LEDGERS = 500
+_may_trace: ContextVar[bool] = ContextVar("may_trace", default=True)
+
+
+class NotKeptError(Exception):
+    """A ledger is not kept, and must not be traced here (``only_kept``)."""
+
+
+@contextmanager
+def only_kept() -> Iterator[None]:
+    """Within it a ledger that is not kept raises NotKeptError, so that nothing imports torch."""
+    token = _may_trace.set(False)
+    try:
+        yield
+    finally:
+        _may_trace.reset(token)
+
+
+def _require_tracing() -> None:
+    if not _may_trace.get():
+        raise NotKeptError
 
 
 def key(recipe: Recipe, *, deterministic: bool = False, stage: Stage | None = None, kind: str = "") -> str:
@@ -119,6 +140,7 @@ def loaded_or_traced(
     kept = load(recipe, deterministic=deterministic, stage=stage) if use_cache else None
     if kept is not None:
         return kept
+    _require_tracing()
     torch_internals.require(*_parts_of(recipe))  # Before an import of one that is gone fails.
     from trainfit.prediction.trace import trace, trace_whole
 
@@ -141,6 +163,7 @@ def kept_or(
     kept = load(recipe, deterministic=deterministic, kind=kind) if use_cache else None
     if kept is not None:
         return kept
+    _require_tracing()
     torch_internals.require(*_parts_of(recipe))
     ledger = trace()
     save(recipe, ledger, deterministic=deterministic, kind=kind)

@@ -66,26 +66,12 @@ def written(recipe: Recipe) -> str:
     """Return a recipe file's text: the fields that differ from their defaults, as YAML."""
     from ruamel.yaml import YAML
 
-    data = _differing(recipe.content(), Recipe(model=recipe.model).content())
-    data = {"model": recipe.model.model_dump(mode="json", exclude_defaults=True), **data}
-    if recipe_from(data).id != recipe.id:  # A default that derives from another field.
-        data = recipe.content()
+    data = recipe.model_dump(mode="json", exclude_defaults=True)
     text, writer = io.StringIO(), YAML(typ="safe", pure=True)
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     writer.dump(data, text)
     return text.getvalue()
-
-
-def _differing(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in content.items():
-        before = default.get(name)
-        if isinstance(value, dict) and isinstance(before, dict):
-            found |= {name: inner} if (inner := _differing(value, before)) else {}
-        elif value != before:
-            found[name] = value
-    return found
 
 
 def read_data(path: Path) -> dict[str, Any]:
