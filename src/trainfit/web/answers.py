@@ -24,8 +24,8 @@ from trainfit.prediction.versions import LIBRARIES
 from trainfit.report import prediction_text, words
 from trainfit.report.precision import meaning
 from trainfit.spec.files import cache_folder, write_bytes
-from trainfit.spec.parsing.recipe_file import written
-from trainfit.spec.plan import Advice, Found, flat
+from trainfit.spec.parsing.recipe_file import flat, written
+from trainfit.spec.plan import Advice, Found
 from trainfit.spec.plan import written as as_written
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe

@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue
 from trainfit.prediction import cache as ledgers
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.parse import parse
-from trainfit.spec.plan import flat
+from trainfit.spec.parsing.recipe_file import flat
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import Value
 from trainfit.web import answers
