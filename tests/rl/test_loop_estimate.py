@@ -9,25 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import RECORDED, Ledger
 from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import predict as predict_step
-from trainfit.report.loop_text import show
+from trainfit.report.compare import Comparison
+from trainfit.report.comparisons import loop_tables
+from trainfit.report.html import report_page
+from trainfit.report.loop_text import comparison, show
 from trainfit.rl.estimate.estimate import estimate, predict
-from trainfit.rl.estimate.lengths import Lengths, of_micro_batches
+from trainfit.rl.estimate.lengths import Lengths, Recorded, of_micro_batches
 from trainfit.rl.estimate.names import UPDATE_PHASES
-from trainfit.rl.estimate.recorded import Recorded, read
+from trainfit.rl.estimate.recorded import read
 from trainfit.rl.estimate.trace import GRAPH_POOL, traced
 from trainfit.rl.loop import rollouts_of
 from trainfit.rl.measure import measure
+from trainfit.rl.rollout import phases
 from trainfit.rl.rollout.schedule import of_mean, schedule
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, LoopTime, Measurement
+from trainfit.step import assemble
 from trainfit.verification.this_machine import _peak_bytes
 
 MODEL = {
@@ -77,6 +83,43 @@ def test_the_phases_predicted_are_those_measured() -> None:
     names = [one.name for one in measured.loop.longest.parts]
     assert names == ["gather", "prefill", "decode", "scoring", "reference", "update"]
     assert measured.step_s is not None
+    assert measured.loop.expected is not None
+    assert predicted.loop.expected is None  # The times of a CPU are not known.
+    assert measured.loop.expected.mean_new == 4
+    assert all(taken > 0 for taken in measured.loop.expected.by_phase().values())
+
+
+def test_measured_completions_end_at_their_lengths() -> None:
+    step = assemble(recipe(), torch.device("cpu"))
+    generator = phases.generator_of(step, phases.sampling_of(step.recipe, ()))
+    with phases.generating(step):
+        found = list(generator.completions([[1] * 8] * 6, lengths=[8, 1, 3, 8, 2, 8]))
+        whole = list(generator.completions([[1] * 8] * 6))
+    assert [len(one.tokens) for one in found] == [8, 1, 3, 8, 2, 8]
+    for one, other in zip(found, whole, strict=True):
+        assert one.tokens == other.tokens[: len(one.tokens)]
+
+
+def test_a_report_shows_the_phases_of_a_loop() -> None:
+    _, _, predicted = on_h100()
+    _, measured = on_cpu()
+    assert measured.loop is not None
+    assert predicted.loop is not None
+    both = Comparison(recipe(), predicted, measured)
+    errors = both.loop_errors()
+    assert {
+        "loop.rollout.peak_allocated_bytes",
+        "loop.longest.decode",
+        "loop.longest",
+        "loop.expected",
+    } <= set(errors)
+    longest = [one.loop.longest for one in (predicted, measured) if one.loop]
+    seconds = [one.seconds for one in longest if one]
+    assert errors["loop.longest"] == pytest.approx(seconds[0] / seconds[1] - 1)
+    titles = [title for title, _ in comparison(predicted.loop, measured.loop)]
+    assert len(titles) == 3
+    assert any("| decode |" in one for one in loop_tables([both]))
+    assert "loop.longest.decode" in report_page([both])
 
 
 def test_the_cache_is_a_category_of_every_phase() -> None:

@@ -274,9 +274,14 @@ def _loop(highest: Measurement, ranks: Sequence[Measurement]) -> Loop | None:
     loops = [one.loop for one in ranks if one.loop is not None]
     if highest.loop is None or len(loops) < len(ranks):
         return None
-    timed = [one.longest for one in loops if one.longest is not None]
-    slowest = max(timed, key=lambda one: one.seconds, default=None)
-    return highest.loop.model_copy(update={"longest": slowest})
+    slowest = {
+        name: max(filter(None, times), key=lambda one: one.seconds, default=None)
+        for name, times in (
+            ("longest", [one.longest for one in loops]),
+            ("expected", [one.expected for one in loops]),
+        )
+    }
+    return highest.loop.model_copy(update=slowest)
 
 
 class Rank:

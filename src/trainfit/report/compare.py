@@ -133,6 +133,9 @@ class Comparison:
         predicted, measured = self.loops
         if predicted is None or measured is None or self.status != "done":
             return {}
+        means = [one.expected and one.expected.mean_new for one in (predicted, measured)]
+        if means[0] != means[1]:  # Times of other lengths.
+            measured = measured.model_copy(update={"expected": None})
         values = [loop_values(one) for one in (predicted, measured)]
         return {
             name: (values[0][name] - value) / value
@@ -155,11 +158,12 @@ def loop_values(loop: Loop | None) -> dict[str, float]:
         return {}
     names = ("peak_allocated_bytes", "peak_reserved_bytes")
     found = {f"loop.{one.phase}.{name}": float(getattr(one, name)) for one in loop.memory for name in names}
-    for kind in ("longest", "expected"):
-        time = getattr(loop, kind)
-        if time is not None:
-            found |= {f"loop.{kind}.{one.name}": one.seconds for one in time.parts}
-            found[f"loop.{kind}"] = time.seconds
+    if loop.longest is not None:
+        found |= {f"loop.longest.{one.name}": one.seconds for one in loop.longest.parts}
+        found["loop.longest"] = loop.longest.seconds
+    if loop.expected is not None:
+        found |= {f"loop.expected.{phase}": taken for phase, taken in loop.expected.by_phase().items()}
+        found["loop.expected"] = loop.expected.seconds
     return found
 
 

@@ -52,11 +52,14 @@ def compared(out: Console, predicted: Loop, measured: Loop) -> None:
 
 
 def comparison(predicted: Loop, measured: Loop) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield titles, and lines of the phases' memory and of each time that both have."""
+    """Yield titles, and lines of the phases' memory and of each time that both have, of equal lengths."""
     yield "Memory of each phase", _both_memories(predicted, measured)
-    for one, other in ((predicted.longest, measured.longest), (predicted.expected, measured.expected)):
-        if one is not None and other is not None:
-            yield f"Time of a loop: {other.lengths}", _both_times(one, other)
+    one, other = predicted.longest, measured.longest
+    if one is not None and other is not None:
+        yield f"Time of a loop: {other.lengths}", _both_times(one, other)
+    one, other = predicted.expected, measured.expected
+    if one is not None and other is not None and one.mean_new == other.mean_new:
+        yield f"Time of a loop: {other.lengths}", _phase_times(one, other)
 
 
 def _both_memories(predicted: Loop, measured: Loop) -> list[list[str]]:

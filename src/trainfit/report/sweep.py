@@ -83,6 +83,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("MFU", number("mfu", "{:.1%}"), rank=1),
         Column("HFU", number("hfu", "{:.1%}"), rank=9),
         Column("perplexity", number("perplexity"), rank=1),
+        Column("reward", number("reward"), rank=1),
     ]
     filled = Table(every, rows).filled().columns
     variant = Column("variant", lambda row: row.variant, False)
@@ -127,7 +128,8 @@ def marked(rows: Sequence[Row]) -> Frontier:
 
 def overall_samples_per_s(row: Row) -> float | None:
     """Return the speed of the whole training run, its first steps included."""
-    return row.train["speed"]["samples_per_s"] if row.perplexity is not None and row.train else None
+    is_trained = row.perplexity is not None or row.reward is not None
+    return row.train["speed"]["samples_per_s"] if is_trained and row.train else None
 
 
 def line(row: Row, part: str, outcome: Outcome) -> str:
@@ -146,7 +148,11 @@ def line(row: Row, part: str, outcome: Outcome) -> str:
             (None, "") if row.error is None else (1, f"error {percent(row.error)}"),
             (row.samples_per_s, speed),
         ],
-        "train": [(row.perplexity, "perplexity {:.4g}"), (overall_samples_per_s(row), speed)],
+        "train": [
+            (row.perplexity, "perplexity {:.4g}"),
+            (row.reward, "reward {:.4g}"),
+            (overall_samples_per_s(row), speed),
+        ],
     }[part]
     words = ", ".join(pattern.format(value) for value, pattern in shown if value)
     return f"{part} {row.variant}: {words}  ({outcome.seconds:.1f} s)"

@@ -1,7 +1,8 @@
 """Measure a policy's loop on a real device: memory and time of rollout, scoring and update.
 
 The parts are those that ``train`` runs, without environment and rewards: prompts are random tokens, and every
-completion is generated to its longest, as no token ends it. The first loop is not timed. A part begins and
+completion is generated to its longest, as no token ends it. Loops with the lengths that a prediction assumes
+follow, for their time alone: completions end at these lengths. The first loop is not timed. A part begins and
 ends with an idle device, so the host's clock gives its time; the driver's readings of utilisation are those
 that lie wholly within a part.
 """
@@ -9,7 +10,7 @@ that lie wholly within a part.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,18 +18,21 @@ from typing import Any, NamedTuple
 import torch
 
 from trainfit.ledger.ledger import RECORDED
+from trainfit.measurement.meter import is_out_of_memory
 from trainfit.measurement.nvml import mean_utilisation
 from trainfit.measurement.run import measure as measure_recipe
-from trainfit.measurement.trial import Rank, measured_step, memory_fields, note_breakdown, note_end
+from trainfit.measurement.trial import Rank, joined, measured_step, memory_fields, note_breakdown, note_end
 from trainfit.measurement.trial_files import ResultFile, TrialRequest
 from trainfit.models.layers import num_weights
+from trainfit.rl.estimate.lengths import of_mean_new
 from trainfit.rl.estimate.names import DECODE, GATHER, PREFILL, REFERENCE, SCORING, UPDATE, body_of
 from trainfit.rl.rollout import phases
 from trainfit.rl.rollout.generate import Generator
 from trainfit.rl.rollout.schedule import READ_EVERY
+from trainfit.rl.shares import Share, check_counts, positions
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Loop, LoopMemory, LoopPart, LoopTime, Measurement, MemoryBreakdown
-from trainfit.step import Step, assemble
+from trainfit.step import Batch, Step, assemble
 from trainfit.techniques import registry
 
 MOST_LOOPS = 3
@@ -106,6 +110,7 @@ def measure_loops(request: TrialRequest, meter: Any, result: ResultFile, rank: R
     recipe = request.recipe
     registry.check(recipe)
     phases.check(recipe)
+    check_counts(recipe)
     mesh = None if rank is None else rank.join(recipe, meter.device)
     registry.check_device(recipe, meter.device.type)
     result.update(message="ended while the model and optimizer were built")
@@ -154,6 +159,25 @@ def measure_loops(request: TrialRequest, meter: Any, result: ResultFile, rank: R
         result.update(peak_allocated_bytes=max(highest, result.measurement.peak_allocated_bytes or 0))
     if rank is None:
         note_breakdown(recipe, meter, result, step, step.random_batches())
+    if request.steps:
+        _note_expected(loop, steady)
+
+
+def _note_expected(loop: _Loop, num_loops: int) -> None:
+    """Time loops with the lengths that a prediction assumes; running out of memory here costs only that."""
+    result, count = loop.parts.result, loop.step.recipe.hardware.count
+    if loop.parts.meter.device.type == "cuda":
+        torch.cuda.empty_cache()  # What the longest loops cached is of other sizes.
+    try:
+        timed = loop.expected(num_loops)
+    except (RuntimeError, MemoryError) as error:
+        if count > 1 or not is_out_of_memory(error):
+            raise
+        lacking = "no time of expected lengths: they ran out of memory"
+        result.update(message=joined(result.measurement.message, lacking))
+        return
+    assert result.measurement.loop is not None
+    result.update(loop=result.measurement.loop.model_copy(update={"expected": timed}))
 
 
 class _Loop:
@@ -218,6 +242,71 @@ class _Loop:
             with self.parts.part("scoring", name):
                 for _ in range(num):
                     phases.score(self.step, ids, reference=name == REFERENCE)
+
+    def expected(self, num_loops: int) -> LoopTime:
+        """Return the mean time of loops with the lengths that a prediction assumes, after an untimed one."""
+        recipe, policy = self.step.recipe, self.policy
+        recorded = of_mean_new(recipe)
+        lengths = recorded.rollouts[0].completions
+        seconds: dict[str, float] = {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
+        for number in range(num_loops + 1):
+            for name, run in (
+                ("rollout", self._rollout_of), ("scoring", self._score_of), ("update", self._update_of)
+            ):  # fmt: skip
+                self.parts.wait()
+                begin = time.perf_counter()
+                run(lengths)
+                self.parts.wait()
+                seconds[name] += (time.perf_counter() - begin) * (number > 0) / num_loops
+        new_tokens = sum(lengths)
+        tokens = new_tokens + policy.completions * policy.max_prompt
+        calls = {"update": policy.updates_per_rollout}
+        parts = tuple(
+            LoopPart(
+                name=name, calls=calls.get(name, 1), seconds=taken,
+                tokens=new_tokens if name == "rollout" else tokens,
+            )
+            for name, taken in seconds.items()
+        )  # fmt: skip
+        total_s = sum(seconds.values())
+        return LoopTime(
+            lengths=recorded.words, mean_new=new_tokens / policy.completions, seconds=total_s,
+            new_tokens_per_s=new_tokens / total_s if total_s else None, parts=parts,
+        )  # fmt: skip
+
+    def _rollout_of(self, lengths: Sequence[int]) -> None:
+        step, first = self.step, self.step.data_rank * self.count
+        mine = lengths[first : first + self.count]
+        prompts = torch.randint(_vocabulary(step), (len(mine), self.policy.max_prompt)).tolist()
+        if step.shards_weights:
+            self.generator.forget()
+        with phases.generating(step):
+            for _ in self.generator.completions(prompts, lengths=mine):
+                pass
+
+    def _score_of(self, lengths: Sequence[int]) -> None:
+        for update in range(self.policy.updates_per_rollout):
+            for batch in self._micro_batches(update, lengths):
+                phases.score(self.step, batch["input_ids"]).cpu()
+                if self.step.reference is not None:
+                    phases.score(self.step, batch["input_ids"], reference=True).cpu()
+
+    def _update_of(self, lengths: Sequence[int]) -> None:
+        for update in range(self.policy.updates_per_rollout):
+            self.step(list(self._micro_batches(update, lengths)))
+
+    def _micro_batches(self, update: int, lengths: Sequence[int]) -> Iterator[Batch]:
+        """Yield an update's micro-batches of random tokens, as long as these completions make them."""
+        step, policy, batch = self.step, self.policy, self.step.recipe.batch
+        share = Share(
+            policy.completions, policy.updates_per_rollout, step.recipe.mesh.data_ranks, step.data_rank,
+            batch.micro,
+        )  # fmt: skip
+        whole = bool(step.recipe.compile)
+        for rows, random in zip(share.micro_batches(update), step.random_batches(), strict=True):
+            longest = policy.max_prompt + max(lengths[number] for number in share.every()[rows])
+            most = positions(longest, batch.seq, whole)
+            yield {name: tensor[:, :most].contiguous() for name, tensor in random.items()}
 
     def _update(self) -> None:
         parts, meter = self.parts, self.parts.meter

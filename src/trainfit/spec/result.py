@@ -322,7 +322,8 @@ class Loop(Value):
     longest: LoopTime | None = None
     """Every completion at its longest; None: the GPU's speed is not known, or nothing was timed."""
     expected: LoopTime | None = None
-    """Completions of an expected mean length, or of those that a run recorded, predicted."""
+    """Completions of an expected mean length, or of those that a run recorded. Measured: of the mean that a
+    prediction assumes, in rollout, scoring and update."""
     recorded: LoopTime | None = None
     """What that run measured, without its environment's time; its parts are rollout, scoring and update."""
     levers: tuple[Lever, ...] = ()

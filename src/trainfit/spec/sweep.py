@@ -203,9 +203,14 @@ class Row(Value):
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured; of two predicted peaks of the one that was measured."""
+        """(predicted - measured) / measured; of two predicted peaks of the one that was measured.
+
+        Of a policy that was trained alone None: the peak of its completions is below that of the longest.
+        """
         measured = self.measured_bytes
         if self.estimate is None or not measured:
+            return None
+        if self._measured is None and self.estimate.loop is not None:
             return None
         return (self.estimate.with_peak(self.peak_met).peak_allocated_bytes - measured) / measured
 
@@ -277,6 +282,11 @@ class Row(Value):
         return self._trained.get("eval_perplexity")
 
     @property
+    def reward(self) -> float | None:
+        """Mean reward of a policy on held-out prompts after its training."""
+        return self._trained.get("eval_reward")
+
+    @property
     def _measured(self) -> Measurement | None:
         done = self.measurement is not None and self.measurement.status == "done"
         return self.measurement if done else None
@@ -294,7 +304,7 @@ class Row(Value):
         """Return the numbers of the tables, by name."""
         names = (
             "predicted_bytes", "measured_bytes", "error", "predicted_samples_per_s", "samples_per_s",
-            "tokens_per_s", "mfu", "hfu", "perplexity", "predicted_device_bytes", "device_bytes",
+            "tokens_per_s", "mfu", "hfu", "perplexity", "reward", "predicted_device_bytes", "device_bytes",
             "headroom_bytes", "predicted_tokens_per_s",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}

@@ -17,7 +17,7 @@ from trainfit.spec.parsing.parse import parse
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.sweeps.parts import PartRequest, PartResult, ended
 from trainfit.sweeps.read import options_of
-from trainfit.training.observer import Observer, StepFlops, StepMetrics
+from trainfit.training.observer import Observer, RolloutMetrics, StepFlops, StepMetrics
 
 
 def main(folder: Path) -> int:
@@ -64,6 +64,7 @@ def _predict(request: PartRequest) -> PartResult:
 
 
 def _train(request: PartRequest, folder: Path) -> PartResult:
+    from trainfit.rl.loop import rollouts_of
     from trainfit.training.loop import train
 
     assert request.train is not None, "a training part has its number of steps"
@@ -73,11 +74,15 @@ def _train(request: PartRequest, folder: Path) -> PartResult:
     batch = request.recipe.batch
     # Speed's other methods do nothing.
     speed = Speed(batch.micro * batch.accumulate)  # pyright: ignore[reportAbstractUsage]
-    summary = train(request.built, options, flops=flops, observers=[speed])
+    rollouts = rollouts_of(request.built)
+    summary = train(request.built, options, flops=flops, observers=[speed], rollouts=rollouts)
     status = "killed" if summary.status == "stopped" else summary.status
     content = summary.content()
     content["run"]["out"] = "run"  # The trial's folder is removed.
-    return ended(request, status, summary.message, train=content | {"speed": speed.content()})
+    content["speed"] = speed.content()
+    if rollouts is not None:
+        content["rollouts"] = [one.model_dump(mode="json") for one in speed.rollouts]
+    return ended(request, status, summary.message, train=content)
 
 
 def _flops(request: PartRequest) -> StepFlops | None:
@@ -108,11 +113,16 @@ def _limit(request: PartRequest) -> None:
 
 
 class Speed(Observer):
-    """Samples a second of a run, overall and after the first steps; with data loading, without evaluation."""
+    """Samples a second of a run, overall and after the first steps; without evaluation.
+
+    Data loading counts, and so do a policy's rollouts, with their rewards and log-probabilities.
+    """
 
     def __init__(self, samples_per_step: int):
         self._samples = samples_per_step
         self._seconds: list[float] = []
+        self._before_s = 0.0  # Of a rollout, before the step that begins to train on it
+        self.rollouts: list[RolloutMetrics] = []
 
     def content(self) -> dict[str, Any]:
         """Return ``samples_per_s``, ``late_samples_per_s`` (None if the run is too short) and ``step_s``."""
@@ -129,4 +139,9 @@ class Speed(Observer):
 
     def on_step(self, metrics: StepMetrics) -> None:
         if not metrics.held_back:
-            self._seconds.append(metrics.step_s)
+            self._seconds.append(self._before_s + metrics.step_s)
+        self._before_s = 0.0
+
+    def on_rollout(self, metrics: RolloutMetrics) -> None:
+        self.rollouts.append(metrics)
+        self._before_s = metrics.rollout_s + metrics.reward_s + metrics.scoring_s

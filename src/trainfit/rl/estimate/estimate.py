@@ -14,12 +14,10 @@ from trainfit.prediction.estimate import of_both_peaks, of_recipe, replay_on, su
 from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import predict as predict_step
 from trainfit.prediction.time.roofline import copy_bytes_per_s, roofline
-from trainfit.rl.estimate.lengths import Lengths
+from trainfit.rl.estimate.lengths import Recorded, of_mean_new
 from trainfit.rl.estimate.levers import levers
 from trainfit.rl.estimate.names import DECODE, MEMORY, UPDATE_PHASES, of_update_alone
-from trainfit.rl.estimate.recorded import Recorded
 from trainfit.rl.estimate.times import Times, part_of
-from trainfit.rl.rollout.schedule import of_mean
 from trainfit.rl.shares import check_counts
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.objective import Policy
@@ -28,8 +26,6 @@ from trainfit.spec.result import CATEGORIES, Estimate, Loop, LoopMemory, MemoryB
 
 KIND = "loop"
 """Kind of the ledger in the cache."""
-EXPECTED_SHARE = 0.5
-"""Of ``max_new``: the mean length that is assumed where none is given."""
 NOT_TIMED = "the environment's prompts and rewards, and the tokenizer, are not timed"
 
 
@@ -96,19 +92,8 @@ def estimate(
     update = part_of(ledger, UPDATE_PHASES)
     time = roofline(update, machine)
     found = of_recipe(recipe, machine, update, summary(gpu, update, replays, time, fits=fits), time)
-    loop = _loop(recipe, machine, ledger, replays[0], recorded or _of_mean(recipe, mean_new))
+    loop = _loop(recipe, machine, ledger, replays[0], recorded or of_mean_new(recipe, mean_new))
     return found.model_copy(update={"loop": loop, "assumptions": (*found.assumptions, NOT_TIMED)})
-
-
-def _of_mean(recipe: Recipe, mean_new: float | None) -> Recorded:
-    """Return lengths with this mean; None: half of ``max_new``."""
-    policy = recipe.objective
-    assert isinstance(policy, Policy)
-    mean = policy.max_new * EXPECTED_SHARE if mean_new is None else mean_new
-    how = "given" if mean_new is not None else "assumed"
-    lengths = of_mean(mean, policy.max_new, policy.completions)
-    words = f"{mean:,.4g} tokens on average ({how}), each token as likely to be the last"
-    return Recorded(words, (Lengths([policy.max_prompt] * policy.completions, lengths),))
 
 
 def _loop(recipe: Recipe, machine: Machine, ledger: Ledger, replayed: Replay, lengths: Recorded) -> Loop:

@@ -11,11 +11,14 @@ from statistics import fmean
 from typing import NamedTuple
 
 from trainfit.ledger.ledger import Ledger, Op
-from trainfit.rl.rollout.schedule import Schedule, padded, schedule
+from trainfit.rl.rollout.schedule import Schedule, of_mean, padded, schedule
 from trainfit.rl.shares import Share, positions
 from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import LoopTime
 
+EXPECTED_SHARE = 0.5
+"""Of ``max_new``: the mean length that is assumed where none is given."""
 OF_WEIGHTS = ("fsdp.", "trainfit.dequantize")
 """Operations that have weights alone as inputs, by the beginning of their names."""
 
@@ -25,6 +28,30 @@ class Lengths(NamedTuple):
 
     prompts: Sequence[int]
     completions: Sequence[int]
+
+
+class Recorded(NamedTuple):
+    """Lengths of rollouts: a run's, or assumed ones.
+
+    Attributes:
+        words: for people.
+        measured: the mean loop with these lengths; None: not of a run, or without its log.
+    """
+
+    words: str
+    rollouts: tuple[Lengths, ...]
+    measured: LoopTime | None = None
+
+
+def of_mean_new(recipe: Recipe, mean_new: float | None = None) -> Recorded:
+    """Return a rollout's lengths with this mean, after the longest prompts; None: half of ``max_new``."""
+    policy = recipe.objective
+    assert isinstance(policy, Policy)
+    mean = policy.max_new * EXPECTED_SHARE if mean_new is None else mean_new
+    how = "given" if mean_new is not None else "assumed"
+    lengths = of_mean(mean, policy.max_new, policy.completions)
+    words = f"{mean:,.4g} tokens on average ({how}), each token as likely to be the last"
+    return Recorded(words, (Lengths([policy.max_prompt] * policy.completions, lengths),))
 
 
 class Filled(NamedTuple):

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from trainfit.rl.estimate.lengths import Lengths
+from trainfit.rl.estimate.lengths import Lengths, Recorded
 from trainfit.rl.estimate.names import SCORING, UPDATE
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Policy
@@ -24,19 +24,6 @@ ROLLOUT = "rollout"
 MOST = 100
 """Rollouts that are read at most, the last ones."""
 AGAIN = "train with this version, or give --mean-new"
-
-
-class Recorded(NamedTuple):
-    """Lengths of rollouts.
-
-    Attributes:
-        words: for people.
-        measured: the mean loop with these lengths; None: not of a run, or without its log.
-    """
-
-    words: str
-    rollouts: tuple[Lengths, ...]
-    measured: LoopTime | None = None
 
 
 def read(path: Path, recipe: Recipe) -> Recorded:

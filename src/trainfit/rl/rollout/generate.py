@@ -191,12 +191,15 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         first: int = 0,
         at_steps: Callable[[], None] = lambda: None,
+        lengths: Sequence[int] | None = None,
     ) -> Iterator[Completion]:
         """Yield the completions in the prompts' order.
 
         Args:
             first: the number of the first prompt, on which its noise depends.
             at_steps: called every few steps; an exception that it raises ends the generation.
+            lengths: tokens of each completion, which ends at the first look at that many; None: at a stop
+                token. For measuring.
 
         Raises:
             InputError: an empty prompt, or one that leaves no room for ``max_new`` tokens.
@@ -209,12 +212,16 @@ class Generator:
         was_training = self.model.training
         self.model.eval()
         try:
-            yield from self._run(prompts, first, at_steps)
+            yield from self._run(prompts, first, at_steps, lengths)
         finally:
             self.model.train(was_training)
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], first: int, at_steps: Callable[[], None]
+        self,
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        at_steps: Callable[[], None],
+        lengths: Sequence[int] | None,
     ) -> Iterator[Completion]:
         waiting = deque(range(len(prompts)))
         running: dict[int, int] = {}  # Slot -> prompt
@@ -229,6 +236,8 @@ class Generator:
                 running |= dict(begun)
             for _ in range(min(READ_EVERY, self.sampling.max_new - 1)):
                 self._step()
+            if lengths is not None:
+                self._end({slot: lengths[number] for slot, number in running.items()})
             for slot, completion in self._ended(running):
                 done[running.pop(slot)] = completion
             while given in done:
@@ -309,6 +318,15 @@ class Generator:
             self._decode()
         for name, value in before.items():
             getattr(state, name).copy_(value)
+
+    def _end(self, lengths: dict[int, int]) -> None:
+        """End the completions of slots that have as many tokens, and cut them."""
+        made = self._slots.made.tolist()
+        ended = [slot for slot, length in lengths.items() if made[slot] >= length]
+        if ended:
+            self._slots.alive[ended] = False
+            kept = [lengths[slot] for slot in ended]
+            self._slots.made[ended] = torch.tensor(kept, device=self.device)
 
     def _ended(self, running: dict[int, int]) -> list[tuple[int, Completion]]:
         """Return the completions of the slots that have ended."""
