@@ -156,7 +156,7 @@ def loop_values(loop: Loop | None) -> dict[str, float]:
     """Return peaks in bytes and times in seconds of a loop, by the names of ``Comparison.loop_errors``."""
     if loop is None:
         return {}
-    names = ("peak_allocated_bytes", "peak_reserved_bytes")
+    names = ["peak_allocated_bytes", *(["peak_reserved_bytes"] if loop.reserves else [])]
     found = {f"loop.{one.phase}.{name}": float(getattr(one, name)) for one in loop.memory for name in names}
     if loop.longest is not None:
         found |= {f"loop.longest.{one.name}": one.seconds for one in loop.longest.parts}

@@ -63,14 +63,15 @@ def comparison(predicted: Loop, measured: Loop) -> Iterator[tuple[str, list[list
 
 
 def _both_memories(predicted: Loop, measured: Loop) -> list[list[str]]:
-    lines = [["phase", "allocated predicted", "measured", "error", "reserved predicted", "measured", "error"]]
+    """Return two lines a phase: on a CPU, where nothing is reserved, one."""
+    lines = [["phase", "predicted", "measured", "error"]]
     known = {one.phase: one for one in predicted.memory}
     for one in measured.memory:
-        cells = [one.phase]
-        for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        for name, what in (("peak_allocated_bytes", "allocated"), ("peak_reserved_bytes", "reserved")):
             was, is_ = getattr(known.get(one.phase), name, None), getattr(one, name)
-            cells += [DASH if was is None else format_bytes(was), format_bytes(is_), _error(was, is_)]
-        lines.append(cells)
+            if what == "allocated" or measured.reserves:
+                cells = [DASH if was is None else format_bytes(was), format_bytes(is_), _error(was, is_)]
+                lines.append([f"{one.phase}, {what}", *cells])
     return lines
 
 

@@ -330,6 +330,11 @@ class Loop(Value):
     whole_logits_bytes: Bytes = 0
     """Logits of an update's micro-batch in fp32, which no phase holds."""
 
+    @property
+    def reserves(self) -> bool:
+        """Whether an allocator's reserved bytes were read: not on a CPU, whose are those in use."""
+        return any(one.peak_reserved_bytes != one.peak_allocated_bytes for one in self.memory)
+
 
 class Estimate(Value):
     """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""

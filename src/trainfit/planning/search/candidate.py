@@ -9,6 +9,7 @@ from typing import NamedTuple
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.planning.estimates import Estimates, Request, Result
 from trainfit.planning.search.space import Option, Options, Space, agree, changed, space
+from trainfit.rl.estimate.names import of_update_alone
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
@@ -136,7 +137,9 @@ class Combinations:
             tokens = policy.completions // policy.updates_per_rollout * batch.seq
         off = 0.0 if policy is not None else TOKENS_OFF
         if not self.space.varies_batch:
-            return [(batch.micro, batch.accumulate)]
+            sequences = batch.micro * batch.accumulate * self.data_ranks(options)
+            agrees = policy is None or of_update_alone(self.recipe) is not None
+            return [(batch.micro, batch.accumulate)] if agrees or sequences * batch.seq == tokens else []
         grid = range(1, MOST_MICRO) if every else GRID
         if tokens is None:
             return [(micro, batch.accumulate) for micro in grid if micro * batch.seq < 2**31]

@@ -20,7 +20,9 @@ from trainfit.planning.search.candidate import MIX, Candidate, Combinations, Goa
 from trainfit.planning.search.plan import TIE, assembled, best_of, discounted, fastest, frontier, simpler
 from trainfit.planning.search.ranking import Batches, Ranking, sizes_of_traced
 from trainfit.planning.search.space import OWN_FAMILY, Option, Options, agree, changed
+from trainfit.rl.shares import check_counts
 from trainfit.spec.errors import InputError
+from trainfit.spec.objective import Policy
 from trainfit.spec.plan import Plan
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
@@ -164,6 +166,16 @@ class Search:
 
     def _no_batch(self) -> InputError:
         ranks, seq = self.combinations.data_ranks(self.ranking.start), self.recipe.batch.seq
+        if isinstance(self.recipe.objective, Policy):
+            if not self.space.varies_batch:
+                check_counts(self.recipe)
+            count = self.recipe.objective.completions
+            problem = (
+                f"a rollout's {count} completions do not divide into updates on {ranks} data-parallel ranks"
+            )
+            return InputError(
+                problem, "use others", field="objective.prompts", value=self.recipe.objective.prompts
+            )
         problem = f"is no multiple of {ranks} data-parallel ranks x {seq} tokens a sequence"
         remedy, value = f"request a multiple of {ranks * seq}", self.combinations.goal.tokens_per_step
         return InputError(problem, remedy, field="tokens_per_step", value=value)
