@@ -1,9 +1,9 @@
-"""Write positions and moves of random games of xiangqi as training data: one JSON row each.
+"""Write positions of random games of xiangqi, and a legal move in each, as training data: one JSON row each.
 
     python examples/xiangqi/moves.py moves.jsonl --rows 300000 --workers 16
 
-Each row has a position, written as the environment ``xiangqi`` writes it with ``squares``, and the legal move
-that was played there. Games have other seeds than the tasks of a policy.
+Positions are written as the environment ``xiangqi`` writes them with the arguments of ``grpo.yaml``; the move
+is any legal one. Games have another seed than the tasks of a policy.
 """
 
 import argparse
@@ -12,21 +12,21 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from trainfit.rl.environments.xiangqi import Board, Xiangqi
+from trainfit.rl.environments.xiangqi import Xiangqi, legal_moves
 
-PLIES = 60
-"""Moves of a game, at most: as many as of the environment's games."""
+SEED = 1_000_003
+PLIES, CAPTURES = 120, 0.5
+"""Moves of a game, at most, and the share of them at which one side captures: as in ``grpo.yaml``."""
 
 
 def rows_of(number: int) -> list[str]:
-    """Return the rows of a game that both sides play at random."""
-    choose, board, writer = random.Random(f"data {number}"), Board(), Xiangqi(squares=True)
-    rows: list[str] = []
-    while len(rows) < PLIES and board.outcome() is None:
-        move = choose.choice(board.legal())
-        rows.append(json.dumps({"prompt": writer.written(board.position), "completion": move}))
-        board.push(move)
-    return rows
+    """Return the rows of a game."""
+    choose = random.Random(f"data {number}")
+    games = Xiangqi(seed=SEED, plies=PLIES, captures=CAPTURES, squares=True)
+    return [
+        json.dumps({"prompt": games.written(position), "completion": choose.choice(legal_moves(position))})
+        for position in games.game(number)
+    ]
 
 
 def games(workers: int, count: int) -> Iterator[list[str]]:
@@ -48,7 +48,7 @@ def main() -> None:
     with open(given.file, "w") as file:
         left = given.rows
         # Games that end early give fewer rows.
-        for rows in games(given.workers, 2 * -(-given.rows // PLIES)):
+        for rows in games(given.workers, 4 * -(-given.rows // PLIES)):
             for row in rows[:left]:
                 file.write(row + "\n")
             left -= min(left, len(rows))

@@ -108,3 +108,23 @@ def test_a_single_query_is_not_padded_as_its_keys_are() -> None:
         "bfloat16", kernel="cudnn", head=128, seq=1,
     )  # fmt: skip
     assert op_s(op, machine_with(gpu("h100-sxm"))) < 60e-6
+
+
+@pytest.mark.parametrize(
+    ("layout", "free"), [("nt", "m"), ("nn", "m"), ("tn", "k"), ("tt", "")], ids=["nt", "nn", "tn", "tt"]
+)
+def test_only_rows_in_memory_need_to_be_aligned(layout: str, free: str) -> None:
+    """A step of decoding multiplies as many rows as there are sequences, at the speed of eight."""
+
+    def seconds(**sizes: int) -> float:
+        m, n, k = ({"m": 64, "n": 4096, "k": 4096} | sizes).values()
+        flops, num_bytes = 2.0 * m * n * k, 2 * (m * n + n * k + m * k)
+        op = Op(
+            "aten.mm.default", "", 0, 0, flops, flops, flops, flops, num_bytes, "bfloat16",
+            shape=(1, m, n, k), layout=layout,
+        )  # fmt: skip
+        return op_s(op, machine_with(gpu("h100-sxm")))
+
+    for name, size in {"m": 64, "n": 4096, "k": 4096}.items():
+        odd = seconds(**{name: size - 1}) / seconds()
+        assert (odd < 1.05) == (name == free)

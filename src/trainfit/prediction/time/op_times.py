@@ -25,7 +25,9 @@ from trainfit.spec.calibration import OpTime
 from trainfit.spec.hardware import Gpu
 
 ALIGNED = 8
-"""Elements of 16 bits: products with other sizes take slower kernels."""
+"""Elements of 16 bits: matrices whose rows in memory have other lengths take slower kernels."""
+ROWS = {"nn": (2, 3), "nt": (2, 3), "tn": (1, 2), "tt": (1, 2, 3)}
+"""Layout -> which of (batch, m, n, k) are the length of a row in memory, of an input or of the result."""
 BITS_16: dict[str, str] = dict.fromkeys(("float16", "bfloat16"), "16 bits")
 """Dtypes whose rows are interchangeable."""
 ADDED = "baddbmm"
@@ -148,7 +150,7 @@ def keys(op: Op | OpTime, known: OperationConstants) -> Iterable[Key]:
             return
     if op.shape:
         kind = base if "grouped" in base else "product"
-        odd = op.dtype != "float32" and any(length % ALIGNED for length in op.shape[1:])
+        odd = op.dtype != "float32" and any(op.shape[of] % ALIGNED for of in ROWS.get(op.layout, (1, 2, 3)))
         yield kind, dtype, op.layout, odd
         yield kind, dtype, odd
         yield kind, dtype

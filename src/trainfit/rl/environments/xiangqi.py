@@ -3,8 +3,8 @@
 Rules are Fairy-Stockfish's, through its binding pyffish (GPL-3, the extra ``xiangqi``), imported only here. A
 call takes 1 to 4 ms, so positions and legal moves are cached; ``pool.Pool`` runs them in worker processes.
 
-Positions come from games that both sides play at random, several of each game: task n is a position of game
-n // POSITIONS.
+Positions come from games that are played at random, several of each game: task n is a position of game
+n // POSITIONS. One of the two sides may play better than that, which gives positions in which it is ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Generator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,6 +52,8 @@ class Xiangqi:
     Args:
         seed: games of another seed are others.
         plies: moves of a game before its last position, at most.
+        captures: share of the moves at which one side, another in every second game, takes the most valuable
+            piece that it can.
         mask: the prompt lists the legal moves.
         squares: the board is written square by square, empty ones as dots, instead of as FEN's counts.
         rewards: values of Rewards by name; those that are not given have their defaults.
@@ -64,11 +66,13 @@ class Xiangqi:
         self,
         seed: int = 0,
         plies: int = 60,
+        captures: float = 0.0,
         mask: bool = False,
         squares: bool = False,
         rewards: Mapping[str, float] = MappingProxyType({}),
     ):
-        self.seed, self.plies, self.mask, self.squares = seed, plies, mask, squares
+        self.seed, self.plies, self.captures = seed, plies, captures
+        self.mask, self.squares = mask, squares
         self.rewards = Rewards(**rewards)
         _pyffish()
 
@@ -89,11 +93,8 @@ class Xiangqi:
         position, move = self.position(number), completion.strip()
         if move not in legal_moves(position):
             return {"legal": self.rewards.illegal, "material": 0.0, "win": 0.0}
-        # Mate, and stalemate, which loses in xiangqi.
-        won = not _pyffish().legal_moves(VARIANT, position, [move])
-        piece = _piece_at(position, SQUARE.findall(move)[1])
-        taken = VALUES[piece.lower()] if piece else 0.0
-        material, win = self.rewards.soldier * taken, self.rewards.wins * won
+        material = self.rewards.soldier * _taken(position, move)
+        win = self.rewards.wins * _wins(position, move)
         return {"legal": self.rewards.legal, "material": material, "win": win}
 
     def games(self, count: int, limit: int) -> Generator[list[str], Sequence[str], list[Result]]:
@@ -137,9 +138,13 @@ class Xiangqi:
 
     def position(self, number: int) -> str:
         """Return the task's position (FEN)."""
-        game = _game(self.seed, number // POSITIONS, self.plies)
+        game = self.game(number // POSITIONS)
         choose = random.Random(f"position {self.seed} {number}")
         return choose.choice(game)
+
+    def game(self, number: int) -> tuple[str, ...]:
+        """Return the positions of a game in which there is a legal move."""
+        return _game(self.seed, number, self.plies, self.captures)
 
 
 class Board:
@@ -182,17 +187,34 @@ def legal_moves(position: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _game(seed: int, number: int, plies: int) -> tuple[str, ...]:
-    """Return the positions of a random game in which there is a legal move."""
+def _game(seed: int, number: int, plies: int, captures: float) -> tuple[str, ...]:
     choose = random.Random(f"game {seed} {number}")
     position = _pyffish().start_fen(VARIANT)
     found = [position]
-    for _ in range(plies):
-        position = _after(position, choose.choice(legal_moves(position)))
+    for ply in range(plies):
+        moves = legal_moves(position)
+        move = ""
+        if captures and ply % 2 == number % 2 and choose.random() < captures:
+            move = max(moves, key=partial(_taken, position))
+        if not move or not _taken(position, move):
+            move = choose.choice(moves)
+        position = _after(position, move)
         if not legal_moves(position):
             break
         found.append(position)
     return tuple(found)
+
+
+@lru_cache(maxsize=1 << 16)
+def _wins(position: str, move: str) -> bool:
+    """Return whether a legal move mates, or leaves no move, which loses in xiangqi."""
+    return not _pyffish().legal_moves(VARIANT, position, [move])
+
+
+def _taken(position: str, move: str) -> float:
+    """Return the value of the piece that a legal move takes, in soldiers."""
+    piece = _piece_at(position, SQUARE.findall(move)[1])
+    return VALUES[piece.lower()] if piece else 0.0
 
 
 @lru_cache(maxsize=1 << 16)
