@@ -1,0 +1,143 @@
+"""Tables and figures of evidence/pages/reinforcement-learning.md."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from evidence.scripts.tables.joined import RESULTS
+from trainfit.records import Record, read_jsonl
+from trainfit.report.table import markdown_grid
+from trainfit.spec.objective import Policy
+from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate, Loop, Measurement
+from trainfit.spec.units import GIB
+
+FOLDER = RESULTS / "rl-phases"
+NOT_MEASURED = "Not measured yet."
+PHASES = ("rollout", "scoring", "update")
+
+
+class Pair(NamedTuple):
+    """A recipe's loop, predicted and measured."""
+
+    record: Record
+    predicted: Estimate
+    measured: Measurement
+
+    def loops(self) -> tuple[Loop, Loop]:
+        """Return the predicted and the measured loop."""
+        assert self.predicted.loop is not None
+        assert self.measured.loop is not None
+        return self.predicted.loop, self.measured.loop
+
+    def peaks(self) -> dict[str, tuple[int, int]]:
+        """Return the predicted and the measured allocated peak of each phase, bytes."""
+        ours, theirs = ({one.phase: one.peak_allocated_bytes for one in loop.memory} for loop in self.loops())
+        return {phase: (ours[phase], theirs[phase]) for phase in PHASES}
+
+    def peak_error(self) -> float:
+        """Return the largest error of a phase's peak, over the measured one."""
+        return max((ours / theirs - 1 for ours, theirs in self.peaks().values()), key=abs)
+
+    def seconds(self) -> tuple[float, float] | None:
+        """Return the predicted and the measured seconds of a loop of the longest completions."""
+        ours, theirs = (loop.longest for loop in self.loops())
+        return (ours.seconds, theirs.seconds) if ours and theirs else None
+
+    def time_error(self) -> float | None:
+        """Return the error of a loop's time, over the measured one."""
+        found = self.seconds()
+        return found[0] / found[1] - 1 if found else None
+
+    @property
+    def model(self) -> str:
+        """The model's name in the catalog."""
+        return str(self.record.recipe["model"]["config"])
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, as it is read now."""
+        return recipe_from(self.record.recipe)
+
+    def trains(self) -> str:
+        """Return what trains, in words."""
+        recipe = self.recipe
+        if recipe.adapter is None:
+            return "all weights"
+        return "LoRA" if recipe.quantize is None else f"LoRA on {recipe.quantize}"
+
+
+@cache
+def pairs(name: str) -> tuple[Pair, ...]:
+    """Return the recipes of ``NAME-predicted.jsonl`` that were measured, in their order."""
+    measured_file = FOLDER / f"{name}-measured.jsonl"
+    if not measured_file.exists():
+        return ()
+    measured = {one.recipe_id: one.measurement for one in read_jsonl(measured_file)}
+    found = list[Pair]()
+    for one in read_jsonl(FOLDER / f"{name}-predicted.jsonl"):
+        measurement = measured.get(one.recipe_id)
+        if one.estimate is not None and measurement is not None:
+            found.append(Pair(one, one.estimate, measurement))
+    return tuple(found)
+
+
+def settings() -> tuple[Pair, ...]:
+    """Return the loops on one and two GPUs that ran to their end."""
+    every = (*pairs("one-gpu"), *pairs("two-gpus"))
+    return tuple(one for one in every if one.measured.loop is not None)
+
+
+def peaks() -> str:
+    """Return the peaks of the phases of each setting, measured, with the errors of the predictions."""
+    rows = []
+    for one in settings():
+        recipe = one.recipe
+        policy = recipe.objective
+        assert isinstance(policy, Policy)
+        cells = [f"{theirs / GIB:.2f} ({ours / theirs - 1:+.2%})" for ours, theirs in one.peaks().values()]
+        rows.append((
+            one.model, str(recipe.hardware.count), one.trains(), one.record.recipe["recompute"],
+            f"{policy.prompts} x {policy.group}", f"{recipe.batch.micro} x {recipe.batch.seq}", *cells,
+        ))  # fmt: skip
+    heads = ("model", "GPUs", "trains", "recomputed", "completions", "micro-batch", *PHASES)
+    return markdown_grid(heads, rows, 4) if rows else NOT_MEASURED
+
+
+def times() -> str:
+    """Return the seconds of each setting's loop, measured and predicted, with those of its parts."""
+    rows = []
+    for one in settings():
+        recipe, found = one.recipe, one.seconds()
+        ours, theirs = (loop.longest for loop in one.loops())
+        if found is None or ours is None or theirs is None:
+            continue
+        of_parts = {part.name: part.seconds for part in ours.parts}
+        parts = {part.name: part.seconds for part in theirs.parts}
+        cells = [
+            f"{parts[name]:.2f} ({of_parts[name]:.2f})" if name in parts and name in of_parts else "-"
+            for name in ("prefill", "decode", "scoring", "reference", "update")
+        ]
+        rows.append((
+            one.model, str(recipe.hardware.count), one.trains(), f"{found[1]:.2f}",
+            f"{found[0] / found[1] - 1:+.1%}", *cells,
+        ))  # fmt: skip
+    parts = ("prefill", "decode", "scoring", "reference", "update")
+    heads = ("model", "GPUs", "trains", "loop, s", "predicted", *parts)
+    return markdown_grid(heads, rows, 3) if rows else NOT_MEASURED
+
+
+def summary() -> str:
+    """Return the largest errors in one sentence."""
+    found = settings()
+    errors = [error for one in found if (error := one.time_error()) is not None]
+    if not found or not errors:
+        return NOT_MEASURED
+    worst = max((one.peak_error() for one in found), key=abs)
+    within = sum(abs(error) <= 0.1 for error in errors)
+    return (
+        f"Of {len(found)} settings the largest error of a phase's peak is {worst:+.2%}; a loop's time is "
+        f"within 10 % in {within} of {len(errors)}, and {max(errors, key=abs):+.1%} at the worst."
+    )
