@@ -34,6 +34,7 @@ from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, LoopTime, Measurement
 from trainfit.step import assemble
+from trainfit.verification import this_machine
 from trainfit.verification.this_machine import _peak_bytes
 
 MODEL = {
@@ -252,11 +253,12 @@ def test_two_updates_on_two_ranks_group_the_lengths_as_training_does() -> None:
     assert filled.computed == pytest.approx((256 + 128 + 128 + 192) / 4 / 256)
 
 
-def of_lengths(seq: int, new: int, **fields: Any) -> tuple[LoopTime, LoopTime]:
+@cache
+def of_lengths(seq: int, new: int) -> tuple[LoopTime, LoopTime]:
     """Return the longest time, and that of completions with ``new`` tokens each."""
     wanted = recipe(
         batch={"micro": 2, "seq": seq, "accumulate": 3}, objective={"max_prompt": 64, "max_new": seq - 64},
-        hardware={"gpu": "h100-sxm"}, **fields,
+        hardware={"gpu": "h100-sxm"},
     )  # fmt: skip
     ledger = traced(wanted, gpu("h100-sxm"))
     recorded = Recorded("given", (Lengths([64] * 6, [new] * 6),))
@@ -303,10 +305,17 @@ def test_counts_that_train_refuses_are_not_predicted() -> None:
 
 
 def test_the_check_before_a_run_counts_the_cache_of_keys_and_values() -> None:
-    large = recipe(objective={"max_new": 8, "rollout": {"batch": 6}})
-    small = recipe(objective={"max_new": 8, "rollout": {"batch": 1}})
-    more, less = (_peak_bytes(one, deterministic=False) for one in (large, small))
-    assert more - less >= 5 * 2 * 5 * 2 * 64 * 16 * 4  # Five slots' keys and values
+    found, _ = on_cpu()
+    assert found.loop is not None
+    assert found.breakdown.kv_cache >= found.loop.cache_bytes
+    assert _peak_bytes(recipe(), deterministic=False) == found.peak_allocated_bytes + found.host_bytes
+
+
+def test_a_loop_that_does_not_fit_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_machine, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(InputError, match="the loop takes") as refused:
+        this_machine.check_memory(recipe(), "cpu", evaluates=64)
+    assert "objective.rollout.batch" in refused.value.remedy
 
 
 def run_folder(folder: Path, **changed: Any) -> Path:

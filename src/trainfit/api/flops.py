@@ -24,6 +24,9 @@ def step_flops(
     from trainfit.prediction.estimate import matmul_dtype
     from trainfit.prediction.predict import ledger_of
     from trainfit.prediction.time.peaks import peak_flops_per_s
+    from trainfit.rl.estimate.estimate import ledger_of as loop_ledger
+    from trainfit.rl.estimate.names import UPDATE_PHASES, of_update_alone
+    from trainfit.rl.estimate.times import part_of
     from trainfit.techniques.registry import check, check_device
 
     on_cuda = runs_on_cuda(device)
@@ -35,7 +38,11 @@ def step_flops(
     if gpu.vendor not in ("nvidia", "host"):  # The FLOPs of a step do not depend on the vendor.
         hardware = recipe.hardware.model_copy(update={"gpu": COUNTED_ON})
         recipe = recipe.model_copy(update={"hardware": hardware})
-    ledger = ledger_of(recipe, deterministic=deterministic)
+    if of_update_alone(recipe) is None:  # The ledger that the check of memory reads, too.
+        row = find_gpu(recipe.hardware.gpu)
+        ledger = part_of(loop_ledger(recipe, row, deterministic=deterministic), UPDATE_PHASES)
+    else:
+        ledger = ledger_of(recipe, deterministic=deterministic)
     if peak_flops is None and on_cuda and gpu.peak_flops_per_s:
         peak_flops = peak_flops_per_s(gpu, matmul_dtype(ledger))
     return ledger.steady_sum("model_flops"), ledger.steady_sum("causal_flops"), peak_flops

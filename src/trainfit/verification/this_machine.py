@@ -15,8 +15,10 @@ from trainfit.measurement.machine import PROCESS_BYTES, available_bytes
 from trainfit.measurement.nvml import Nvml
 from trainfit.prediction.evaluation import evaluation_peak
 from trainfit.rl.estimate.estimate import predict
+from trainfit.rl.estimate.names import of_update_alone
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
 
@@ -75,6 +77,8 @@ def check_memory(
     Raises:
         InputError: it says what is needed and what is there.
     """
+    if isinstance(recipe.objective, Policy):
+        evaluates = None  # Held-out prompts are answered as those of a rollout.
     if runs_on_cuda(device):
         _check_gpu(recipe, int(device.partition(":")[2] or 0), deterministic, evaluates)
     else:
@@ -91,7 +95,7 @@ def _check_gpu(recipe: Recipe, index: int, deterministic: bool, evaluates: int |
     there = f"{name} has {format_bytes(total_bytes)}"
     needed_bytes = predict(recipe, deterministic=deterministic).peak_device_bytes
     if needed_bytes > total_bytes:
-        raise _refusal(needed_bytes, there)
+        raise _refusal(recipe, needed_bytes, there)
     if evaluates is not None and evaluates > recipe.batch.micro:
         needed_bytes = evaluation_peak(recipe, evaluates, deterministic=deterministic).device_bytes
         if needed_bytes > total_bytes:
@@ -115,11 +119,11 @@ def _check_host(recipe: Recipe, deterministic: bool, evaluates: int | None) -> N
     needed_bytes = count * (peak_bytes + PROCESS_BYTES)
     if needed_bytes > free_bytes:
         there = f"this machine has {format_bytes(free_bytes)} free of {format_bytes(host_bytes())}"
-        raise _refusal(needed_bytes, there)
+        raise _refusal(recipe, needed_bytes, there)
 
 
 def _peak_bytes(recipe: Recipe, deterministic: bool) -> int:
-    """Return what a step holds on a host: no context of CUDA, and what it would offload too."""
+    """Return what a step or a policy's loop holds on a host: no CUDA context, and what it offloads."""
     found = predict(recipe, deterministic=deterministic)
     return found.peak_allocated_bytes + found.host_bytes
 
@@ -133,7 +137,11 @@ def _evaluation_refusal(needed_bytes: int, there: str, sequences: int) -> InputE
     return InputError(problem, f"lower eval_batch; {OTHERWISE}", field="eval_batch", value=sequences)
 
 
-def _refusal(needed_bytes: int, there: str) -> InputError:
-    problem = f"the step takes {format_bytes(needed_bytes)} as predicted, and {there}"
-    remedy = "use a smaller model, batch.micro or batch.seq, recompute: full, or an adapter"
+def _refusal(recipe: Recipe, needed_bytes: int, there: str) -> InputError:
+    is_loop = of_update_alone(recipe) is None
+    problem = (
+        f"the {'loop' if is_loop else 'step'} takes {format_bytes(needed_bytes)} as predicted, and {there}"
+    )
+    sizes = "batch.micro, objective.rollout.batch" if is_loop else "batch.micro"
+    remedy = f"use a smaller model, {sizes} or batch.seq, recompute: full, or an adapter"
     return InputError(problem, f"{remedy}; {OTHERWISE}")
