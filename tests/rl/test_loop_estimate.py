@@ -20,6 +20,7 @@ from trainfit.report.compare import Comparison
 from trainfit.report.comparisons import loop_tables
 from trainfit.report.html import report_page
 from trainfit.report.loop_text import comparison, show
+from trainfit.report.sweep import columns
 from trainfit.rl.estimate.estimate import estimate, predict
 from trainfit.rl.estimate.lengths import Lengths, Recorded, of_micro_batches
 from trainfit.rl.estimate.names import UPDATE_PHASES
@@ -33,6 +34,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, LoopTime, Measurement
+from trainfit.spec.sweep import Row
 from trainfit.step import assemble
 from trainfit.verification import this_machine
 from trainfit.verification.this_machine import _peak_bytes
@@ -121,6 +123,12 @@ def test_a_report_shows_the_phases_of_a_loop() -> None:
     assert len(titles) == 3
     assert any("| decode |" in one for one in loop_tables([both]))
     assert "loop.longest.decode" in report_page([both])
+    row = Row(
+        variant="one", recipe=recipe().content(), recipe_id="0", status="done", estimate=predicted,
+        measurement=measured,
+    )  # fmt: skip
+    assert row.expected_error == pytest.approx(errors["loop.expected"])
+    assert {"loop error", "expected loop error"} <= {one.title for one in columns([row])}
 
 
 def test_the_cache_is_a_category_of_every_phase() -> None:

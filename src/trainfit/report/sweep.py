@@ -72,6 +72,15 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("loop s predicted", lambda row: or_dash(row.loop_s("estimate"), "{:.4g}"), rank=5),
         Column("loop s", lambda row: or_dash(row.loop_s("measurement"), "{:.4g}"), rank=4),
         Column("loop error", number("loop_error", percent), rank=2),
+        Column(
+            "expected loop s predicted",
+            lambda row: or_dash(row.loop_s("estimate", "expected"), "{:.4g}"),
+            rank=9,
+        ),
+        Column(
+            "expected loop s", lambda row: or_dash(row.loop_s("measurement", "expected"), "{:.4g}"), rank=9
+        ),
+        Column("expected loop error", number("expected_error", percent), rank=3),
         Column("peak met", number("peak_met", str), False, rank=9),
         Column("samples/s predicted", number("predicted_samples_per_s"), rank=8),
         Column(

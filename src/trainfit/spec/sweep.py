@@ -224,15 +224,20 @@ class Row(Value):
         """Return (predicted - measured) / measured of a phase's peak in a policy's loop."""
         return _error(self.phase_bytes("estimate", phase), self.phase_bytes("measurement", phase))
 
-    def loop_s(self, side: str) -> float | None:
-        """Return the seconds of a policy's loop with every completion at its longest."""
-        loop = self._loop(side)
-        return None if loop is None or loop.longest is None else loop.longest.seconds
+    def loop_s(self, side: str, kind: str = "longest") -> float | None:
+        """Return the seconds of a policy's loop; ``kind``: ``longest`` or ``expected``."""
+        time = getattr(self._loop(side), kind, None)
+        return None if time is None else time.seconds
 
     @property
     def loop_error(self) -> float | None:
-        """(predicted - measured) / measured of those seconds."""
+        """(predicted - measured) / measured of those seconds, every completion at its longest."""
         return _error(self.loop_s("estimate"), self.loop_s("measurement"))
+
+    @property
+    def expected_error(self) -> float | None:
+        """Likewise with the lengths that a prediction assumes."""
+        return _error(self.loop_s("estimate", "expected"), self.loop_s("measurement", "expected"))
 
     def _loop(self, side: str) -> Loop | None:
         found = self.estimate if side == "estimate" else self._timed
