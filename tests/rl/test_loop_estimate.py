@@ -245,7 +245,7 @@ def test_micro_batches_are_as_long_as_their_longest_row() -> None:
     assert filled.computed == pytest.approx((128 + 256 + 128) / 3 / 256)
     assert filled.computed_squares == pytest.approx((128**2 + 256**2 + 128**2) / 3 / 256**2)
     assert filled.needed == pytest.approx((70 + 100 + 74 + 200 + 65 + 66) / 6 / 256)
-    compiled = of_micro_batches(wanted.model_copy(update={"compile": True}), [Lengths([64] * 6, [2] * 6)])
+    compiled = of_micro_batches(wanted.model_copy(update={"compile": "block"}), [Lengths([64] * 6, [2] * 6)])
     assert compiled.computed == 1
     assert compiled.needed == pytest.approx(66 / 256)
 
