@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels.
 
+Of pairs of answers, 2 i is the chosen and 2 i + 1 the rejected answer of pair i.
+
 ``position_ids`` [b, s] where documents are kept apart. ``weight`` [] on the host: the micro-batch's labels
 over their mean in all micro-batches of the step and of all ranks, where they differ; so the step's loss is
 the mean over its labels.
@@ -193,6 +195,7 @@ class Step:
         """Values that techniques measured in the last update, by name (``Draft.readings``)."""
         self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
         self._token_logs, self.reference = draft.token_logs, draft.reference
+        self._pair_losses = draft.pair_losses
         self._outermost = draft.outermost or draft.model
         if self.reference is not None:
             self.reference.begin(self.model)
@@ -222,7 +225,7 @@ class Step:
             sequences: of a micro-batch; None: the recipe's.
         """
         generator = torch.Generator().manual_seed(seed + self.data_rank)
-        shape = (sequences or self.recipe.batch.micro, self.recipe.batch.seq)
+        shape = (sequences or self.recipe.micro_sequences, self.recipe.batch.seq)
         batches: list[Batch] = []
         for _ in range(self._num_micro_batches):
             ids_bs = torch.randint(vocabulary(self.model), shape, generator=generator).to(self.device)
@@ -248,6 +251,9 @@ class Step:
         """
         losses: list[Tensor] = []
         batches, weights = zip(*map(_weighed, batches), strict=True)
+        if self._pair_losses is not None:
+            on_phase("forward")
+            batches = self.with_reference(batches)
         for number, batch in enumerate(batches):
             on_phase("forward")
             for hook in self._before_batch:
@@ -285,20 +291,49 @@ class Step:
             batch: ``input_ids``, int64 [b, s].
             reference: of the reference that the recipe names, instead of the model.
         """
-        assert self._token_logs is not None, "the objective is a policy's"
+        assert self._token_logs is not None, "the objective is a policy's, or a preference's"
+        with self._scoring(reference=reference):
+            return self._forward(self._token_logs, batch)
+
+    @contextmanager
+    def _scoring(self, *, reference: bool) -> Iterator[None]:
+        """Let the model, or its reference, be in evaluation mode."""
         was_training = self.model.training
         self.model.eval()
         try:
             if not reference:
-                return self._forward(self._token_logs, batch)
+                yield
+                return
             assert self.reference is not None, "the recipe names a reference"
             self._reshard()
             with self.reference.active(self.model):
-                found = self._forward(self._token_logs, batch)
+                yield
                 self._reshard()
-            return found
         finally:
             self.model.train(was_training)
+
+    @torch.no_grad()
+    def with_reference(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches of pairs with ``reference``, fp32 [b].
+
+        It is each answer's log-probability by the reference; 0 where the recipe names none.
+        """
+        if self.reference is None:
+            sizes = [len(batch["input_ids"]) for batch in batches]
+            zeros = [torch.zeros(size, dtype=torch.float32, device=self.device) for size in sizes]
+            return [{**batch, "reference": zero} for batch, zero in zip(batches, zeros, strict=True)]
+        with self._scoring(reference=True):
+            return [{**batch, "reference": self._forward(self._token_logs, batch)} for batch in batches]
+
+    @torch.no_grad()
+    def preferences(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a micro-batch's pairs, then ``PairLosses.means``, fp32 [4]; for held-out
+        pairs.
+        """
+        assert self._pair_losses is not None, "the objective is a preference's"
+        (batch,) = self.with_reference([batch])
+        found = self._pair_losses(self.token_logs(batch), batch)
+        return torch.cat((found.losses.mean()[None], found.means()))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -312,6 +347,11 @@ class Step:
             yield
         finally:
             self._reshard()
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether its micro-batches hold pairs of answers."""
+        return self._pair_losses is not None
 
     @property
     def shards_weights(self) -> bool:

@@ -1,15 +1,17 @@
 """Losses of completions, against their formulas with autograd."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from trainfit.kernels.cross_entropy.chunked import Head
-from trainfit.kernels.cross_entropy.token_logs import linear_token_loss
+from trainfit.kernels.cross_entropy.token_logs import linear_token_logs, linear_token_loss, token_logs
 from trainfit.kernels.policy_loss.op import PolicyLoss
+from trainfit.kernels.preference_loss.op import PairLosses, pair_losses
 from trainfit.rl.objectives.policy import group_advantages, token_weights, whitened
-from trainfit.rl.objectives.preference import preference
+from trainfit.spec.objective import Preference
 
 
 def test_advantages_of_a_group() -> None:
@@ -89,13 +91,50 @@ def test_chunks_of_the_policy_loss_are_the_whole_formula() -> None:
     assert metrics["kl"] == pytest.approx((divergence * weights[counted]).sum().item(), rel=1e-4)
 
 
-def test_preference() -> None:
-    given = [torch.tensor(x, requires_grad=True) for x in ([-3.0, -5.0], [-4.0, -2.0])]
-    reference = torch.tensor([-3.5, -4.0]), torch.tensor([-3.5, -3.0])
-    margins = 0.5 * ((given[0] - reference[0]) - (given[1] - reference[1]))
-    expected = -torch.sigmoid(margins).log()
-    found = preference(given[0].detach(), given[1].detach(), *reference, beta=0.5)
-    torch.testing.assert_close(found.losses, expected)
-    for factors, gradient in zip(found.factors, torch.autograd.grad(expected.mean(), given), strict=True):
-        torch.testing.assert_close(factors, gradient)
-    assert (found.margins > 0).tolist() == [True, False]
+HEADS: list[dict[str, float | bool | None]] = [
+    {}, {"softcap": 3.0}, {"scale": 0.5, "bias": True}, {"softcap": 3.0, "scale": 2.0, "temperature": 0.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", HEADS, ids=str)
+def test_log_probabilities_in_chunks_have_the_gradients_of_whole_logits(options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n, e, v = 30, 8, 20
+    hidden = torch.randn(n, e, generator=generator, requires_grad=True)
+    weight = torch.randn(v, e, generator=generator, requires_grad=True)
+    bias = torch.randn(v, generator=generator, requires_grad=True) if options.get("bias") else None
+    scale, softcap = options.get("scale", 1.0), options.get("softcap")
+    temperature = options.get("temperature", 1.0)
+    head, targets = Head(weight, bias, scale, softcap), torch.randint(v, (n,), generator=generator)
+    logits = scale * torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    expected = (logits / temperature).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    found = linear_token_logs(hidden, head, targets, temperature=temperature, rows=8)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert found.equal(token_logs(hidden, head, targets, temperature=temperature, rows=8))
+    of = [one for one in (hidden, weight, bias) if one is not None]
+    # A loss that is no sum over tokens: of sums of six.
+    mine, whole = (logs.view(5, 6).sum(dim=1).mul(0.1).sigmoid().log().sum() for logs in (found, expected))
+    for one, other in zip(torch.autograd.grad(mine, of), torch.autograd.grad(whole, of), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_losses_of_pairs() -> None:
+    """By hand: ratios of 0.5 and -0.5, then of -1 and 1."""
+    logs = torch.tensor([-3.0, -4.0, -5.0, -2.0])
+    reference = torch.tensor([-3.5, -3.5, -4.0, -3.0])
+    counts = torch.tensor([2, 5, 1, 4])
+
+    def of(**fields: Any) -> PairLosses:
+        return pair_losses(logs, reference, counts, Preference(name="dpo", beta=0.5, **fields))
+
+    found = of()
+    assert found.rewards.tolist() == [[0.25, -0.25], [-0.5, 0.5]]
+    assert found.means().tolist() == pytest.approx([-0.125, 0.125, 0.5])
+    plain = [-math.log(1 / (1 + math.exp(-margin))) for margin in (0.5, -1.0)]
+    turned = [-math.log(1 / (1 + math.exp(margin))) for margin in (0.5, -1.0)]
+    assert found.losses.tolist() == pytest.approx(plain)
+    smooth = [0.9 * one + 0.1 * other for one, other in zip(plain, turned, strict=True)]
+    assert of(label_smoothing=0.1).losses.tolist() == pytest.approx(smooth)
+    assert of(loss="hinge").losses.tolist() == [0.5, 2.0]
+    assert of(loss="ipo").losses.tolist() == pytest.approx([(0.25 + 0.1 - 1) ** 2, (-1 - 0.25 - 1) ** 2])

@@ -97,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"objective": {**GRPO, "kl": 0.1}}, "the reference would be the trained model itself"),
     ({"objective": {**GRPO, "group": 1}}, "grpo compares the completions of a prompt"),
     ({"objective": {**GRPO, "updates_per_rollout": 3}}, "4 completions do not divide"),
-    ({"objective": "gpro"}, "no such objective; use one of pretrain, grpo, ppo; did you mean grpo"),
+    ({"objective": "gpro"}, "no such objective; use one of pretrain, sft, dpo, grpo, ppo; did you mean grpo"),
     ({"loader": {"workers": 1}}, "its sequences are generated, not loaded"),
     ({"objective": {**GRPO, "name": "ppo", "group": 1, "prompts": 1}}, "one completion has no other"),
     ({"data": {"pack": False}}, "completions, which are not packed"),

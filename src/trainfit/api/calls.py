@@ -264,7 +264,7 @@ def train(
     if launched_rank() == 0:
         refuse_unusable(options)
         if not resume:  # A resumed run has its own copy.
-            documents.require_first(options.data, options.eval_data)
+            documents.require_first(options.data, options.eval_data, pairs=chosen.has_pairs)
     with errors_name(recipe, section):
         built, notes = planned(chosen, device)
         notes += (*random_base_note(chosen), *unread_weights(recipe, chosen))

@@ -11,7 +11,7 @@ from trainfit.api.results import Printed
 from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import cache_folder
-from trainfit.spec.objective import Pretrain
+from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import Count
 from trainfit.training.data.plan import RunData
@@ -49,7 +49,7 @@ def data_plan(recipe: Recipe, options: "TrainOptions") -> DataPlan:
     """
     from trainfit.training.corpus import open_corpora
 
-    if not isinstance(recipe.objective, Pretrain):
+    if isinstance(recipe.objective, Policy):
         problem, remedy = (
             "it trains on its own completions, not on data",
             "leave --dry-run out, or use predict",
@@ -62,8 +62,9 @@ def data_plan(recipe: Recipe, options: "TrainOptions") -> DataPlan:
     where = str(parent) if parent.is_dir() else None
     with tempfile.TemporaryDirectory(dir=where, prefix="dry-run-") as work:
         corpora = open_corpora(
-            Path(work) / "data", options, vocabulary=vocabulary, seq=recipe.batch.seq, data=recipe.data
-        )
+            Path(work) / "data", options, vocabulary=vocabulary, seq=recipe.batch.seq, data=recipe.data,
+            pairs=recipe.has_pairs,
+        )  # fmt: skip
         found, notes = RunData.of(recipe, corpora), corpora.index.notes
     options = options if options.epochs is None else options.over(found.steps_of(options.epochs))
     predicted = predicted_run(recipe, options)

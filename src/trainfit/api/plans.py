@@ -141,7 +141,7 @@ def plan_recipe(
     recipe = _tuned(recipe.without_open_fields(), tune, given)
     is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
     if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
-        tokens_per_step = recipe.batch.tokens * recipe.mesh.data_ranks
+        tokens_per_step = recipe.step_tokens
     goal = Goal(
         memory_bytes=None if memory_gib is None else int(memory_gib * GIB),
         host_bytes=None if host_memory_gib is None else int(host_memory_gib * GIB),

@@ -174,7 +174,7 @@ def _train(
         if first:
             refuse_unusable(wanted)
             if not wanted.resume:  # A resumed run has its own copy.
-                documents.require_first(wanted.data, wanted.eval_data)
+                documents.require_first(wanted.data, wanted.eval_data, pairs=requested.has_pairs)
     record = record if first else None
     out = Path(given["out"])
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):

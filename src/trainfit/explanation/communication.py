@@ -41,7 +41,7 @@ def communication_bound(recipe: Recipe, machine: Machine, ledger: Ledger) -> Com
     batch = recipe.batch.model_copy(update={"micro": 2 * micro})
     twice = ledger_of(recipe.model_copy(update={"batch": batch}), machine)
     times = step_times(ledger, machine)
-    tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
+    tokens = recipe.step_tokens
     phases = list[PhaseCommunication]()
     for name in PHASES:
         phase = _Phase(ledger, twice, name, machine)

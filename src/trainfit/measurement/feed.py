@@ -61,7 +61,7 @@ class Feed:
 
         options = recipe.loader
         check_processes(options.workers, "loader.workers")
-        self._micro, self._device = recipe.batch.micro, device
+        self._micro, self._device = recipe.micro_sequences, device
         self._asked: Any = None  # Marks before and after the loader's answer
         self._answered: Any = None
         self._pinned = options.pin_memory and device.type == "cuda"
@@ -161,7 +161,7 @@ def measured_batches(step: Step, num_steps: int) -> Iterator[Callable[[], list[B
         batches = step.random_batches(recipe.seed)
         yield lambda: batches
         return
-    sequences = recipe.batch.micro * recipe.batch.accumulate
+    sequences = recipe.micro_sequences * recipe.batch.accumulate
     apart = recipe.data.pack == "documents"
     arguments = vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed
     source = partial(random_tokens, *arguments, positions=apart)

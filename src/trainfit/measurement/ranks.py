@@ -246,7 +246,7 @@ def combined(recipe: Recipe, ranks: Sequence[Measurement]) -> dict[str, Any]:
     slowest = max(ranks, key=lambda one: one.step_s or 0.0)
     stages = list(dict.fromkeys(one.message for one in ranks))
     by_rank = (f"rank {number}: {one.message}" for number, one in enumerate(ranks) if one.message)
-    tokens = recipe.batch.tokens * recipe.mesh.data_ranks
+    tokens = recipe.step_tokens
     # Ranks wait for each other: one throttled GPU invalidates the time of all.
     throttled = {reason for one in ranks for reason in one.environment.throttled}
     environment = highest.environment.model_copy(update={"throttled": tuple(sorted(throttled))})

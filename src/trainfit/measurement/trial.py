@@ -226,7 +226,7 @@ def note_end(recipe: Recipe, meter: Any, result: ResultFile, seconds: list[float
         known["message"] = joined(no_time(environment, median(seconds)), known["message"])
     elif seconds:
         times = Spread.of(seconds)
-        rate = recipe.batch.tokens / times.median
+        rate = recipe.rank_tokens / times.median
         known |= {"step_times": times, "step_s": times.median, "tokens_per_s": rate}
     result.update(**known, **totals)
 

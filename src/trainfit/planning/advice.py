@@ -87,7 +87,7 @@ def _logits_bytes(recipe: Recipe) -> int:
     """Return the most that logits take; 0 where few are there at once, or the fullest GPU may have none."""
     if recipe.loss != "standard" or recipe.mesh.pipeline > 1:
         return 0
-    tokens = recipe.batch.tokens // recipe.batch.accumulate
+    tokens = recipe.rank_tokens // recipe.batch.accumulate
     vocabulary = model_config(recipe.model.config).get("vocab_size", 2**15)
     vocabulary = vocabulary if isinstance(vocabulary, int) else 2**15
     return LOGITS_BYTES * tokens * vocabulary // (recipe.mesh.tensor * recipe.mesh.context)
@@ -376,7 +376,7 @@ def changes_that_fit(
         InputError: as ``planning.search.search.plan``.
     """
     if goal.tokens_per_step is None:
-        goal = Goal(**{**vars(goal), "tokens_per_step": recipe.batch.tokens * recipe.mesh.data_ranks})
+        goal = Goal(**{**vars(goal), "tokens_per_step": recipe.step_tokens})
     combinations = Combinations(recipe, goal, estimates)
     search, usable = _Search(combinations, own, most, say, deadline), combinations.usable_bytes
     micro, count = recipe.batch.micro, recipe.batch.accumulate

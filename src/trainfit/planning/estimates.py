@@ -307,7 +307,7 @@ def continued(recipe: Recipe, two: Estimate, three: Estimate) -> Estimate:
 
     step_s = on(two.step_s, three.step_s) if two.step_s and three.step_s else None
     slower = step_s / three.step_s if step_s and three.step_s else 1.0
-    tokens_per_s = recipe.batch.tokens * recipe.mesh.data_ranks / step_s if step_s else None
+    tokens_per_s = recipe.step_tokens / step_s if step_s else None
     loop, flops = three.loop, three.model_flops
     if loop is not None:
         loop = with_update(loop, slower, on(two.model_flops, flops) / flops)

@@ -40,7 +40,7 @@ def savings(
         InputError: the speed of the recipe's GPU is not known.
     """
     until_s = time.monotonic() + limit_s
-    tokens = recipe.batch.tokens * recipe.mesh.data_ranks
+    tokens = recipe.step_tokens
     combinations = Combinations(recipe, Goal(tokens_per_step=tokens), estimates)
     found: list[Saving] = []
     is_complete, options = True, list(_options(recipe, combinations))[:MOST]

@@ -79,7 +79,7 @@ def _run_alone(recipe: Recipe, initialization: AbstractContextManager[Any]) -> E
                 model = build_model(
                     recipe.model, dtype=weight_dtype(recipe), device="cpu", attention=recipe.attention
                 )
-            ids_bs = torch.zeros(recipe.batch.micro, recipe.batch.seq, dtype=torch.int64)
+            ids_bs = torch.zeros(recipe.micro_sequences, recipe.batch.seq, dtype=torch.int64)
             model(input_ids=ids_bs, labels=ids_bs)
     except Exception as error:
         return error

@@ -44,7 +44,7 @@ def of_recipe(
     recipe: Recipe, machine: Machine, ledger: Ledger, found: Estimate, time: Roofline | None
 ) -> Estimate:
     """Return the Estimate with what the recipe adds: tokens a second, cost, assumptions and bounds."""
-    tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
+    tokens = recipe.step_tokens
     tokens_per_s = tokens / found.step_s if found.step_s else None
     return found.model_copy(
         update={

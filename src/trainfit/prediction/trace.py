@@ -381,8 +381,11 @@ def run_evaluation(step: Step, virtual: VirtualGpu, sequences: int) -> None:
     run_steps(step, virtual)
     gc.collect()
     virtual.begin(EVALUATION, "data")
-    batch = step.random_batches(sequences=sequences)[0]
+    batch = step.random_batches(sequences=sequences * step.recipe.objective.sequences)[0]
     virtual.begin(EVALUATION, "forward")
+    if step.compares_pairs:
+        step.preferences(batch)
+        return
     step.model.eval()
     with torch.no_grad():
         step.cross_entropy(batch)

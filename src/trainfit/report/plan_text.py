@@ -156,7 +156,7 @@ def _limit(plan: Plan) -> str:
 def _answer(plan: Plan, best: Found) -> list[list[str]]:
     estimate, recipe = best.estimate, best.as_recipe()
     mfu = f", {estimate.mfu:.1%} MFU" if estimate.mfu else ""
-    step_tokens = recipe.batch.tokens * recipe.mesh.data_ranks
+    step_tokens = recipe.step_tokens
     every = " in all" * (estimate.num_gpus > 1)
     free = plan.limit_bytes - estimate.highest.device
     lines = [

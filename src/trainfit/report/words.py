@@ -62,9 +62,10 @@ def assumed(recipe: Recipe, *, varies_batch: bool = False, precision: str | None
 
 
 def batch_text(recipe: Recipe) -> str:
-    """Return ``micro x seq``, and ``x accumulate`` where there is accumulation."""
-    batch = recipe.batch
-    return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
+    """Return ``micro x seq``, and ``x accumulate`` where there is accumulation; ``micro pairs x seq``."""
+    batch, pairs = recipe.batch, f" pair{'s' * (recipe.batch.micro > 1)}" * recipe.has_pairs
+    more = f" x {batch.accumulate}" if batch.accumulate > 1 else ""
+    return f"{batch.micro}{pairs} x {batch.seq}{more}"
 
 
 def parameters(estimate: Estimate) -> str:

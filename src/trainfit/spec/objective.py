@@ -1,13 +1,13 @@
 """The objective of a recipe: what the step's loss is, and where its sequences come from."""
 
 import difflib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
-from trainfit.spec.value import Count, PositiveInt, Value, disagreement
+from trainfit.spec.value import Count, FromPercent, PositiveInt, Value, disagreement
 
-NAMES = ("pretrain", "grpo", "ppo")
+NAMES = ("pretrain", "sft", "dpo", "grpo", "ppo")
 Share = Annotated[float, Field(gt=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -22,9 +22,44 @@ def _several(value: Any) -> Any:
 
 
 class Pretrain(Value):
-    """Next-token prediction of the recipe's ``data``."""
+    """Next-token prediction of the recipe's ``data``; ``sft`` is another word for it.
+
+    Which tokens count, all or those of answers, is decided by the data.
+    """
+
+    sequences: ClassVar[int] = 1
+    """Sequences of an example, of which a micro-batch holds ``batch.micro``."""
 
     name: Literal["pretrain"] = "pretrain"
+
+
+class Preference(Value):
+    """Direct preference optimization of the pairs of answers in ``data``; defaults as of TRL's DPOTrainer.
+
+    Attributes:
+        beta: how strongly the model is held to the reference.
+        loss: of a pair: ``sigmoid`` (DPO), ``ipo`` (of answers' mean log-probabilities) or ``hinge``.
+        label_smoothing: of ``sigmoid``: the share of pairs whose labels are taken to be wrong.
+        reference: what the rewards are measured from: the model without its adapter, a copy of what trains
+            as it was at the start, or nothing; ``auto``: the first with an adapter, else the second.
+    """
+
+    sequences: ClassVar[int] = 2
+
+    name: Literal["dpo"]
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), FromPercent] = 0.0
+    reference: Literal["auto", "adapter-off", "copy", "none"] = "auto"
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.label_smoothing and self.loss != "sigmoid":
+            problem = f"loss: {self.loss} has no labels that are smoothed"
+            raise disagreement(
+                problem, "leave it out, or use loss: sigmoid", field="objective.label_smoothing"
+            )
+        return self
 
 
 class Rollout(Value):
@@ -62,6 +97,8 @@ class Policy(Value):
             was at the start, or nothing.
         per: whether all tokens or all completions weigh equally.
     """
+
+    sequences: ClassVar[int] = 1
 
     name: Literal["grpo", "ppo"]
     environment: Annotated[str, Field(min_length=1)] = "arithmetic"
@@ -109,7 +146,7 @@ class Policy(Value):
 
 def _kind(value: Any) -> str:
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    return "pretrain" if name == "pretrain" else "policy"
+    return {"pretrain": "pretrain", "dpo": "preference"}.get(str(name), "policy")
 
 
 def _named(value: Any) -> Any:
@@ -119,11 +156,15 @@ def _named(value: Any) -> Any:
         near = difflib.get_close_matches(name, NAMES, 1)
         remedy = f"use one of {', '.join(NAMES)}" + (f"; did you mean {near[0]}?" if near else "")
         raise disagreement("no such objective", remedy, field="objective.name")
+    if name == "sft":
+        return {**(value if isinstance(value, dict) else {}), "name": "pretrain"}
     return {"name": value} if isinstance(value, str) else value
 
 
 Objective = Annotated[
-    Annotated[Pretrain, Tag("pretrain")] | Annotated[Policy, Tag("policy")],
+    Annotated[Pretrain, Tag("pretrain")]
+    | Annotated[Preference, Tag("preference")]
+    | Annotated[Policy, Tag("policy")],
     Discriminator(_kind),
     BeforeValidator(_named),
 ]

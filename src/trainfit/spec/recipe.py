@@ -106,7 +106,7 @@ class Batch(Value):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer step on one data-parallel rank."""
+        """Tokens of a step's examples on one data-parallel rank, of one sequence each."""
         return self.micro * self.seq * self.accumulate
 
 
@@ -392,6 +392,26 @@ class Recipe(Value):
     def mesh(self) -> Parallel:
         """``parallel`` over all GPUs: with their count alone FSDP2."""
         return self.parallel.over(self.hardware.count)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its examples are pairs of answers, of one sequence each."""
+        return self.objective.sequences > 1
+
+    @property
+    def micro_sequences(self) -> int:
+        """Sequences of a micro-batch: two for each pair of answers, one for any other example."""
+        return self.batch.micro * self.objective.sequences
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of one optimizer step on one data-parallel rank."""
+        return self.batch.tokens * self.objective.sequences
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step on all ranks."""
+        return self.rank_tokens * self.mesh.data_ranks
 
     @property
     def has_fsdp(self) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainfit.kernels.preference_loss.op import PairLosses
     from trainfit.offload.blocks import HostBlocks
     from trainfit.offload.optimizer_state import HostMoments
     from trainfit.parallel.cluster import Cluster
@@ -72,7 +73,10 @@ class Draft:
     cross_entropy: LossFunction | None = None
     """The loss without label smoothing and z-loss, where ``loss`` has them."""
     token_logs: LossFunction | None = None
-    """(model, micro-batch) -> log-probability of each next token, fp32 [b, s], without a gradient."""
+    """(model, micro-batch) -> log-probability of each next token, fp32 [b, s], without a gradient; of pairs
+    of answers that of each answer, [b]."""
+    pair_losses: Callable[[torch.Tensor, dict[str, torch.Tensor]], PairLosses] | None = None
+    """(log-probability of each answer, micro-batch with the reference's) -> the losses of its pairs."""
     reference: Reference | None = None  # What turns the model into the one that ``token_logs`` compares with
     batch_tensors: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
     """(ids [b, s]) -> what a random micro-batch holds besides, where the loss needs more than labels."""
@@ -84,7 +88,8 @@ class Draft:
     after_step: list[Callable[[], None]] = field(default_factory=list)
     """Called after each update, when gradients are freed."""
     readings: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values measured in the last update: fp32 on the device, []; ``policy_sums`` [accumulate, 4]."""
+    """Values measured in the last update: fp32 on the device, []; ``policy_sums`` [accumulate, 4],
+    ``pair_means`` [accumulate, 3]."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
     packs_documents: bool = False  # Batches have position ids that begin anew with each document

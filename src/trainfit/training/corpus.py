@@ -24,7 +24,7 @@ from trainfit.training import documents, durable
 from trainfit.training.data import cache
 from trainfit.training.data.chat import ChatTemplate, Span, answer_mask, template_text
 from trainfit.training.data.packing import Pieces, pieces_of
-from trainfit.training.data.records import Completion, Record, Text
+from trainfit.training.data.records import Completion, Pair, Record, Single, Text
 from trainfit.training.options import DataSpec, TrainOptions
 from trainfit.training.tokenizer import (
     TOKENIZER,
@@ -55,6 +55,8 @@ class Corpus:
         starts: first token of each document; None: not known, which only ``pack: true`` allows.
         learned: uint8, 1 for each token that is learned; None: all are.
         pad: id that pads a sequence; its labels are ignored.
+        pairs: documents 2 i and 2 i + 1 are the chosen and the rejected answer of example i, which has two
+            sequences; else an example is a sequence.
     """
 
     tokens: np.ndarray
@@ -63,9 +65,15 @@ class Corpus:
     starts: np.ndarray | None = None
     learned: np.ndarray | None = None
     pad: int = 0
+    pairs: bool = False
 
     def __len__(self) -> int:
-        return len(self.tokens) // self.seq if self.is_plain else len(self.pieces)
+        return len(self.tokens) // self.seq if self.is_plain else len(self.pieces) // self.each
+
+    @property
+    def each(self) -> int:
+        """Sequences of an example."""
+        return 2 if self.pairs else 1
 
     @property
     def is_plain(self) -> bool:
@@ -83,7 +91,10 @@ class Corpus:
             assert self.starts is not None, "a folder of an older version holds no starts"
             every = pieces_of(np.asarray(self.starts, dtype=np.int64), len(self.tokens), self.seq, self.pack)
         labels = _learned_in(every, self.learned)
-        return every.kept(np.add.reduceat(labels, every.first[:-1]) > 0 if len(every) else labels > 0)
+        has_some = np.add.reduceat(labels, every.first[:-1]) > 0 if len(every) else labels > 0
+        if self.pairs:  # Both answers, or neither.
+            has_some = has_some.reshape(-1, 2).all(axis=1).repeat(2)
+        return every.kept(has_some)
 
     @cached_property
     def _labels(self) -> np.ndarray:
@@ -91,8 +102,10 @@ class Corpus:
         return np.add.reduceat(per_piece, self.pieces.first[:-1]) if len(self.pieces) else per_piece
 
     def num_labels(self, indices: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each sequence are predicted and count in the loss, int64."""
-        return np.full(len(indices), self.seq - 1) if self.is_plain else self._labels[indices]
+        """Return how many tokens of each example are predicted and count in the loss, int64."""
+        if self.is_plain:
+            return np.full(len(indices), self.seq - 1)
+        return self._labels.reshape(-1, self.each).sum(axis=1)[indices]
 
     @property
     def epoch_labels(self) -> int:
@@ -103,7 +116,9 @@ class Corpus:
     def padding(self) -> float:
         """Share of padding in the sequences."""
         return (
-            0.0 if not len(self) or self.is_plain else 1 - self.pieces.length.sum() / (len(self) * self.seq)
+            0.0
+            if not len(self) or self.is_plain
+            else 1 - self.pieces.length.sum() / (len(self.pieces) * self.seq)
         )
 
     def sequences(self, indices: np.ndarray) -> np.ndarray:
@@ -111,7 +126,7 @@ class Corpus:
         return self.batch(indices)["input_ids"]
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return sequences as int64 [len(indices), s].
+        """Return examples as int64 [len(indices) x ``each``, s].
 
         Returns:
             ``input_ids``; ``labels``, unless they equal them; ``position_ids`` for ``pack: documents``.
@@ -119,6 +134,8 @@ class Corpus:
         if self.is_plain:
             rows = indices[:, None] * self.seq + np.arange(self.seq)
             return {"input_ids": self.tokens[rows].astype(np.int64)}
+        if self.pairs:
+            indices = (2 * indices[:, None] + np.arange(2)).flatten()
         shape = (len(indices), self.seq)
         found = {"input_ids": np.full(shape, self.pad, np.int64), "labels": np.full(shape, IGNORED, np.int64)}
         if self.pack == "documents":
@@ -151,7 +168,7 @@ class Corpus:
         named = [
             (Path(str(one.filename)), one.dtype.str) if isinstance(one, np.memmap) else one for one in arrays
         ]
-        return _unpickled, (*named, self.seq, self.pack, self.pad)
+        return _unpickled, (*named, self.seq, self.pack, self.pad, self.pairs)
 
 
 def _learned_in(pieces: Pieces, learned: np.ndarray | None) -> np.ndarray:
@@ -171,10 +188,10 @@ def _learned_in(pieces: Pieces, learned: np.ndarray | None) -> np.ndarray:
     return found
 
 
-def _unpickled(tokens: Any, starts: Any, learned: Any, seq: int, pack: Pack, pad: int) -> Corpus:
+def _unpickled(tokens: Any, starts: Any, learned: Any, seq: int, pack: Pack, pad: int, pairs: bool) -> Corpus:
     arrays = (_mapped(*one) if isinstance(one, tuple) else one for one in (tokens, starts, learned))
     whole, firsts, mask = arrays
-    return Corpus(whole, seq, pack, firsts, mask, pad)
+    return Corpus(whole, seq, pack, firsts, mask, pad, pairs)
 
 
 def _mapped(file: Path, dtype: str) -> np.ndarray:
@@ -217,31 +234,33 @@ PLAIN = Data()
 
 
 def open_corpora(
-    folder: Path, options: TrainOptions, *, vocabulary: int, seq: int, data: Data = PLAIN
+    folder: Path, options: TrainOptions, *, vocabulary: int, seq: int, data: Data = PLAIN, pairs: bool = False
 ) -> Corpora:
     """Return the run's data, made by the first call and verified by later ones.
 
     Args:
         data: the recipe's section, of which ``pack`` and ``answers_only`` are read; the rest is in
             ``options``.
+        pairs: examples are pairs of answers, one answer a sequence.
 
     Raises:
         InputError: bad or changed data, less than one sequence, or a token id outside the model's vocabulary.
     """
-    identity = identity_of(options, data, vocabulary)
+    pack = False if pairs else data.pack
+    identity = identity_of(options, data, vocabulary, pairs=pairs)
     if folder.exists():
         durable.check_folder(folder)
-        corpora = opened(folder, seq, data.pack)
+        corpora = opened(folder, seq, pack, pairs=pairs)
         _refuse_other_data(folder, corpora.index.identity, identity)
         _refuse_foreign_ids(corpora, folder, vocabulary)
         return corpora
     with durable.new_folder(folder) as work:
-        make(work, options, data, vocabulary)
-        _refuse_too_little(opened(work, seq, data.pack), options)
-    return opened(folder, seq, data.pack)
+        make(work, options, data, vocabulary, pairs=pairs)
+        _refuse_too_little(opened(work, seq, pack, pairs=pairs), options)
+    return opened(folder, seq, pack, pairs=pairs)
 
 
-def identity_of(options: TrainOptions, data: Data, vocabulary: int) -> dict[str, Any]:
+def identity_of(options: TrainOptions, data: Data, vocabulary: int, *, pairs: bool = False) -> dict[str, Any]:
     """Return the facts that decide the tokens, without unset fields that older versions did not have."""
     identity: dict[str, Any] = {
         "data": documents.fingerprint(options.data),
@@ -253,12 +272,14 @@ def identity_of(options: TrainOptions, data: Data, vocabulary: int) -> dict[str,
         identity["eval_data"] = documents.fingerprint(options.eval_data)
     if not data.answers_only:
         identity["answers_only"] = False
+    if pairs:
+        identity["pairs"] = True
     if options.tokenizer is None and options.chat_template is not None:
         identity["chat_template"] = short_hash(template_text(options.chat_template))
     return identity
 
 
-def opened(folder: Path, seq: int, pack: Pack = True) -> Corpora:
+def opened(folder: Path, seq: int, pack: Pack = True, *, pairs: bool = False) -> Corpora:
     """Return the data of a folder whose bytes are known to be those that were written."""
     file = folder / INDEX
     index = parse(Index, durable.read_json(file), file=str(file))
@@ -275,7 +296,7 @@ def opened(folder: Path, seq: int, pack: Pack = True) -> Corpora:
         if starts is None and pack is not True:
             problem = "an older version wrote it, without the documents' ends, which data.pack needs"
             raise InputError(problem, OTHER_FOLDER, file=str(folder))
-        sides.append(Corpus(_mapped(path, index.dtype), seq, pack, starts, learned, index.end or 0))
+        sides.append(Corpus(_mapped(path, index.dtype), seq, pack, starts, learned, index.end or 0, pairs))
     return Corpora(sides[0], sides[1], index)
 
 
@@ -315,9 +336,9 @@ def _refuse_too_little(corpora: Corpora, options: TrainOptions) -> None:
         raise InputError(problem, remedy, field="data")
 
 
-def make(work: Path, options: TrainOptions, data: Data, vocabulary: int) -> None:
+def make(work: Path, options: TrainOptions, data: Data, vocabulary: int, *, pairs: bool = False) -> None:
     """Write the tokens of both sides into ``work``, or link them from the cache."""
-    identity = identity_of(options, data, vocabulary)
+    identity = identity_of(options, data, vocabulary, pairs=pairs)
     key = cache.key(identity, options)
     if key is not None and cache.link(key, work):
         return
@@ -328,7 +349,8 @@ def make(work: Path, options: TrainOptions, data: Data, vocabulary: int) -> None
 
 def _write(work: Path, options: TrainOptions, data: Data, vocabulary: int, identity: dict[str, Any]) -> None:
     if options.tokenizer is None:
-        share, every = options.held_out_share, documents.records(options.data)
+        share = options.held_out_share
+        every = documents.records(options.data, pairs="pairs" in identity)
         # The tokenizer must not see the held-out documents either.
         seen = (one.plain for one in every if not documents.for_evaluation(one.key, share))
         run_tokenizer = trained(seen, vocabulary, options.chat_template)
@@ -340,7 +362,7 @@ def _write(work: Path, options: TrainOptions, data: Data, vocabulary: int, ident
     with writing(work), ExitStack() as stack:
         sides = [_SideWriter(stack, work, side, dtype) for side in SIDES]
         writer = _Tokens(run_tokenizer, data, vocabulary, options.tokenizer)
-        for records, held_out in _split(options):
+        for records, held_out in _split(options, pairs="pairs" in identity):
             for ids, learned in writer.tokens(records):
                 sides[held_out].add(ids, learned)
     for side in sides:
@@ -368,7 +390,7 @@ def trained(texts: Any, vocabulary: int, chat_template: str | None) -> RunTokeni
     return RunTokenizer(train_tokenizer(texts, vocabulary), [], "", template=template)
 
 
-def _split(options: TrainOptions) -> Any:
+def _split(options: TrainOptions, *, pairs: bool) -> Any:
     """Yield parts of the records, in order, each with whether it is held out."""
     share = options.held_out_share
     sources: list[tuple[DataSpec, bool | None]] = [(options.data, None)]
@@ -377,7 +399,7 @@ def _split(options: TrainOptions) -> Any:
     for source, held_out in sources:
         parts: tuple[list[Record], list[Record]] = ([], [])
         sizes = [0, 0]
-        for record in documents.records(source):
+        for record in documents.records(source, pairs=pairs):
             side = documents.for_evaluation(record.key, share) if held_out is None else held_out
             parts[side].append(record)
             sizes[side] += len(record.plain)
@@ -398,10 +420,11 @@ class _Tokens:
         self.end, self.round_trip = run_tokenizer.end_token(), RoundTrip(run_tokenizer.tokenizer)
 
     def tokens(self, records: list[Record]) -> Any:
-        """Yield the token ids of each record, and which are learned (bool)."""
-        texts, spans = zip(*(self._rendered(record) for record in records), strict=True)
+        """Yield the token ids of each record, and which are learned (bool); of each answer of a pair."""
+        single = [one for record in records for one in _answers_of(record)]
+        texts, spans = zip(*(self._rendered(record) for record in single), strict=True)
         encodings = encode(self._run.tokenizer, list(texts), self._name)
-        for record, text, its_spans, encoding in zip(records, texts, spans, encodings, strict=True):
+        for record, text, its_spans, encoding in zip(single, texts, spans, encodings, strict=True):
             learned = answer_mask(text, encoding.offsets, its_spans)
             ids = encoding.ids
             if isinstance(record, Text | Completion):
@@ -420,7 +443,7 @@ class _Tokens:
             if len(ids):
                 yield ids, learned
 
-    def _rendered(self, record: Record) -> tuple[str, list[Span] | None]:
+    def _rendered(self, record: Single) -> tuple[str, list[Span] | None]:
         """Return the record's text and the spans of its answers; None: everything is learned."""
         if isinstance(record, Text):
             return record.text, None
@@ -433,6 +456,10 @@ class _Tokens:
             remedy = "name one by data.chat_template (a Jinja file, or chatml), or a tokenizer that has one"
             raise InputError(problem, remedy, field="data.chat_template")
         return self._run.template.render(record, answers_only=self._data.answers_only)
+
+
+def _answers_of(record: Record) -> tuple[Single, ...]:
+    return (record.chosen, record.rejected) if isinstance(record, Pair) else (record,)
 
 
 class _SideWriter:

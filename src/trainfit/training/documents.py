@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
-from trainfit.training.data.records import Layout, Record, Text, layout_of
+from trainfit.training.data.records import Layout, PairLayout, Record, Text, layout_of
 from trainfit.training.data.rows import Placed, rows_of_file, rows_of_hub
 from trainfit.training.options import ROW_SUFFIXES, TEXT_SUFFIXES, DataSpec, HubData, SyntheticData, TextData
 from trainfit.training.synthetic import synthetic_text
@@ -32,8 +32,14 @@ def documents(data: DataSpec) -> Iterator[str]:
     return (record.plain for record in records(data))
 
 
-def records(data: DataSpec) -> Iterator[Record]:
-    """Yield every non-empty record, in an order that depends on ``data`` alone; raises as ``documents``."""
+def records(data: DataSpec, *, pairs: bool = False) -> Iterator[Record]:
+    """Yield every non-empty record, in an order that depends on ``data`` alone; raises as ``documents``.
+
+    Args:
+        pairs: rows hold two answers to a prompt each.
+    """
+    if pairs:
+        return _pairs(data)
     if isinstance(data, SyntheticData):
         return (Text(synthetic_text(data.seed, index).text) for index in range(data.num_documents))
     if isinstance(data, HubData):
@@ -41,7 +47,25 @@ def records(data: DataSpec) -> Iterator[Record]:
     return islice(_from_path(data), data.max_documents)
 
 
-def require_first(*sources: DataSpec | None) -> None:
+def _pairs(data: DataSpec) -> Iterator[Record]:
+    """Yield the pairs of rows; of other sources there are none."""
+    if isinstance(data, HubData):
+        return _of_rows(rows_of_hub(data), "", data, PairLayout())
+    if isinstance(data, SyntheticData):
+        problem, remedy = "has no pairs of answers", "name a file of prompt, chosen and rejected (--data)"
+        raise InputError(problem, remedy, field="data.train", value=data.kind)
+    return islice(_pairs_from(data), data.max_documents)
+
+
+def _pairs_from(data: TextData) -> Iterator[Record]:
+    for path in text_files(Path(data.path)):
+        if path.suffix.lower() not in ROW_SUFFIXES:
+            problem, remedy = "text has no pairs of answers", "name a file of JSON rows or of Parquet"
+            raise InputError(problem, remedy, file=str(path))
+        yield from _of_rows(rows_of_file(path), str(path), data, PairLayout())
+
+
+def require_first(*sources: DataSpec | None, pairs: bool = False) -> None:
     """Read the first record of each source that is a file or a folder.
 
     Raises:
@@ -49,7 +73,7 @@ def require_first(*sources: DataSpec | None) -> None:
     """
     for source in sources:
         if isinstance(source, TextData):
-            next(records(source), None)
+            next(records(source, pairs=pairs), None)
 
 
 def for_evaluation(document: str, fraction: float) -> bool:
@@ -119,9 +143,11 @@ def _refuse_another_reader(path: Path, suffix: str) -> None:
         raise InputError(problem, "leave data.format out, or name other files", field="data.format")
 
 
-def _of_rows(rows: Iterator[Placed], file: str, data: TextData | HubData) -> Iterator[Record]:
-    """Yield the records of rows, which all have the columns of the first."""
-    layout: Layout | None = None
+def _of_rows(
+    rows: Iterator[Placed], file: str, data: TextData | HubData, layout: PairLayout | None = None
+) -> Iterator[Record]:
+    """Yield the records of rows, which all have the columns of the first, or those of the layout."""
+    layout: Layout | PairLayout | None = layout
     for place, row in rows:
         if layout is None:
             layout = layout_of(row, place, file, chat=data.format == "chat", column=data.column)

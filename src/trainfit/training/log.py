@@ -25,9 +25,14 @@ LOG, ROLLOUTS = "log.jsonl", "rollouts.jsonl"
 SCALARS = (
     "train/loss", "train/learning_rate", "train/gradient_norm", "speed/step_s", "speed/tokens_per_s",
     "speed/mfu", "speed/hfu", "speed/data_wait_s", "device/peak_memory_bytes", "device/busy",
-    "policy/reward", "policy/kl", "policy/clipped_share",
+    "policy/reward", "policy/kl", "policy/clipped_share", "rewards/reward_chosen", "rewards/reward_rejected",
+    "rewards/reward_accuracy", "rewards/reward_margin",
 )  # fmt: skip
 """TensorBoard tags: a group, and a field of StepMetrics."""
+EVALUATED = (
+    "loss", "perplexity", "reward", "reward_chosen", "reward_rejected", "reward_accuracy", "reward_margin",
+)  # fmt: skip
+"""Fields of EvalMetrics, tagged ``eval``."""
 FILE_VERSION = "brain.Event:2"  # First event of every file (tensorboard/summary/writer/event_file_writer.py)
 
 
@@ -119,7 +124,7 @@ class TensorBoard(_FileLog):
         self._scalars(metrics.step, {tag: value for tag, value in values.items() if value is not None})
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        values = {f"eval/{name}": getattr(metrics, name) for name in ("loss", "perplexity", "reward")}
+        values = {f"eval/{name}": getattr(metrics, name) for name in EVALUATED}
         self._scalars(metrics.step, {tag: value for tag, value in values.items() if value is not None})
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:

@@ -14,7 +14,7 @@ from trainfit.measurement.meter import is_out_of_memory
 from trainfit.models.layers import num_weights
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
-from trainfit.spec.objective import Pretrain
+from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.stop import StopSignal
 from trainfit.step import Step, assemble, vocabulary
@@ -86,7 +86,7 @@ def train(
 
 def _refuse_rollouts(recipe: Recipe, rollouts: MakeRollouts | None) -> None:
     """Refuse objectives whose sequences the model generates where nothing generates; data has no rewards."""
-    if not isinstance(recipe.objective, Pretrain) and rollouts is None:
+    if isinstance(recipe.objective, Policy) and rollouts is None:
         problem = "the runs of this command train on data, which has no rewards"
         remedy, name = "use objective: pretrain", recipe.objective.name
         raise InputError(problem, remedy, field="objective.name", value=name)
@@ -109,7 +109,7 @@ def _session(
     newest, before = ranks.on_first(lambda: folder.open_run(recipe, options)) or (None, None)
     step = _assemble(recipe, ranks, reads_weights=newest is None)
     plan: RunData | None = None
-    if isinstance(recipe.objective, Pretrain):
+    if not isinstance(recipe.objective, Policy):
         source = _corpora(recipe, options, ranks, vocabulary(step.model))
         plan = RunData.of(recipe, source)
         if options.epochs is not None:
@@ -146,7 +146,7 @@ def _session(
         trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         steps=options.steps,
         first_step=progress.step,
-        tokens_per_step=recipe.batch.tokens * recipe.mesh.data_ranks,
+        tokens_per_step=recipe.step_tokens,
         **_sizes(source, plan),
         predicted=flops and flops.predicted,
         resumed_from=newest and str(newest),
@@ -199,11 +199,13 @@ def _refuse_unsavable(recipe: Recipe) -> None:
 def _corpora(recipe: Recipe, options: TrainOptions, ranks: Ranks, vocabulary: int) -> Corpora:
     """Return the run's data, which rank 0 makes or verifies."""
     place, seq, data = options.folder / folder.DATA, recipe.batch.seq, recipe.data
-    made: list[Corpora] = []
+    pairs, made = recipe.has_pairs, list[Corpora]()
     ranks.on_first(
-        lambda: made.append(open_corpora(place, options, vocabulary=vocabulary, seq=seq, data=data))
+        lambda: made.append(
+            open_corpora(place, options, vocabulary=vocabulary, seq=seq, data=data, pairs=pairs)
+        )
     )
-    return made[0] if made else opened(place, seq, data.pack)
+    return made[0] if made else opened(place, seq, False if pairs else data.pack, pairs=pairs)
 
 
 def _other_schedule(before: dict[str, Any] | None, options: TrainOptions) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Metrics of a training run, and the protocol of its observers (progress.py, log.py). Free of torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -52,6 +53,15 @@ class RunStart(Value):
     notes: tuple[str, ...] = ()  # Remarks for the user, such as versions that changed since the checkpoint
 
 
+def pair_fields(means: Sequence[float]) -> dict[str, float]:
+    """Return fields of StepMetrics and EvalMetrics, of mean rewards (chosen, rejected) and accuracy."""
+    chosen, rejected, accuracy = means
+    return {
+        "reward_chosen": chosen, "reward_rejected": rejected, "reward_accuracy": accuracy,
+        "reward_margin": chosen - rejected,
+    }  # fmt: skip
+
+
 class StepMetrics(Value):
     """One optimizer step. ``step`` counts from 1, over the whole run."""
 
@@ -77,6 +87,10 @@ class StepMetrics(Value):
     reward: float | None = None  # Of a policy: mean reward of the completions of this update
     kl: float | None = None  # Divergence from the reference, nats a token
     clipped_share: float | None = None  # Share of tokens that the clipped loss leaves as they are
+    reward_chosen: float | None = None  # Of pairs: mean of beta times the chosen answer's log-ratio
+    reward_rejected: float | None = None
+    reward_accuracy: Share | None = None  # Share of pairs whose chosen answer has the higher reward
+    reward_margin: float | None = None  # reward_chosen - reward_rejected
 
 
 class RolloutMetrics(Value):
@@ -121,11 +135,16 @@ class RolloutMetrics(Value):
 
 
 class EvalMetrics(Value):
-    """Evaluation after ``step`` steps: loss of held-out text, or a policy's reward of held-out prompts."""
+    """Evaluation after ``step`` steps: loss of held-out data, or a policy's reward of held-out prompts."""
 
     step: Count
-    loss: float | None = None  # Mean next-token cross-entropy, nats per token, without loss_terms
-    perplexity: float | None = None
+    loss: float | None = None
+    """Mean next-token cross-entropy, nats per token, without loss_terms; of pairs their mean loss."""
+    perplexity: float | None = None  # Of text
+    reward_chosen: float | None = None  # Of pairs, as of StepMetrics
+    reward_rejected: float | None = None
+    reward_accuracy: Share | None = None
+    reward_margin: float | None = None
     reward: float | None = None
     parts: dict[str, float] | None = None  # Mean of each part of the reward
     shares: dict[str, float] | None = None  # Share of completions where it is above 0

@@ -37,7 +37,9 @@ def learning_rate(base: float, step: int, options: TrainOptions) -> float:
 def step_sequences(
     corpus: Corpus, seed: int, per_step: int, step: int, share: tuple[int, int] = (0, 1)
 ) -> "dict[str, torch.Tensor]":
-    """Return the sequences of ``step`` (from 0), [per_step / n, s], as ``measurement.feed.Source`` describes.
+    """Return the examples of ``step`` (from 0), [per_step / n, s], as ``measurement.feed.Source`` describes.
+
+    Of pairs there are twice as many rows. They have no weights: each pair counts alike.
 
     Args:
         share: part i of n, that of one rank.
@@ -48,7 +50,7 @@ def step_sequences(
     every = sequence_numbers(seed, step, per_step, len(corpus))
     numbers = every.reshape(parts, -1)[part]
     found = {name: torch.from_numpy(array) for name, array in corpus.batch(numbers).items()}
-    if not corpus.is_plain:
+    if not corpus.is_plain and not corpus.pairs:
         labels = corpus.num_labels(numbers) / corpus.num_labels(every).mean()
         found["weight"] = torch.from_numpy(labels)
     return found

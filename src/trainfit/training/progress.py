@@ -93,16 +93,19 @@ class ProgressBar:
 def plan_lines(data: RunData, predicted: PredictedRun | None, steps: int) -> list[str]:
     """Return one line each for the size of the data and the prediction of a pass over it."""
     per_step = f"{data.sequences_per_step:,} a step" if data.sequences_per_step > 1 else "one a step"
-    documents = f"{_counted(data.documents, 'document')}, {format_count(data.tokens)} tokens"
-    lines = [f"data: {documents} in {_counted(data.sequences, 'sequence')} of {data.seq:,}, {per_step}"]
+    document, sequence = ("document", "sequence") if data.each == 1 else ("pair", "pair")
+    documents = f"{_counted(data.documents, document)}, {format_count(data.tokens)} tokens"
+    lines = [f"data: {documents} in {_counted(data.sequences, sequence)} of {data.seq:,}, {per_step}"]
+    if data.each > 1:
+        lines = [f"data: {documents}; {data.sequences:,} fit in 2 x {data.seq:,}, {per_step}"]
     is_plain = data.labels == data.sequences * (data.seq - 1)
     more = [] if is_plain else [f"{data.labels / data.epoch_tokens:.1%} of the tokens are learned"]
     more += [f"padding {data.padding:.1%}"] if data.padding else []
     more += [f"{data.cut_tokens / data.tokens:.1%} are in no sequence"] if data.cut_tokens >= data.seq else []
     if data.eval_documents:
         more.append(
-            f"held out: {_counted(data.eval_documents, 'document')}, {format_count(data.eval_tokens)} tokens "
-            f"in {_counted(data.eval_sequences, 'sequence')}"
+            f"held out: {_counted(data.eval_documents, document)}, {format_count(data.eval_tokens)} tokens "
+            f"in {_counted(data.eval_sequences, sequence)}"
         )
     lines += ["      " + "; ".join(more)] if more else []
     epoch = f"{data.epoch_steps:,.4g} steps" if data.epoch_steps < 1e4 else f"{data.epoch_steps:,.0f} steps"
@@ -137,6 +140,9 @@ def _takes(predicted: PredictedRun | None, steps: float) -> str:
 
 def evaluation_line(metrics: EvalMetrics) -> str:
     """Return the result of an evaluation in one line."""
+    if metrics.reward_accuracy is not None:
+        of = f"{_counted(metrics.sequences, 'held-out pair')}"
+        return f"loss {metrics.loss:.4f}, {_rewards(metrics)} of {of}"
     if metrics.loss is not None:
         return f"perplexity {metrics.perplexity:.4g}, loss {metrics.loss:.4f}"
     shares = (metrics.shares or {}).items()
@@ -144,10 +150,16 @@ def evaluation_line(metrics: EvalMetrics) -> str:
     return f"reward {metrics.reward:.4f}{parts} of {metrics.sequences:,} held-out prompts"
 
 
+def _rewards(metrics: StepMetrics | EvalMetrics) -> str:
+    """Return accuracy and margin of pairs."""
+    return f"accuracy {metrics.reward_accuracy:.1%}, margin {metrics.reward_margin:.4f}"
+
+
 def step_line(metrics: StepMetrics, device: str) -> str:
     """Return one step in one line, without unknown values."""
     parts = [] if metrics.reward is None else [f"reward {metrics.reward:.4f}"]
     parts += [f"KL {metrics.kl:.4f}"] if metrics.kl else []
+    parts += [_rewards(metrics)] if metrics.reward_accuracy is not None else []
     parts += [f"loss {metrics.loss:.4f}", f"{format_count(metrics.tokens_per_s)} tokens/s"]
     shares = {"MFU": metrics.mfu, "HFU": metrics.hfu}
     parts += [f"{name} {value:.1%}" for name, value in shares.items() if value is not None]

@@ -27,7 +27,15 @@ from trainfit.training.checkpoint import Best, Progress
 from trainfit.training.corpus import Corpora
 from trainfit.training.folder import CHECKPOINTS, name_of
 from trainfit.training.gauges import Load, PeakMemory
-from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
+from trainfit.training.observer import (
+    EvalMetrics,
+    Observer,
+    RunStart,
+    StepFlops,
+    StepMetrics,
+    TrainSummary,
+    pair_fields,
+)
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.ranks.exchange import AgreedStop, Ranks
@@ -279,8 +287,15 @@ class Session:
             held_back=held_back or None,
             # A step that the loss scaler skips has gradients that are not finite.
             gradient_norm=norm if math.isfinite(norm) else None,
-            **({} if self._rollouts is None else self._rollouts.readings()),
+            **(self._pair_readings() if self._rollouts is None else self._rollouts.readings()),
         )
+
+    def _pair_readings(self) -> dict[str, float]:
+        """Return the rewards of the newest step's pairs on all ranks, of a preference; a collective."""
+        if not self.step.compares_pairs:
+            return {}
+        rows = self.ranks.numbers(*self.step.readings["pair_means"].mean(dim=0).tolist())
+        return pair_fields([statistics.fmean(values) for values in zip(*rows, strict=True)])
 
     def _num_tokens(self) -> int:
         return self.run.tokens_per_step if self._rollouts is None else self._rollouts.num_tokens()
@@ -368,11 +383,12 @@ class Session:
             raise self._after_saving(error) from None
 
     def _evaluation(self, stop: StopSignal | AgreedStop) -> EvalMetrics | None:
-        """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
+        """Return the mean next-token cross-entropy of the first held-out examples, without dropout.
 
-        Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
-        predicted. No random numbers are drawn, so evaluating does not change the training. Every rank
-        evaluates a share; all run equally many forwards, since sharded weights are gathered by all.
+        Label smoothing and z-loss are left out. Of pairs of answers: their mean loss and rewards. The first
+        token of a sequence has no context and is not predicted. No random numbers are drawn, so evaluating
+        does not change the training. Every rank evaluates a share; all run equally many forwards, since
+        sharded weights are gathered by all.
 
         Returns:
             None if a signal ended it or the loss is not finite.
@@ -383,7 +399,7 @@ class Session:
         micro = self.options.eval_batch or step.recipe.batch.micro
         start_s = time.perf_counter()
         step.model.eval()
-        total = weight = 0.0
+        total, weight = np.zeros(4), 0
         try:
             with torch.no_grad():
                 for first in range(0, count, micro * self._data_ranks):
@@ -401,17 +417,20 @@ class Session:
                         for name, array in corpus.batch(numbers).items()
                     }
                     batch.setdefault("labels", batch["input_ids"])
-                    labels = int(corpus.num_labels(numbers).sum()) if counts else 0
-                    total += step.cross_entropy(batch).item() * labels
-                    weight += labels
+                    size = len(numbers) if step.compares_pairs else int(corpus.num_labels(numbers).sum())
+                    size = size if counts else 0
+                    found = step.preferences(batch) if step.compares_pairs else step.cross_entropy(batch)
+                    total += size * found.double().cpu().numpy()
+                    weight += size
         finally:
             step.model.train()
-        totals, weights = zip(*self.ranks.numbers(total, weight), strict=True)
-        loss, eval_s = sum(totals) / sum(weights), time.perf_counter() - start_s
+        every = np.array(self.ranks.numbers(*total, weight))
+        loss, *rewards = (every[:, :-1].sum(axis=0) / every[:, -1].sum()).tolist()
         if not loss < math.log(1e300):  # NaN too.
             return None
-        at_step = self.progress.step
-        return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=eval_s)
+        more = pair_fields(rewards) if step.compares_pairs else {"perplexity": math.exp(loss)}
+        eval_s, at_step = time.perf_counter() - start_s, self.progress.step
+        return EvalMetrics(step=at_step, loss=loss, sequences=count, eval_s=eval_s, **more)
 
     def _save(self) -> None:
         # A step with a finite loss can leave weights that are not: they must not replace a good checkpoint.

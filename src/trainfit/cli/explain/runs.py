@@ -24,7 +24,7 @@ class RecipeFlops(NamedTuple):
     @property
     def step_tokens(self) -> int:
         """Tokens of a step of all GPUs."""
-        return self.recipe.batch.tokens * self.recipe.mesh.data_ranks
+        return self.recipe.step_tokens
 
 
 def show_trace(

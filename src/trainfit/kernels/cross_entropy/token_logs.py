@@ -6,15 +6,20 @@ A loss that is a sum over tokens, each a function of its own log-probability (GR
 gradients in the forward, as the losses of chunked.py do: with d loss / d log p = g the gradient of the logits
 is g (one-hot - softmax). Memory: one chunk's logits in the dtype of the products and in fp32 (with a soft cap
 twice in fp32, for the derivative of tanh), and the gradients.
+
+A loss of sums of log-probabilities (DPO) knows g after all chunks. ``linear_token_logs`` gives it the
+log-probabilities with a gradient, and its backward computes each chunk's logits again.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainfit.kernels.cross_entropy.chunked import Head, chunk_rows
 from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, loss_with_gradients
+from trainfit.kernels.custom_op import refuse_second_derivative
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
 """(log-probabilities of a chunk's tokens, fp32 [c]; the chunk) -> their losses, [c]."""
@@ -32,12 +37,21 @@ def token_logs(
         temperature: divides the logits.
         rows: tokens per chunk; None: ``chunk_rows``.
     """
-    rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], head.weight.shape[0])
+    return _token_logs(hidden, head, targets, temperature, rows, _dtype_of_products(hidden, head))
+
+
+def _dtype_of_products(hidden: Tensor, head: Head) -> torch.dtype:
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+
+
+def _token_logs(
+    hidden: Tensor, head: Head, targets: Tensor, temperature: float, rows: int | None, dtype: torch.dtype
+) -> Tensor:
+    rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], head.weight.shape[0])
     matrix = head.weight.to(dtype)
     found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         for first in range(0, len(targets), rows):
             part = slice(first, first + rows)
             logits = _logits(hidden[part].to(dtype), matrix, head)
@@ -85,20 +99,86 @@ def linear_token_loss(
             if any(needed):
                 (of_logs,) = torch.autograd.grad(losses, leaf)
                 factors = of_logs[:, None] * (expected_gradient * head.scale / temperature)
-                right = exponentials.gather(1, columns)
-                exponentials.scatter_(1, columns, right - totals)
-                exponentials.mul_(-factors / totals)
-                if head.softcap is not None:
-                    capped = logits.to(torch.float32, copy=True).mul_(head.scale / head.softcap).tanh_()
-                    torch.ops.aten.tanh_backward.grad_input(exponentials, capped, grad_input=exponentials)
-                    del capped
-                logits.copy_(exponentials)
+                _to_gradient(logits, exponentials, totals, columns, factors, head)
                 del exponentials  # Before the products, and before the next chunk's logits.
                 gradients.add(part, logits, x, matrix)
             del logits
         return total.float(), gradients
 
     return loss_with_gradients(run, hidden, head.weight, head.bias, expected_gradient)
+
+
+def linear_token_logs(
+    hidden: Tensor, head: Head, targets: Tensor, *, temperature: float = 1.0, rows: int | None = None
+) -> Tensor:
+    """Return the log-probability of each target, fp32 [n], with a gradient; arguments as of ``token_logs``.
+
+    Saved for backward: ``hidden`` and the head. Each chunk's logits are computed twice.
+    """
+    settings = head.scale, head.softcap, temperature, rows
+    return _TokenLogs.apply(hidden, head.weight, head.bias, targets, settings)  # pyright: ignore
+
+
+class _TokenLogs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Any
+    ) -> Tensor:
+        scale, softcap, temperature, rows = settings
+        head = Head(weight, bias, scale, softcap)
+        ctx.dtype, ctx.settings = _dtype_of_products(hidden, head), settings
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        return _token_logs(hidden, head, targets, temperature, rows, ctx.dtype)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        hidden, weight, bias, targets = ctx.saved_tensors
+        scale, softcap, temperature, rows = ctx.settings
+        head, again = Head(weight, bias, scale, softcap), _Again()
+        rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], weight.shape[0])
+        gradients = Gradients.of(hidden, weight, bias, ctx.needs_input_grad[:3])
+        matrix = weight.to(ctx.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for first in range(0, len(targets), rows):
+                part = slice(first, first + rows)
+                columns = targets[part, None]
+                x = hidden[part].to(ctx.dtype)
+                logits = again(x, matrix, head)
+                _, exponentials, totals = _softmax(logits, columns, head, temperature)
+                factors = grad[part, None] * (scale / temperature)
+                _to_gradient(logits, exponentials, totals, columns, factors, head)
+                del exponentials
+                gradients.add(part, logits, x, matrix)
+                del logits
+        return (*gradients, None, None)
+
+
+class _Again(nn.Module):
+    """A chunk's logits in the backward. A module, by which the virtual GPU sees that they are recomputed."""
+
+    def forward(self, x: Tensor, matrix: Tensor, head: Head) -> Tensor:
+        return _logits(x, matrix, head)
+
+
+def _to_gradient(
+    logits: Tensor, exponentials: Tensor, totals: Tensor, columns: Tensor, factors: Tensor, head: Head
+) -> None:
+    """Overwrite a chunk's ``logits`` by their gradient, and ``exponentials`` meanwhile.
+
+    Args:
+        factors: gradient of each token's log-probability, over the temperature and times the scale, [c, 1].
+    """
+    right = exponentials.gather(1, columns)
+    exponentials.scatter_(1, columns, right - totals)
+    exponentials.mul_(-factors / totals)
+    if head.softcap is not None:
+        capped = logits.to(torch.float32, copy=True).mul_(head.scale / head.softcap).tanh_()
+        torch.ops.aten.tanh_backward.grad_input(exponentials, capped, grad_input=exponentials)
+        del capped
+    logits.copy_(exponentials)
 
 
 def _logits(x: Tensor, matrix: Tensor, head: Head) -> Tensor:

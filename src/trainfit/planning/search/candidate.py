@@ -143,7 +143,7 @@ class Combinations:
         grid = range(1, MOST_MICRO) if every else GRID
         if tokens is None:
             return [(micro, batch.accumulate) for micro in grid if micro * batch.seq < 2**31]
-        wanted = tokens / (batch.seq * self.data_ranks(options))
+        wanted = tokens / (batch.seq * self.recipe.objective.sequences * self.data_ranks(options))
         found = [(micro, max(1, round(wanted / micro))) for micro in grid if micro <= wanted * (1 + off)]
         most = 1 if any(map(self._is_for_whole_batches, options)) else max(GRID)
         return [

@@ -14,32 +14,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainfit.spec.objective import Policy
-from trainfit.spec.recipe import Loader, LossTerms, Recipe
+from trainfit.spec.recipe import Loader, Recipe
 from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.loss._hidden_states import expected_gradient, loss_of, refuse_own_forward
+from trainfit.techniques.loss._hidden_states import expected_gradient, loss_of
+from trainfit.techniques.objective._answers import (
+    FIELD,
+    INSTEAD,
+    check_reference,
+    check_step,
+    reference_of,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-FIELD = "objective.name"
 SHORT = {"kl": 0.0, "max_prompt": 8, "max_new": 8}
 DRAWN = ({"name": "grpo", **SHORT}, {"name": "ppo", "per": "sequence", **SHORT})
 TENSORS = ("old", "reference", "advantages", "weights")
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse other losses, meshes that split a sequence or the model, and lengths that do not agree."""
+    """Refuse what ``check_step`` refuses, loaded or packed data, and lengths that do not agree."""
     policy = recipe.objective
     assert isinstance(policy, Policy)
-    if recipe.loss != "standard" or recipe.loss_terms != LossTerms():
-        problem = "the policy's loss replaces the next-token loss, and never holds all logits"
-        raise refusal(recipe, FIELD, problem, "leave loss and loss_terms out")
-    for dimension in ("tensor", "context", "pipeline", "expert"):
-        if getattr(recipe.mesh, dimension) > 1:
-            problem = f"its sequences are not divided over parallel.{dimension}"
-            raise refusal(recipe, FIELD, problem, "use parallel.shard or parallel.replicate")
+    check_step(recipe)
     if recipe.loader != Loader():
         problem = "its sequences are generated, not loaded"
         raise refusal(recipe, FIELD, problem, "leave loader out")
@@ -51,23 +51,7 @@ def check(recipe: Recipe) -> None:
         problem = f"max_prompt + max_new is {policy.max_tokens}, batch.seq is {recipe.batch.seq}"
         raise refusal(recipe, FIELD, problem, f"write batch.seq: {policy.max_tokens}")
     if policy.measures_reference:
-        _check_reference(recipe, policy.reference)
-    refuse_own_forward(recipe, FIELD, "use objective: pretrain")
-
-
-def _check_reference(recipe: Recipe, reference: str) -> None:
-    if reference == "copy":
-        if recipe.offload.weights:
-            problem = "a copy of weights that are on the host would be on the GPU"
-            raise refusal(recipe, "objective.reference", problem, "use reference: none, or an adapter")
-    elif recipe.adapter is None:
-        problem = "without an adapter the reference would be the trained model itself"
-        remedy = "set objective.reference: copy or none, objective.kl: 0, or an adapter"
-        raise refusal(recipe, FIELD, problem, remedy)
-    elif recipe.adapter.modules_to_save:
-        problem = "modules that train whole are no part of the adapter that is switched off"
-        remedy = "use reference: copy, or leave adapter.modules_to_save out"
-        raise refusal(recipe, "objective.reference", problem, remedy)
+        check_reference(recipe, policy.reference, "objective.kl: 0, ")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -79,13 +63,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.kernels.policy_loss.op import PolicyLoss
     from trainfit.models.language_head import Setting, language_head
     from trainfit.models.packed import model_inputs
-    from trainfit.parallel.reference import AdapterOff, Copy
 
     policy = recipe.objective
     assert isinstance(policy, Policy)
-    parts = language_head(
-        draft.model, Setting(FIELD, policy.name, "use objective: pretrain, or another model")
-    )
+    parts = language_head(draft.model, Setting(FIELD, policy.name, f"{INSTEAD}, or another model"))
     draft.body = parts.body
     counted: list[Tensor] = []
 
@@ -120,7 +101,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.loss, draft.cross_entropy = loss, loss_of(draft, parts, linear_cross_entropy)
     draft.token_logs = logs
     if policy.measures_reference:
-        draft.reference = Copy() if policy.reference == "copy" else AdapterOff()
+        draft.reference = reference_of(policy.reference)
     draft.batch_tensors = _random_tensors
     draft.after_step.append(read)
 

@@ -51,7 +51,7 @@ def check(recipe: Recipe) -> None:
     if recipe.offload.weights:
         problem = "blocks with offloaded weights cannot be converted to fp8"
         raise refusal(recipe, "precision", problem, "use precision: bf16")
-    if recipe.batch.micro * recipe.batch.seq % MULTIPLE:
+    if recipe.micro_sequences * recipe.batch.seq % MULTIPLE:
         remedy = f"make batch.micro x batch.seq one (now {recipe.batch.micro} x {recipe.batch.seq})"
         raise refusal(recipe, "batch.micro", f"fp8 products need a multiple of {MULTIPLE} tokens", remedy)
 

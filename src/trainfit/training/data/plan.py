@@ -16,7 +16,7 @@ class RunData(Value):
     documents: Count  # Documents, conversations or prompts
     tokens: Count
     labels: Count  # Tokens that count in the loss of an epoch
-    sequences: Count  # Of batch.seq tokens, those without anything to learn left out
+    sequences: Count  # Examples of ``each`` sequences, those without anything to learn left out
     seq: PositiveInt
     sequences_per_step: PositiveInt  # On all ranks
     padding: Share  # Of the sequences' tokens
@@ -25,14 +25,16 @@ class RunData(Value):
     eval_tokens: Count
     eval_sequences: Count
     tokenizer_tokens: Count
+    each: PositiveInt = 1  # Sequences of batch.seq tokens of an example: 2 of a pair of answers
 
     @classmethod
     def of(cls, recipe: Recipe, corpora: "Corpora") -> "RunData":
         """Return the counts of a recipe's data."""
         train, index = corpora.train, corpora.index
         held = len(train) * train.seq if train.is_plain else int(train.pieces.length.sum())
+        each = train.each
         return cls(
-            documents=index.train.documents,
+            documents=index.train.documents // each,
             tokens=index.train.tokens,
             labels=train.epoch_labels,
             sequences=len(train),
@@ -40,10 +42,11 @@ class RunData(Value):
             sequences_per_step=recipe.batch.micro * recipe.batch.accumulate * recipe.mesh.data_ranks,
             padding=max(0.0, train.padding),
             cut_tokens=index.train.tokens - held,
-            eval_documents=index.eval.documents,
+            eval_documents=index.eval.documents // each,
             eval_tokens=index.eval.tokens,
             eval_sequences=len(corpora.eval),
             tokenizer_tokens=index.tokenizer_tokens,
+            each=each,
         )
 
     @property
@@ -54,7 +57,7 @@ class RunData(Value):
     @property
     def epoch_tokens(self) -> int:
         """Tokens that the device computes in one pass, padding included."""
-        return self.sequences * self.seq
+        return self.sequences * self.seq * self.each
 
     def steps_of(self, epochs: float) -> int:
         """Return the steps of ``epochs`` passes, rounded up to a whole step."""

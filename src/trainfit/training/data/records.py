@@ -1,8 +1,9 @@
-"""Records of the training data: a text, a prompt with its completion, or a conversation.
+"""Records of the training data: a text, a prompt with its completion, a conversation, or two answers.
 
 Forms of a row: ``text``; ``messages`` (role, content); ShareGPT's ``conversations`` (from, value);
-``prompt`` and ``completion``, texts or messages; Alpaca's ``instruction``, ``input`` and ``output``. Free of
-torch.
+``prompt`` and ``completion``, texts or messages; Alpaca's ``instruction``, ``input`` and ``output``. Rows of
+preferences have ``chosen`` and ``rejected``, and ``prompt`` where these do not begin with it (TRL's formats).
+Free of torch.
 """
 
 import json
@@ -27,6 +28,7 @@ PAIRS = (
     ("instruction", "output"),
     ("instruction", "response"),
 )
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 EXPECTED = "text, messages, conversations, prompt and completion, or instruction and output"
 
 
@@ -94,7 +96,25 @@ class Conversation:
         ]
 
 
-Record = Text | Completion | Conversation
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, of which the first is preferred."""
+
+    chosen: Completion | Conversation
+    rejected: Completion | Conversation
+    place: str = ""
+
+    @property
+    def key(self) -> str:
+        return canonical_json([self.chosen.key, self.rejected.key])
+
+    @property
+    def plain(self) -> str:
+        return f"{self.chosen.plain}\n{self.rejected.plain}"
+
+
+Single = Text | Completion | Conversation
+Record = Single | Pair
 
 
 @dataclass(frozen=True)
@@ -138,6 +158,35 @@ class Layout:
             return Completion(first, second, place)
         prompt, answer = where.messages(first, self.columns[0]), where.messages(second, self.columns[1])
         return Conversation((*prompt, *answer), where.tools(row), len(prompt), place)
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """Columns of a file's rows that hold pairs of answers."""
+
+    columns: tuple[str, ...] = (CHOSEN, REJECTED)
+
+    def record(self, row: dict[str, Any], place: str, file: str) -> Pair | None:
+        """Return a row's pair; None: its two answers are equal, so that there is nothing to learn.
+
+        Raises:
+            InputError: a column is missing, or not of the kind that it should be.
+        """
+        where = _Where(place, file)
+        for name in self.columns:
+            if row.get(name) is None:
+                known = ", ".join(list(row)[:20]) or "none"
+                problem = f"no {name}; its columns are {known}"
+                raise where.wrong(problem, "give each row a prompt, a chosen and a rejected answer")
+        answers = [row[name] for name in self.columns]
+        if answers[0] == answers[1]:
+            return None
+        if all(isinstance(answer, str) for answer in answers):
+            return where.texts(row.get(PROMPT), *answers)
+        if any(isinstance(answer, str) for answer in answers):
+            problem = "a chosen and a rejected answer of which one is text, the other messages"
+            raise where.wrong(problem, "write both alike")
+        return where.conversations(row, *answers)
 
 
 def layout_of(row: dict[str, Any], place: str, file: str, *, chat: bool, column: str | None) -> Layout:
@@ -203,6 +252,48 @@ class _Where:
             messages += self.pair(*pair)
         prompt = "\n".join(part for part in parts if part.strip())
         return Conversation((*messages, *self.pair(prompt, row[answer])), self.tools(row), 0, self.full)
+
+    def texts(self, prompt: Any, chosen: str, rejected: str) -> Pair:
+        """Return a pair of texts; without a prompt it is what both begin with, up to a space."""
+        if prompt is None:
+            both = enumerate(zip(chosen, rejected, strict=False))
+            shared = next((at for at, (a, b) in both if a != b), min(len(chosen), len(rejected)))
+            shared -= chosen[:shared].endswith(" ")  # Which belongs to the answer, as in TRL's trainer.
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not isinstance(prompt, str):
+            raise self.wrong("answers that are text after a prompt that is none", "write all three alike")
+        for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
+            if not answer.strip():
+                raise self.wrong(f"an empty {name} answer", "remove the row")
+        answers = (Completion(prompt, answer, self.full) for answer in (chosen, rejected))
+        return Pair(*answers, self.full)
+
+    def conversations(self, row: dict[str, Any], chosen: Any, rejected: Any) -> Pair:
+        """Return a pair of conversations; without messages as a prompt it is what both begin with."""
+        is_turn = isinstance(chosen, dict)  # One message, after the conversation so far.
+        given = row.get("conversations") if is_turn and row.get(PROMPT) is None else row.get(PROMPT)
+        first, second = (
+            self.messages([answer] if isinstance(answer, dict) else answer, name)
+            for name, answer in ((CHOSEN, chosen), (REJECTED, rejected))
+        )
+        if isinstance(given, list):
+            prompt = self.messages(given, PROMPT)
+        else:
+            shared = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+            shared = min(len(first), len(second)) if shared is None else shared
+            prompt, first, second = first[:shared], first[shared:], second[shared:]
+            if not prompt and isinstance(given, str):
+                prompt = [{"role": "user", "content": given}]
+        if not prompt:
+            raise self.wrong("answers without a prompt", 'add a prompt: [{"role": "user", "content": ...}]')
+        system = row.get("system")
+        if isinstance(system, str) and system.strip() and prompt[0]["role"] != "system":
+            prompt = [{"role": "system", "content": system}, *prompt]
+        both = (
+            Conversation((*prompt, *answer), self.tools(row), len(prompt), self.full)
+            for answer in (first, second)
+        )
+        return Pair(*both, self.full)
 
     def pair(self, prompt: Any, answer: Any) -> list[Message]:
         if not isinstance(prompt, str) or not isinstance(answer, str):

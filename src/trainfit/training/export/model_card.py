@@ -84,7 +84,7 @@ def _figures(run: SavedRun) -> list[tuple[str, str]]:
     recipe, log = run.recipe, run.log()
     steps = [entry for entry in log if entry.get("kind") == "step"]
     evaluations = [entry for entry in log if entry.get("kind") == "eval"]
-    tokens_per_step = recipe.batch.tokens * recipe.mesh.data_ranks
+    tokens_per_step = recipe.step_tokens
     found = [
         ("data", _data(run)),
         ("steps", f"{run.step:,}"),
@@ -102,7 +102,9 @@ def _figures(run: SavedRun) -> list[tuple[str, str]]:
             value = f"{last['reward']:.4f} of {last['sequences']:,} held-out prompts"
             found.append((f"reward, after step {last['step']:,}", value))
         else:
-            value = f"{last['loss']:.4f} (perplexity {last['perplexity']:.4g})"
+            accuracy = last.get("reward_accuracy")
+            more = f"perplexity {last['perplexity']:.4g}" if accuracy is None else f"accuracy {accuracy:.1%}"
+            value = f"{last['loss']:.4f} ({more})"
             found.append((f"evaluation loss, after step {last['step']:,}", value))
     timed = [entry for entry in steps[1:] if not entry.get("held_back")]
     for key, title, text in (
