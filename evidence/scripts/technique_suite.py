@@ -65,7 +65,7 @@ COMBINED: tuple[Data, ...] = (
 
 NOT_MEASURED = (
     "adamw_bitsandbytes", "adamw_torchao", "decay_groups", "offload_optimizer", "packed_documents",
-    "policy_loss",
+    "policy_loss", "preference_loss",
 )  # fmt: skip
 """Techniques that are younger than the measurements of the page."""
 

@@ -79,12 +79,12 @@ def stepped(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_pairs(path: Path, rows: int = 60) -> Path:
-    """Sums with a right and a wrong answer."""
+    """Sums whose answers end with a full stop, or with an exclamation mark."""
     chance = random.Random(0)
     with path.open("w") as file:
         for _ in range(rows):
             a, b = chance.randint(0, 9), chance.randint(0, 9)
-            row = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + chance.randint(1, 5))}
+            row = {"prompt": f"{a}+{b}=", "chosen": f"{a + b}.", "rejected": f"{a + b}!"}
             file.write(json.dumps(row) + "\n")
     return path
 

@@ -159,7 +159,7 @@ def test_the_order_of_application() -> None:
         "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8",
         "tensor_parallel", "context_parallel", "expert_parallel", "recompute_full", "recompute_every",
         "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss",
-        "loss_terms", "policy_loss", "pipeline_parallel", "compile_block",
+        "loss_terms", "preference_loss", "policy_loss", "pipeline_parallel", "compile_block",
         "compile_model", "offload_weights", "offload_activations", "precision", "attention",
         "packed_documents", "accumulation", "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit",
         "adamw_bitsandbytes", "adamw_torchao", "sgd", "adafactor", "muon",

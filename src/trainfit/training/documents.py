@@ -144,10 +144,10 @@ def _refuse_another_reader(path: Path, suffix: str) -> None:
 
 
 def _of_rows(
-    rows: Iterator[Placed], file: str, data: TextData | HubData, layout: PairLayout | None = None
+    rows: Iterator[Placed], file: str, data: TextData | HubData, known: PairLayout | None = None
 ) -> Iterator[Record]:
-    """Yield the records of rows, which all have the columns of the first, or those of the layout."""
-    layout: Layout | PairLayout | None = layout
+    """Yield the records of rows, which all have the columns of the first, or the known ones."""
+    layout: Layout | PairLayout | None = known
     for place, row in rows:
         if layout is None:
             layout = layout_of(row, place, file, chat=data.format == "chat", column=data.column)

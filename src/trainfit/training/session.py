@@ -428,7 +428,7 @@ class Session:
         loss, *rewards = (every[:, :-1].sum(axis=0) / every[:, -1].sum()).tolist()
         if not loss < math.log(1e300):  # NaN too.
             return None
-        more = pair_fields(rewards) if step.compares_pairs else {"perplexity": math.exp(loss)}
+        more: dict[str, Any] = pair_fields(rewards) if step.compares_pairs else {"perplexity": math.exp(loss)}
         eval_s, at_step = time.perf_counter() - start_s, self.progress.step
         return EvalMetrics(step=at_step, loss=loss, sequences=count, eval_s=eval_s, **more)
 

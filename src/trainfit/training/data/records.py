@@ -265,8 +265,7 @@ class _Where:
         for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
             if not answer.strip():
                 raise self.wrong(f"an empty {name} answer", "remove the row")
-        answers = (Completion(prompt, answer, self.full) for answer in (chosen, rejected))
-        return Pair(*answers, self.full)
+        return Pair(Completion(prompt, chosen, self.full), Completion(prompt, rejected, self.full), self.full)
 
     def conversations(self, row: dict[str, Any], chosen: Any, rejected: Any) -> Pair:
         """Return a pair of conversations; without messages as a prompt it is what both begin with."""
@@ -289,11 +288,12 @@ class _Where:
         system = row.get("system")
         if isinstance(system, str) and system.strip() and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": system}, *prompt]
-        both = (
-            Conversation((*prompt, *answer), self.tools(row), len(prompt), self.full)
-            for answer in (first, second)
+        tools = self.tools(row)
+        return Pair(
+            Conversation((*prompt, *first), tools, len(prompt), self.full),
+            Conversation((*prompt, *second), tools, len(prompt), self.full),
+            self.full,
         )
-        return Pair(*both, self.full)
 
     def pair(self, prompt: Any, answer: Any) -> list[Message]:
         if not isinstance(prompt, str) or not isinstance(answer, str):
