@@ -71,6 +71,55 @@ def test_dpo(options: dict[str, Any], tmp_path: Path) -> None:
     traced(train)
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
+def test_our_dpo_is_theirs(loss: str, tmp_path: Path) -> None:
+    """On TRL's own batch, after the weights have left the reference: loss, rewards and every gradient."""
+    from trl import DPOConfig, DPOTrainer
+
+    from trainfit.spec.parsing.recipe_file import recipe_from
+    from trainfit.step import assemble
+
+    tiny_models.model("llama").float().save_pretrained(tmp_path / "model")
+    own = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+    trainer = DPOTrainer(
+        str(tmp_path / "model"), processing_class=tiny_models.tokenizer(),
+        train_dataset=tiny_models.preferences(),
+        args=DPOConfig(
+            str(tmp_path), loss_type=loss, model_init_kwargs={"dtype": "float32"}, **{**COMMON, **own}
+        ),
+    )  # fmt: skip
+    theirs: Any = trainer.model.train()
+    recipe = recipe_from({
+        "model": {"config": theirs.config.to_dict(), "weights": str(tmp_path / "model")}, "precision": "fp32",
+        "objective": {"name": "dpo", "loss": loss}, "batch": {"micro": 2, "seq": 128},
+        "attention": "eager", "hardware": {"gpu": "cpu"}, "optimizer": {"implementation": "foreach"},
+    })  # fmt: skip
+    step = assemble(recipe, torch.device("cpu"))
+    ours = dict(step.model.named_parameters())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)
+            ours[name].copy_(weight)
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(theirs, batch)
+    expected.backward()
+    # Theirs holds the chosen answers, then the rejected ones.
+    order = torch.arange(4).view(2, 2).t().flatten()
+    ids = batch["input_ids"][order]
+    labels = ids.masked_fill(batch["completion_mask"][order] == 0, -100)
+    (mine,) = step.with_reference([{"input_ids": ids, "labels": labels}])
+    found = step.loss(mine)
+    found.backward()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for name, weight in theirs.named_parameters():
+        torch.testing.assert_close(ours[name].grad, weight.grad, atol=2e-5, rtol=1e-3)
+    rewards = [
+        trainer._metrics["train"][f"rewards/{name}"][-1] for name in ("chosen", "rejected", "accuracies")
+    ]
+    assert step.preferences(mine)[1:].tolist() == pytest.approx(rewards, abs=1e-4)
+
+
 def test_grpo(tmp_path: Path) -> None:
     """Rollouts end at their length: the keys and values of 16 + 64 positions are held at most."""
     from trl import GRPOConfig, GRPOTrainer
