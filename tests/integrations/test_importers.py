@@ -15,6 +15,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.quantize import Quantized
 from trainfit.spec.recipe import Adapter
+from trainfit.techniques.registry import check
 
 FOLDER = Path(__file__).parents[1] / "data" / "imports"
 DDP = {"parallel.strategy": "ddp"}
@@ -263,7 +264,15 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "TRL, YAML, pairs, fp32 weights by default": (
         ["trl/zephyr_dpo_full.yaml", "accelerate/fsdp2.yaml"],
         [],
-        FSDP | {"batch.micro": 16, "batch.seq": 1024, "precision": "mixed-bf16", "hardware.count": 8},
+        FSDP
+        | {
+            "batch.micro": 8,
+            "batch.seq": 1024,
+            "precision": "mixed-bf16",
+            "hardware.count": 8,
+            "objective.name": "dpo",
+            "objective.beta": 0.01,
+        },
     ),
     "TRL, a script": (
         ["trl/sft_script.py"],
@@ -403,7 +412,7 @@ def test_what_is_lost_is_named_with_what_it_would_change() -> None:
     assert lost.changes == ("memory", "time")
     assert "host memory" in lost.note
     found = {one.name: one for one in imported_case("TRL, YAML, pairs, fp32 weights by default").without}
-    assert "memory" in found["ref_model"].changes
+    assert "ref_model" not in found  # Its forward and weights are part of the recipe.
     assert "memory" in found["per_device_eval_batch_size"].changes
 
 
@@ -691,6 +700,30 @@ def test_states_of_weights_that_train_wait_on_the_host_of_one_gpu() -> None:
     found = imported(files, ["hardware.count=1"], "qwen3-0.6b")
     assert (found.recipe.offload.weights, found.recipe.offload.optimizer) == (False, True)
     assert any("offload_param" in one.name and "weights on the GPU" in one.note for one in found.without)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected", "left"),
+    [
+        ("", {"name": "dpo"}, []),
+        ("beta=0.3, loss_type=['hinge'], use_liger_kernel=True",
+         {"name": "dpo", "beta": 0.3, "loss": "hinge"}, []),
+        ("loss_type='apo_zero'", {"name": "dpo"}, ["DPOConfig.loss_type"]),
+        ("reference_free=True", {"name": "dpo", "reference": "none"}, []),
+        ("precompute_ref_log_probs=True", {"name": "dpo"}, ["DPOConfig.precompute_ref_log_probs"]),
+    ],
+)  # fmt: skip
+def test_dpo_of_trl_is_the_objective(
+    fields: str, expected: dict[str, Any], left: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.py").write_text(
+        f"args = DPOConfig(output_dir='x', per_device_train_batch_size=4, {fields})\n"
+    )
+    found = imported([str(tmp_path / "run.py")], model="gpt2")
+    assert found.recipe.objective.model_dump(exclude_defaults=True) == expected
+    assert found.recipe.batch.micro == 4  # Of pairs, as TRL counts.
+    assert [one.name for one in found.without] == left
+    check(found.recipe)
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,13 @@ def _arguments(reading: Reading, kind: str) -> None:
     """Read the fields of TrainingArguments, and of TRL's configs, whose defaults differ."""
     is_trl = kind in TRL
     _batch(reading, kind)
+    if kind == "DPOConfig":
+        _preference(reading)
     rate = LEARNING_RATES.get(kind, 2e-5) if is_trl else 5e-5
     read_trainer(reading, lr=rate, recompute=is_trl, autocast=is_trl)
     if is_trl:
         reading.draft.know("weights", "fp32", reading.full("dtype"), is_stated=False)
-    if kind in PAIRS and kind != "RewardConfig":
+    if kind in PAIRS and kind not in ("DPOConfig", "RewardConfig"):
         reading.draft.leave(reading.full("ref_model"), None, BOTH, REFERENCE)
         reading.idle(["beta", "label_pad_token_id", "disable_dropout", "sync_ref_model", "reference_free"])
     if kind in GENERATE:
@@ -113,10 +115,27 @@ def _arguments(reading: Reading, kind: str) -> None:
         )
 
 
+def _preference(reading: Reading) -> None:
+    """Read the loss of pairs and its reference."""
+    reading.draft.assume("", "objective.name", "dpo", "of DPOConfig")
+    if isinstance(beta := reading.raw("beta"), int | float) and beta > 0:
+        reading.take("beta", "objective.beta", float(beta))
+    losses = reading.raw("loss_type")
+    loss = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
+    if loss in ("sigmoid", "ipo", "hinge"):
+        reading.take("loss_type", "objective.loss", loss)
+    reading.leave("loss_type", ("numbers",), "another loss of pairs, with the same log-probabilities")
+    if reading.flag("reference_free", False):
+        reading.take("reference_free", "objective.reference", "none")
+    note = "the reference's forward is part of each predicted step"
+    reading.leave("precompute_ref_log_probs", BOTH, note)
+    reading.idle(["label_pad_token_id", "disable_dropout", "sync_ref_model", "reference_free"])
+
+
 def _batch(reading: Reading, kind: str) -> None:
     name = reading.first("per_device_train_batch_size", "per_gpu_train_batch_size")
     micro = reading.whole(name, 8)
-    pairs = kind in PAIRS
+    pairs = kind in PAIRS and kind != "DPOConfig"  # Whose recipe counts pairs
     note = "a pair is two sequences" if pairs else ""
     reading.take_or_assume(name, "batch.micro", micro * (2 if pairs else 1), note, note)
     accumulate = reading.whole("gradient_accumulation_steps", 1)
@@ -178,7 +197,8 @@ def read_trainer(
         _precision(reading, default=autocast)
     _compile(reading)
     if reading.flag("use_liger_kernel"):
-        reading.take("use_liger_kernel", "loss", "fused", "Liger's fused linear cross-entropy")
+        if reading.draft.value("objective.name") is None:  # The loss of pairs never holds all logits.
+            reading.take("use_liger_kernel", "loss", "fused", "Liger's fused linear cross-entropy")
         reading.draft.set("block_kernels", "triton")
     if reading.is_open("activation_offloading") and reading.flag("activation_offloading"):
         reading.take("activation_offloading", "offload.activations", True)
