@@ -55,13 +55,16 @@ def trained_policy(
     out: Path, steps: int, fields: dict[str, Any], *, signal_in: int | None = None, **more: Any
 ) -> dict[str, Any]:
     """Train a policy; ``signal_in``: the rollout (from 1) in which rank 1 gets SIGTERM while it generates."""
-    plain, begun = Generator.completions, []
+    plain, begun, generated = Generator.completions, [], []
 
     def signalled(self: Generator, *arguments: Any) -> Any:
         begun.append(1)
         if dist.is_initialized() and dist.get_rank() == 1 and len(begun) == signal_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, *arguments)
+        generated.append(0)
+        for completion in plain(self, *arguments):
+            generated[-1] += 1
+            yield completion
 
     Generator.completions = signalled  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -71,4 +74,5 @@ def trained_policy(
     return {
         "status": summary.status, "steps": summary.steps, "losses": summary.losses,
         "reward": summary.eval_reward, "rollouts": rollouts_in(out),
+        "generated": generated,
     }  # fmt: skip

@@ -360,6 +360,8 @@ def test_ranks_stop_together_in_a_rollout(ranks: Ranks, tmp_path: Path) -> None:
     whole, _ = ranks.run(rank_policies.trained_policy, tmp_path / "whole", 4, fields)
     first, other = ranks.run(rank_policies.trained_policy, tmp_path / "run", 4, fields, signal_in=2)
     assert (first["status"], first["steps"]) == (other["status"], other["steps"]) == ("stopped", 2)
+    # Rank 1 gave its rollout up at the next decoding step; rank 0, without a signal, ended its own.
+    assert other["generated"][-1] == 0 < first["generated"][-1] == first["generated"][0]
     second, _ = ranks.run(rank_policies.trained_policy, tmp_path / "run", 4, fields, resume=True)
     assert first["losses"] + second["losses"] == whole["losses"]
 

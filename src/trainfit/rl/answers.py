@@ -15,11 +15,12 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.recipe import RANDOM
+from trainfit.spec.stop import Stopped
 from trainfit.step import Step, vocabulary
 from trainfit.training import durable
 from trainfit.training.corpus import INDEX, SIDES, Index, Side
 from trainfit.training.options import TrainOptions
-from trainfit.training.rollouts import Pause
+from trainfit.training.rollouts import GENERATION, Pause
 from trainfit.training.tokenizer import (
     TOKENIZER,
     RunTokenizer,
@@ -152,10 +153,14 @@ class Answers:
         start_s = time.perf_counter()
         texts = self._pool.prompts(distinct)
         prompts_s = time.perf_counter() - start_s
-        pause("rollout", True)
+        pause(GENERATION, True)
         start_s = time.perf_counter()
         prompts = dict(zip(distinct, self._prompts(texts, distinct), strict=True))
-        completions = self._completed([prompts[task][0] for task in tasks], numbers.start, pause)
+        try:
+            completions = self._completed([prompts[task][0] for task in tasks], numbers.start, pause)
+        except Stopped:
+            pause("rewards", True)  # The other ranks come here from their own rollouts, and stop, too.
+            raise
         rollout_s = time.perf_counter() - start_s
         pause("rewards", True)
         start_s = time.perf_counter()
@@ -198,7 +203,7 @@ class Answers:
         with phases.generating(self._step):
             if self._step.shards_weights:
                 self._generator.forget()
-            return list(self._generator.completions(prompts, first, lambda: pause("rollout", False)))
+            return list(self._generator.completions(prompts, first, lambda: pause(GENERATION, False)))
 
 
 def _named(texts: list[str], tasks: list[int] | None) -> list[tuple[int, str]]:

@@ -15,6 +15,8 @@ from trainfit.training.ranks.exchange import Ranks
 REWARDS = "rewards"
 """Name of the digest of the file that gives the rewards, among the facts on which a run depends."""
 
+GENERATION = "rollout"
+"""Phase in which a rank may give up before the others: after it they meet, before anything else is shared."""
 Pause = Callable[[str, bool], None]
 """(name of the phase, every rank is here) -> nothing; raises ``Stopped`` if a signal ends the run here."""
 

@@ -39,7 +39,7 @@ from trainfit.training.observer import (
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.ranks.exchange import AgreedStop, Ranks
-from trainfit.training.rollouts import BatchFeed, Rollouts
+from trainfit.training.rollouts import GENERATION, BatchFeed, Rollouts
 
 NO_CHECKPOINT = "no checkpoint was saved before"
 
@@ -182,13 +182,16 @@ class Session:
     def _pause(self, stop: StopSignal | AgreedStop, phase: str, together: bool) -> None:
         """Note a phase of generation; end it by ``Stopped`` if a signal was received.
 
-        Several ranks end where they all are.
+        Several ranks end where they all are. Only a rank that generates gives up when it receives a signal
+        itself: it waits for the others where they end.
         """
         self.ranks.enter(self.progress.step + 1, phase)
         if together:
             self._agree(stop)
         if stop.name is not None and (together or not self.ranks.several):
             raise Stopped(stop.name)
+        if isinstance(stop, AgreedStop) and not together and phase == GENERATION and stop.received:
+            raise Stopped(stop.received)
 
     @property
     def _data_ranks(self) -> int:

@@ -110,9 +110,14 @@ class AgreedStop:
         self.raises = False
 
     @property
+    def received(self) -> str | None:
+        """The signal that this rank received."""
+        return self._own.name
+
+    @property
     def number(self) -> int:
         """This rank's signal; 0: none."""
-        return 0 if self._own.name is None else signal.Signals[self._own.name].value
+        return 0 if self.received is None else signal.Signals[self.received].value
 
     def agree(self, numbers: list[float]) -> None:
         """Adopt the signal that any rank received."""
