@@ -2,7 +2,8 @@
 #   make demo    the main job: predict, train, measure, compare
 #   make test    the tests
 #   make test-fast   those that start no process and compile nothing: under a minute
-#   make test-libraries   tests of scripts that use TRL, Lightning and others, in an environment of their own
+#   make test-libraries   tests of scripts that use TRL, Lightning and others, and of the page in a browser,
+#                         in an environment of their own
 #   make test-oldest      the tests with the oldest versions that pyproject.toml allows, likewise
 #   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
@@ -27,7 +28,7 @@ OLDEST := $(OLDEST_VENV)/bin
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs evidence test test-fast setup-libraries test-libraries test-oldest test-oldest-cli check lint types floors setup clean
+.PHONY: demo outputs evidence test test-fast setup-libraries test-libraries chromium test-oldest test-oldest-cli check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -65,7 +66,12 @@ $(LIBRARIES_STAMP): pyproject.toml $(REQUIREMENTS)
 	$(LIBRARIES)/python -m pip install $(PIP_ARGS) --no-deps -r requirements/libraries-no-deps.txt
 	@touch $@
 
-test-libraries: setup-libraries
+# The browser of the page's tests; Debian's package where there is none.
+chromium:
+	@command -v chromium || command -v chromium-browser || command -v google-chrome \
+	  || { apt-get update -q && apt-get install -q -y --no-install-recommends chromium; }
+
+test-libraries: setup-libraries chromium
 	$(LIBRARIES)/python -m pytest $(PYTEST_ARGS) tests/libraries
 
 $(OLDEST_STAMP): pyproject.toml requirements/oldest.txt

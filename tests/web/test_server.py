@@ -86,7 +86,7 @@ def test_a_plan_has_the_fastest_recipe(server: Server) -> None:
         "recipe": {**TINY, "batch": {"seq": 64}},
         "keep_quality": True,
         "memory_gib": 2.0,
-        "fixed": ["precision", "compile"],
+        "fixed": ["precision", "compile", "loss", "attention", "block_kernels", "optimizer"],
     }
     reply = server.ask("plan", content)
     plan = reply.answer

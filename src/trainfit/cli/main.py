@@ -36,7 +36,7 @@ UsageError = typer.BadParameter.__bases__[0]
 VERBS = (
     "predict", "plan", "trace", "explain", "import_", "measure", "calibrate", "verify", "train", "evaluate",
     "export", "sweep", "bench", "report", "calculators.mfu", "calculators.communication",
-    "calculators.ultrascale", "serve", "catalog:gpus", "catalog:models", "records",
+    "calculators.ultrascale", "serve", "serve:export_page", "catalog:gpus", "catalog:models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 
@@ -46,7 +46,7 @@ A module's ``OPTIONS`` are arguments of typer's ``command``. A trailing ``_`` is
 
 def verb_name(verb: str) -> str:
     """Return the word that a user writes for an entry of VERBS, ``[ROOM.]MODULE[:FUNCTION]``."""
-    return re.split("[.:]", verb)[-1].rstrip("_")
+    return re.split("[.:]", verb)[-1].rstrip("_").replace("_", "-")
 
 
 ABOUT = "Will this training run fit, how fast will it go, what will it cost? Answered before a GPU is rented."

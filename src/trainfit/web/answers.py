@@ -195,7 +195,7 @@ def _found(one: Found, base: dict[str, Any] | None = None) -> dict[str, Any]:
     content = flat(one.recipe)
     before = {} if base is None else flat(base)
     return {
-        "recipe": one.recipe,
+        "recipe": one.as_recipe().model_dump(mode="json", exclude_defaults=True),
         "changes": list(one.changes),
         "differs": [as_written(name, value) for name, value in content.items() if before.get(name) != value]
         if base is not None

@@ -47,7 +47,8 @@ def app(bounds: Bounds | None = None) -> FastAPI:
         await preparing
         await tracing.close()
 
-    made = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    made = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None,
+                   redirect_slashes=False)  # fmt: skip
     made.state.tracing = tracing
     made.add_middleware(Guard)
     made.add_exception_handler(InputError, _refuse)
@@ -140,7 +141,7 @@ class _Events(Response):
         is_begun = False
         try:
             while True:
-                event = await _unless(gone, anext(events, None))
+                event = await _unless(gone, events)
                 if event is None:
                     break
                 if not is_begun:
@@ -160,15 +161,22 @@ class _Events(Response):
             await events.aclose()
 
 
-async def _unless(gone: "asyncio.Task[None]", work: Any) -> Event | None:
-    """Return the next event, or None as soon as the client has gone."""
-    task = asyncio.ensure_future(work)
+async def _unless(gone: "asyncio.Task[None]", events: AsyncIterator[Event]) -> Event | None:
+    """Return the next event; None at the end, and as soon as the client has gone."""
+    task = asyncio.create_task(_next(events))
     await asyncio.wait([gone, task], return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         return task.result()
     task.cancel()
     await asyncio.wait([task])
     return None
+
+
+async def _next(events: AsyncIterator[Event]) -> Event | None:
+    try:
+        return await anext(events)
+    except StopAsyncIteration:
+        return None
 
 
 async def _disconnected(receive: Receive) -> None:

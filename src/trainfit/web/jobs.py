@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -101,35 +101,26 @@ class Tracing:
             self._process, self._starting = self._starting.result(), None
         assert self._process is not None
         fork = _Fork(self._process, question)
+        said = "one training step on the virtual GPU"
         try:
-            async with aclosing(self._followed(fork, began)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            if not await fork.ended():
-                self._drop()
-                self.warm_up()
-
-    async def _followed(self, fork: "_Fork", began: float) -> AsyncGenerator[Event, None]:
-        """Yield a fork's progress and its answer; end it where it exceeds a bound, or nobody waits for it."""
-        said, is_answered = "one training step on the virtual GPU", False
-        found: dict[str, Any] | None = None
-        try:
-            while not is_answered:
+            while not fork.is_answered:
                 found = await fork.content(TICK_S)
-                if found is None:
-                    if (problem := self._problem(fork.child, began)) is not None:
-                        yield {"error": {"text": problem}}
-                        return
-                    yield _progress(said, began)
-                    continue
-                said = found.get("say", said)
-                is_answered = bool(found.keys() & {"answer", "refused", "failed", "end"})
-            yield _last(found or {})
+                if found is None and (problem := self._problem(fork.child, began)) is not None:
+                    yield {"error": {"text": problem}}
+                    return
+                said = (found or {}).get("say", said)
+                yield _last(found) if found and fork.is_answered else _progress(said, began)
         finally:
-            if not is_answered:
-                self.num_ended += 1
-                await fork.end()
+            await _to_its_end(self._finish(fork))
+
+    async def _finish(self, fork: "_Fork") -> None:
+        """End a fork that nobody waits for, and see that the process takes the next question."""
+        if not fork.is_answered:
+            self.num_ended += 1
+            await fork.end()
+        if not await fork.ended():
+            self._drop()
+            self.warm_up()
 
     def _problem(self, child: int | None, began: float) -> str | None:
         """Return which bound the fork exceeds; None: none."""
@@ -164,6 +155,16 @@ async def _started() -> asyncio.subprocess.Process:
     return process
 
 
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that must be done even where the one who awaits it is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 class _Fork:
     """One question in the process, from its line to the line that reports the end of its fork."""
 
@@ -174,6 +175,7 @@ class _Fork:
         self._number = next(_NUMBERS)
         self._reading: asyncio.Task[bytes] | None = None
         self._is_over = False
+        self.is_answered = False
         self.child: int | None = None
         process.stdin.write((json.dumps({"number": self._number, **question.as_json()}) + "\n").encode())
 
@@ -191,6 +193,7 @@ class _Fork:
             return {}  # Of a question before it.
         self.child = found.get("pid", self.child)
         self._is_over = "end" in found
+        self.is_answered = self.is_answered or bool(found.keys() & {"answer", "refused", "failed", "end"})
         return found
 
     async def end(self) -> None:
@@ -207,7 +210,7 @@ class _Fork:
         while not self._is_over:
             if await self.content(PATIENCE_S) is None:
                 break
-        return self._is_over and self._process.returncode is None
+        return self._is_over and not self._lines.at_eof()
 
 
 def _content(line: bytes) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 // The page: one state, drawn anew after each change; answers are asked for as soon as a recipe changes.
 
-import { announce, copy, h } from "./dom.js";
+import { announce, copy, h, replaced } from "./dom.js";
 import { fitView } from "./fit.js";
 import { Controls } from "./controls.js";
 import { gpusView } from "./gpus.js";
@@ -73,6 +73,7 @@ class App {
     this.saveAddress();
     this.refresh();
     this.controls.draw();
+    this.render();
     announce("A recipe was added; the controls change it");
   }
 
@@ -84,6 +85,7 @@ class App {
     this.saveAddress();
     this.controls.draw();
     this.refresh();
+    this.render();
   }
 
   show(view) {
@@ -127,7 +129,9 @@ class App {
   }
 
   // A question with its progress and later its value or error, drawn when one of these changes.
-  asked(name, content) {
+  // With `known`, an answer that the page has already.
+  asked(name, content, known) {
+    if (known) return { value: known.error ? null : known, error: known.error ? new Refused(known.error) : null, progress: null, controller: new AbortController() };
     const run = { value: null, error: null, progress: progress(), controller: new AbortController() };
     const { signal } = run.controller;
     this.source.ask(name, content, { signal, progress: found => run.progress?.show(found) }).then(
@@ -155,7 +159,7 @@ class App {
   render() {
     clearTimeout(this.timer);
     const focused = focusOf(this.answer);
-    this.answer.replaceChildren(...VIEWS[this.state.view][1](this).flat(3).filter(Boolean));
+    replaced(this.answer, VIEWS[this.state.view][1](this).flat(3).filter(Boolean));
     this.answer.dataset.view = this.state.view;
     refocus(this.answer, focused);
     const { run, answer } = this.entries[this.selected];

@@ -24,6 +24,20 @@ function filled(element, attributes, children) {
   return element;
 }
 
+// Make nodes the children of a parent. Those that it has already are not touched, so that what is typed stays.
+export function replaced(parent, nodes) {
+  const kept = new Set(nodes);
+  for (const child of [...parent.childNodes]) if (!kept.has(child)) child.remove();
+  let at = parent.firstChild;
+  for (const node of nodes) {
+    if (node === at) at = at.nextSibling;
+    else parent.insertBefore(node, at);
+  }
+}
+
+// Text for a screen reader alone.
+export const unseen = text => h("span", { class: "hidden" }, text);
+
 export function announce(text) {
   const region = document.getElementById("announce");
   if (region.textContent !== text) region.textContent = text;

@@ -1,7 +1,7 @@
 // The first view: does it fit, how fast is it, what does it cost; up to four recipes side by side.
 
 import { barScale, legend, memoryBar, timeBudget, timeline } from "./charts.js";
-import { copyButton, h, table } from "./dom.js";
+import { copyButton, h, table, unseen } from "./dom.js";
 import { bytes, count, digits, dollars, gib, percent, readCount, seconds, whole } from "./format.js";
 import { differences, modelName } from "./state.js";
 
@@ -108,7 +108,7 @@ function wouldFit(app, entry) {
   else {
     const found = [...value.changes.map(one => [one, false]), ...value.hardware.map(one => [one, true])];
     if (!value.changes.length) box.append(h("p", { class: "note" }, "On this GPU none of the changes tried makes it fit; Fastest tries more."));
-    box.append(found.length ? table("What would fit", [["change", ""], ["GiB", "number"], ["tokens/s", "number"], ["", "number"]], found.map(([one]) => [
+    box.append(found.length ? table("What would fit", [["change", ""], ["GiB", "number"], ["tokens/s", "number"], [unseen("take it"), "number"]], found.map(([one]) => [
       h("span", {}, one.changes.join(", "), one.numerics.length ? h("span", { class: "note" }, ` changes the numerics: ${one.numerics.join(", ")}`) : null, one.host_bytes ? h("span", { class: "note" }, ` pins ${bytes(one.host_bytes)} of host memory for each GPU`) : null),
       gib(one.device_bytes), whole(one.tokens_per_s),
       h("button", { type: "button", onclick: () => app.take(one.recipe), "aria-label": `Take ${one.changes.join(", ")}` }, "Take"),

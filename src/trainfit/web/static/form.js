@@ -51,7 +51,7 @@ export class Fields {
     for (const [one, text] of choices) select.append(h("option", { value: JSON.stringify(one), selected: same(one, shown) }, text));
     for (const [at, kind] of others.entries()) {
       const isChosen = isOf(kind, shown) && !choices.some(([one]) => same(one, shown));
-      select.append(h("option", { value: `kind-${at}`, selected: isChosen }, `${titled(kind.node) || kind.type}…`));
+      select.append(h("option", { value: `kind-${at}`, selected: isChosen }, titled(kind.node) || kind.type));
     }
     select.addEventListener("change", () => {
       const at = select.value.startsWith("kind-") ? Number(select.value.slice(5)) : -1;
@@ -164,6 +164,7 @@ export class Fields {
     for (const [name, inner] of Object.entries(node.properties)) {
       if (NOT_SHOWN.has(`${path}.${name}`)) continue;
       const field = this.schema.resolved(inner);
+      if ("const" in field) continue; // The choice of the kind says it.
       const at = `${path}.${name}`;
       const id = `${options.id}-${name}-${numIds++}`;
       const about = field.description ? h("p", { class: "about", id: `${id}-about` }, field.description) : null;
@@ -209,7 +210,7 @@ export class Fields {
   section(name, node, recipe) {
     const kinds = this.schema.kinds(node);
     const isPlain = kinds.length === 1;
-    const changed = Object.keys(flat({ [name]: get(recipe, name) ?? {} })).length;
+    const changed = get(recipe, name) === undefined ? 0 : Object.keys(flat({ [name]: recipe[name] })).length;
     const rows = isPlain ? [this.object(name, kinds[0].node, get(recipe, name), { id: `f-${name}`, recipe })] : [this.row(name, recipe)];
     return section(name.replaceAll("_", " "), node.description ?? "", rows, changed, name);
   }

@@ -32,7 +32,7 @@ export const digits = (value, n = 3) => (value === null || value === undefined ?
 export function dollars(value) {
   if (value === null || value === undefined) return "–";
   if (value >= 100) return `$${Math.round(value).toLocaleString("en-US")}`;
-  return `$${Number(value.toPrecision(3))}`;
+  return value >= 1 ? `$${value.toFixed(2)}` : `$${Number(value.toPrecision(3))}`;
 }
 
 // "2B", "1.5e9" or "15T" as a number; NaN where it is none.

@@ -1,6 +1,6 @@
 // The recipe on every kind of GPU: does it fit, and what do tokens cost.
 
-import { h, table } from "./dom.js";
+import { h, table, unseen } from "./dom.js";
 import { dollars, gib, percent, readCount, whole } from "./format.js";
 import { get, modelName, set } from "./state.js";
 
@@ -17,7 +17,7 @@ export function gpusView(app) {
   const money = name => (rows[name]?.estimate.cost?.per_million_tokens ?? Infinity) * (tokens / 1e6);
   const ordered = [...known].sort((one, other) => (Boolean(rows[other.name]?.estimate.fits) - Boolean(rows[one.name]?.estimate.fits)) || (money(one.name) - money(other.name)) || ((rows[other.name]?.estimate.tokens_per_s ?? 0) - (rows[one.name]?.estimate.tokens_per_s ?? 0)));
   const dearest = Math.max(1e-12, ...ordered.filter(one => rows[one.name]?.estimate.fits).map(one => money(one.name)).filter(Number.isFinite));
-  const columns = [["GPU", ""], ["verdict", ""], ["GiB", "number"], ["tokens/s", "number"], ["MFU", "number"], ["$/h", "number"], [app.state.tokens ? `$ / ${app.state.tokens} tokens` : "$ / M tokens", "number"], ["", "wide"], ["", "number"]];
+  const columns = [["GPU", ""], ["verdict", ""], ["GiB", "number"], ["tokens/s", "number"], ["MFU", "number"], ["$/h", "number"], [app.state.tokens ? `$ / ${app.state.tokens} tokens` : "$ / M tokens", "number"], [unseen("cost as a bar"), "wide"], [unseen("take it"), "number"]];
   const body = ordered.map(one => {
     const answer = rows[one.name];
     if (!answer) return { cells: [one.title, h("span", { class: "note" }, errors[one.name]), "", "", "", "", "", "", ""], attributes: {} };

@@ -8,6 +8,11 @@ import { bytes } from "./format.js";
 export function oomView(app) {
   if (!app.source.isLive) return [h("h2", {}, "Out of memory"), h("p", { class: "note" }, "Reading an error's text needs trainfit serve, or the command: trainfit explain error.txt.")];
   const one = (app.oom ??= { text: "", run: null });
+  one.form ??= input(app, one);
+  return [one.form, found(one.run)];
+}
+
+function input(app, one) {
   const area = h("textarea", { id: "oom-text", rows: "7", spellcheck: "false", value: one.text, placeholder: "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …", oninput: () => { one.text = area.value; } });
   const explain = () => {
     one.run?.controller.abort();
@@ -15,8 +20,8 @@ export function oomView(app) {
     app.render();
   };
   const form = h("form", { onsubmit: event => { event.preventDefault(); explain(); } }, h("label", { for: "oom-text" }, "The error, or a log that ends in it"), area,
-    h("div", { class: "row" }, h("button", { type: "submit", class: "primary" }, "Explain"), h("button", { type: "button", onclick: () => { one.text = app.page.oom_example; explain(); } }, "Show an example")));
-  return [h("h2", {}, "Out of memory"), form, found(one.run)];
+    h("div", { class: "row" }, h("button", { type: "submit", class: "primary" }, "Explain"), h("button", { type: "button", onclick: () => { one.text = area.value = app.page.oom_example; explain(); } }, "Show an example")));
+  return h("section", {}, h("h2", {}, "Out of memory"), form);
 }
 
 function found(run) {

@@ -1,7 +1,7 @@
 // The fastest recipe that fits: a search, its frontier of memory against speed, and what was not chosen.
 
 import { frontier } from "./charts.js";
-import { h, table } from "./dom.js";
+import { h, table, unseen } from "./dom.js";
 import { status } from "./fit.js";
 import { bytes, dollars, gib, percent, whole } from "./format.js";
 import { flat, get, modelName, set } from "./state.js";
@@ -11,9 +11,16 @@ const USUALLY_OPEN = ["batch.micro", "batch.accumulate", "recompute", "compile",
 
 export function planView(app) {
   if (!app.source.isLive) return [h("h2", {}, "Fastest"), h("p", { class: "note" }, "A search needs trainfit serve, or the command: trainfit plan.")];
+  const options = (app.plan ??= { tune: "", keep: false, memory: "", held: {}, run: null });
+  if (options.recipe !== app.recipe) Object.assign(options, { recipe: app.recipe, form: inputs(app, options) });
+  options.form.querySelector("button").textContent = options.run?.progress ? "Stop" : "Find the fastest";
+  return [options.form, found(app, options)];
+}
+
+// The heading and the goal; they stay as they are until the recipe changes.
+function inputs(app, options) {
   const { recipe } = app;
   const held = Object.keys(flat(recipe)).filter(name => !QUESTION.includes(name) && name !== "model.weights");
-  const options = (app.plan ??= { tune: "", keep: false, memory: "", held: {}, run: null });
   const boxes = held.map(name => {
     const box = h("input", { type: "checkbox", id: `keep-${name}`, onchange: () => { options.held[name] = box.checked; } });
     box.checked = options.held[name] ?? !USUALLY_OPEN.includes(name);
@@ -24,13 +31,13 @@ export function planView(app) {
   const keep = h("input", { type: "checkbox", id: "keep-quality", onchange: () => { options.keep = keep.checked; } });
   keep.checked = options.keep;
   const memory = h("input", { type: "text", id: "memory", inputmode: "decimal", placeholder: "all", value: options.memory, onchange: () => { options.memory = memory.value.trim(); } });
-  const start = h("button", { type: "submit", class: "primary" }, options.run?.progress ? "Stop" : "Find the fastest");
+  const start = h("button", { type: "submit", class: "primary" });
   const form = h("form", { class: "search", onsubmit: event => { event.preventDefault(); search(app, options, held); } },
     h("p", { class: "note" }, `For ${modelName(recipe)}, ${get(recipe, "batch.seq") ?? 1024} tokens, ${get(recipe, "hardware.count") ?? 1} × ${get(recipe, "hardware.gpu") ?? "h200"}. Every field that is not kept may vary.`),
     h("div", { class: "inputs" }, h("div", {}, h("label", { for: "tune" }, "Train"), tune), h("div", {}, h("label", { for: "memory" }, "GiB of each GPU"), memory),
       h("label", { for: "keep-quality", class: "check" }, keep, "Nothing that changes the numerics")),
     boxes.length ? h("fieldset", {}, h("legend", {}, "Keep"), boxes) : null, start);
-  return [h("h2", {}, "The fastest recipe that fits"), form, found(app, options)];
+  return h("section", {}, h("h2", {}, "The fastest recipe that fits"), form);
 }
 
 async function search(app, options, held) {
@@ -70,7 +77,7 @@ function found(app, { run }) {
   return h("div", {}, answer,
     points.length > 1 ? [h("h2", {}, "Memory against speed"), frontier(points, { limit: value.limit_bytes, device: "the card", choose: at => app.take(points[at].one.recipe) }),
       h("ul", { class: "legend" }, [["same", "numerics unchanged"], ["changed", "numerics changed"], ["over", "over the limit"]].map(([kind, text]) => h("li", {}, h("i", { class: `dot-key ${kind}`, "aria-hidden": "true" }), text)))] : null,
-    value.frontier.length ? table("Frontier", [["differs from the best by", ""], ["GiB", "number"], ["tokens/s", "number"], ["MFU", "number"], ["", "number"]], value.frontier.map(one => [
+    value.frontier.length ? table("Frontier", [["differs from the best by", ""], ["GiB", "number"], ["tokens/s", "number"], ["MFU", "number"], [unseen("take it"), "number"]], value.frontier.map(one => [
       h("span", {}, one.differs.join(", ") || "the best", one.numerics.length ? h("span", { class: "note" }, ` ${one.numerics.join(", ")}`) : null), h("span", { class: one.device_bytes > value.usable_bytes ? "bad" : "" }, gib(one.device_bytes)), whole(one.tokens_per_s), percent(one.mfu),
       h("button", { type: "button", onclick: () => app.take(one.recipe), "aria-label": `Take the recipe of ${gib(one.device_bytes)} GiB` }, "Take")])) : null,
     value.rejected.length ? h("details", {}, h("summary", {}, "Not chosen"), h("dl", { class: "about-list" }, value.rejected.flatMap(one => [h("dt", {}, one.choice), h("dd", {}, one.reason)]))) : null,

@@ -29,7 +29,7 @@ export class Schema {
     if (parts) return parts.flatMap(part => this.kinds(part));
     if (found.enum || "const" in found) return [{ type: "enum", node: found, values: found.enum ?? [found.const] }];
     if (found.type === "object" && found.properties) return [{ type: "object", node: found }];
-    return [{ type: found.type ?? "json", node: found }];
+    return [{ type: found.type === "object" || !found.type ? "json" : found.type, node: found }];
   }
 
   default(path) {
@@ -44,10 +44,10 @@ export function isOf(kind, value) {
   if (kind.type === "enum") return kind.values.some(one => JSON.stringify(one) === JSON.stringify(value));
   if (kind.type === "null") return value === null;
   if (kind.type === "array") return Array.isArray(value);
-  if (kind.type === "object" || kind.node.additionalProperties) {
+  if (kind.type === "json") return true;
+  if (kind.type === "object") {
     if (value === null || typeof value !== "object" || Array.isArray(value)) return false;
     const known = kind.node.properties;
-    if (!known) return true;
     return Object.entries(value).every(([name, one]) => name in known && (!("const" in known[name]) || known[name].const === one) && (!known[name].enum || known[name].enum.includes(one)))
       && (kind.node.required ?? []).every(name => name in value);
   }

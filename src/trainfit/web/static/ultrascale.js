@@ -9,22 +9,28 @@ const CHOICES = { zero: "ZeRO stage", recomputation: "recomputation", ff_activat
 const SWITCHES = { mixed: "mixed precision", sequence_parallel: "sequence parallel" };
 
 export function ultrascaleView(app) {
-  const { widget } = app.page;
   const one = (app.widget ??= { preset: "Llama 3 8B", inputs: {}, run: null });
   if (!one.run) {
     one.run = app.asked("widget", { preset: one.preset || undefined, inputs: one.inputs, gpu: app.recipe.hardware?.gpu ?? "h200" });
     one.compared = null;
   }
+  one.form ??= inputs(app, one);
+  return [one.form, result(app, one)];
+}
+
+// The heading and the inputs; they stay as they are until another preset is chosen.
+function inputs(app, one) {
+  const { widget } = app.page;
   const start = one.preset ? widget.presets[one.preset] : widget.opened;
   const now = { ...start, ...one.inputs };
-  const change = (name, value) => {
+  const ask = changes => {
     one.run?.controller.abort();
     for (const each of one.compared ?? []) each.run.controller.abort();
-    one.inputs = value === start[name] ? without(one.inputs, name) : { ...one.inputs, [name]: value };
-    one.run = null;
+    Object.assign(one, { run: null }, changes);
     app.render();
   };
-  const preset = h("select", { id: "preset", onchange: () => { for (const each of one.compared ?? []) each.run.controller.abort(); Object.assign(one, { preset: preset.value, inputs: {}, run: null }); app.render(); } },
+  const change = (name, value) => ask({ inputs: value === start[name] ? without(one.inputs, name) : { ...one.inputs, [name]: value } });
+  const preset = h("select", { id: "u-preset", onchange: () => ask({ preset: preset.value, inputs: {}, form: null }) },
     h("option", { value: "", selected: !one.preset }, "as the page opens"), Object.keys(widget.presets).map(name => h("option", { value: name, selected: name === one.preset }, name)));
   const field = (name, text, control) => h("div", {}, h("label", { for: `u-${name}` }, text), control);
   const numbers = Object.entries(SLIDERS).map(([name, text]) => {
@@ -40,10 +46,9 @@ export function ultrascaleView(app) {
     box.checked = now[name];
     return h("label", { class: "check", for: `u-${name}` }, box, text);
   });
-  return [h("h2", {}, "The Ultrascale Playbook's calculator"),
+  return h("section", {}, h("h2", {}, "The Ultrascale Playbook's calculator"),
     h("p", { class: "note" }, "Its inputs and its numbers, unchanged, beside the peak of a traced step. The page writes GB for GiB."),
-    h("form", { class: "widget", onsubmit: event => event.preventDefault() }, h("div", { class: "inputs" }, field("preset", "Preset", preset), numbers, choices), h("div", { class: "inputs" }, switches)),
-    result(app, one)];
+    h("form", { class: "widget", onsubmit: event => event.preventDefault() }, h("div", { class: "inputs" }, field("preset", "Preset", preset), numbers, choices), h("div", { class: "inputs" }, switches)));
 }
 
 const without = (data, name) => Object.fromEntries(Object.entries(data).filter(([key]) => key !== name));
