@@ -188,6 +188,29 @@ def _change(control: Any) -> None:
         control.blur()
 
 
+def test_a_field_is_edited_and_the_next_one_clicked(browser: Browser, server: Server) -> None:
+    """A change draws no other control anew: the click that ends it reaches the control under the pointer."""
+    with opened(browser, f"{server.address}/{OPENED}") as page:
+        settled(page)
+        page.click("summary:has-text('All fields')")
+        page.click("[data-section=batch] > summary")
+        page.click(".main-fields [data-path='batch.micro'] input")
+        page.keyboard.press("End")
+        page.keyboard.press("Backspace")
+        page.keyboard.type("3")
+        page.click(".main-fields [data-path='batch.seq'] input")
+        path = "document.activeElement.closest('[data-path]').dataset.path"
+        assert page.evaluate(path) == "batch.seq"
+        assert page.input_value("[data-section=batch] [data-path='batch.micro'] input") == "3"
+        assert page.inner_text("[data-count=batch]") == "2 set"
+        page.fill("[data-section=batch] [data-path='batch.accumulate'] input", "2")
+        page.click("#model")
+        assert page.evaluate("document.activeElement.id") == "model"
+        assert page.input_value(".main-fields [data-path='batch.accumulate'] input") == "2"
+        settled(page)
+        assert "3 x 64 x 2" in page.inner_text(".subject")
+
+
 def test_a_refused_value_is_named_at_its_control(browser: Browser, server: Server) -> None:
     with opened(browser, f"{server.address}/{OPENED}") as page:
         page.fill("[data-path='hardware.count'] input >> nth=0", "3")
@@ -344,7 +367,7 @@ def test_cost_by_gpu_ends_when_the_view_is_left(browser: Browser, server: Server
         page.wait_for_selector(".gpus tbody tr >> nth=2", timeout=TRACED_MS)
         costs = [
             float(text.strip("$()"))
-            for text in page.locator(".gpus tr[data-fits=true] td:nth-child(7)").all_inner_texts()
+            for text in page.locator(".gpus tr[data-fits=true] td:nth-child(3)").all_inner_texts()
             if "$" in text
         ]
         assert costs == sorted(costs)

@@ -274,6 +274,7 @@ PATHS: list[tuple[str, Any]] = [
     ("objective.environment", {**TINY, "objective": {"name": "grpo", "environment": "secret.json:Env"}}),
     ("objective.arguments", {**TINY, "objective": {"name": "grpo", "arguments": {"path": "secret.json"}}}),
     ("extends", {"extends": "recipe.yaml", **TINY}),
+    ("model.config", {"model": {"config": {"model_type": "llama", "num_hidden_layers": 10_000}}}),
     ("hardware.count", {**TINY, "hardware": {"gpu": "h100-sxm", "count": 8192}}),
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,6 +32,8 @@ from trainfit.web.tracer import refusal
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
          ".js": "text/javascript; charset=utf-8"}  # fmt: skip
+MOST_AT_ONCE = 2
+"""Requests that the server itself works on at once, beside the process that traces."""
 BODY_S = 10.0
 """Time in which a request's body must be there."""
 
@@ -50,8 +53,10 @@ def app(bounds: Bounds | None = None) -> FastAPI:
     made = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None,
                    redirect_slashes=False)  # fmt: skip
     made.state.tracing = tracing
+    turns = asyncio.Semaphore(MOST_AT_ONCE)
     made.add_middleware(Guard)
     made.add_exception_handler(InputError, _refuse)
+    made.add_exception_handler(ClientDisconnect, _nobody)
 
     @made.get("/")
     @made.head("/")
@@ -68,11 +73,13 @@ def app(bounds: Bounds | None = None) -> FastAPI:
 
     @made.post("/api/{name}")
     async def ask(name: str, request: Request) -> Response:
-        content = await _body(request)
-        if name in CALCULATIONS:
-            return JSONResponse(await run_in_threadpool(CALCULATIONS[name], content))
-        question = await run_in_threadpool(question_of, name, content)
-        found = await run_in_threadpool(quick_answer, question)
+        body = await _body(request)
+        async with turns:
+            content = await run_in_threadpool(parse_json, body, tag_constants=True)
+            if name in CALCULATIONS:
+                return JSONResponse(await run_in_threadpool(CALCULATIONS[name], content))
+            question = await run_in_threadpool(question_of, name, content)
+            found = await run_in_threadpool(quick_answer, question)
         return _Events(tracing, question) if found is None else JSONResponse({"answer": found})
 
     return made
@@ -114,17 +121,21 @@ CALCULATIONS = {"paste": _paste, "oom": _oom, "widget": calculators.widget}
 """Questions that need no ledger."""
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request) -> bytes:
     try:
-        body = await asyncio.wait_for(request.body(), BODY_S)
+        return await asyncio.wait_for(request.body(), BODY_S)
     except TimeoutError:
         raise InputError("the request did not arrive in time", "send it again") from None
-    return await run_in_threadpool(parse_json, body, tag_constants=True)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, InputError)
     return JSONResponse({"error": refusal(error)}, 422)
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    """Answer a client that has gone before its request was whole."""
+    return Response(status_code=400)
 
 
 class _Events(Response):

@@ -117,6 +117,8 @@ class App {
 
   // Ask for the answer of each recipe that has none.
   refresh() {
+    const isNew = this.recipes.some((recipe, at) => !this.entries[at] || !same(this.entries[at].recipe, recipe));
+    if (isNew) for (const entry of this.entries) entry.postpone("advice");
     for (const [at, recipe] of this.recipes.entries()) {
       const before = this.entries[at];
       if (before && same(before.recipe, recipe)) continue;
@@ -206,6 +208,13 @@ class Entry {
   get error() { return this.run.error; }
   get progress() { return this.run.progress; }
 
+  // End a long search that a new recipe would have to wait for; it is asked again when it is drawn.
+  postpone(name) {
+    if (!this.extras[name]?.progress) return;
+    this.extras[name].controller.abort();
+    delete this.extras[name];
+  }
+
   stop() {
     this.run.controller.abort();
     for (const each of Object.values(this.extras)) each.controller.abort();
@@ -227,11 +236,11 @@ function progress() {
 function focusOf(root) {
   const element = document.activeElement;
   if (!root.contains(element) || element === root) return null;
-  return { id: element.id, label: element.getAttribute("aria-label"), text: element.textContent, tag: element.tagName, at: element.selectionStart };
+  return { element, id: element.id, label: element.getAttribute("aria-label"), text: element.textContent, tag: element.tagName, at: element.selectionStart };
 }
 
 function refocus(root, focused) {
-  if (!focused) return;
+  if (!focused || document.activeElement === focused.element) return; // What is typed or marked stays.
   const found = (focused.id && document.getElementById(focused.id))
     || [...root.querySelectorAll(focused.tag)].find(one => (focused.label ? one.getAttribute("aria-label") === focused.label : one.textContent === focused.text));
   if (!found) {

@@ -28,14 +28,29 @@ export class Controls {
     else this.mark(path);
   }
 
-  // Show in other controls of the same field what was given in one of them.
+  // Show in other controls of the same field what was given in one of them; nothing else is drawn anew, so that
+  // the control that is clicked next is still there.
   mark(path) {
-    const value = get(this.app.recipe, path);
+    const { recipe } = this.app;
+    const value = get(recipe, path);
     for (const row of this.form.querySelectorAll(`[data-path="${CSS.escape(path)}"]`)) {
       row.dataset.changed = String(value !== undefined);
-      if (row.contains(document.activeElement)) continue;
-      this.draw();
-      return;
+      const place = row.querySelector(":scope > .value");
+      if (row.contains(document.activeElement) || row.classList.contains("model") || !place) continue;
+      const id = row.querySelector(":scope > label").htmlFor;
+      const about = row.querySelector(":scope > .about")?.id;
+      place.replaceChildren(this.fields.control(path, this.fields.schema.at(path), value, { id, about, recipe }));
+    }
+    this.count();
+  }
+
+  // How many fields of each section are set.
+  count() {
+    for (const place of this.form.querySelectorAll("[data-count]")) {
+      const name = place.dataset.count;
+      const section = name === "every" ? this.app.recipe : { [name]: this.app.recipe[name] };
+      const number = Object.keys(flat(section)).filter(path => path !== "model.config" && path !== "model.name" && get(this.app.recipe, path) !== undefined).length;
+      place.textContent = number ? `${number} set` : "";
     }
   }
 
@@ -49,6 +64,7 @@ export class Controls {
     form.replaceChildren(...(this.app.source.isLive ? this.live() : this.chosen()).filter(Boolean));
     for (const one of form.querySelectorAll("details")) one.open = this.opened.has(one.dataset.section);
     this.search();
+    this.count();
     if (at < 0) return;
     const rows = path ? [...form.querySelectorAll(`[data-path="${CSS.escape(path)}"]`)] : [];
     const row = rows.find(one => (one.closest(".main-fields") !== null) === isMain) ?? rows[0];
@@ -68,17 +84,13 @@ export class Controls {
     const rows = app.page.main_fields.map(path => {
       const row = this.fields.row(path, app.recipe, { label: LABELS[path], isMain: true });
       if (NARROW.includes(path)) row.classList.add("narrow");
+      if (path === "hardware.gpu") row.classList.add("half");
       return row;
     });
     const filter = h("input", { type: "search", id: "filter", placeholder: "Find a field", value: this.filter, "aria-label": "Find a field", oninput: () => { this.filter = filter.value; this.search(); } });
     return [this.slots(), this.model(), h("div", { class: "main-fields" }, this.trained(), rows),
-      h("details", { class: "every", "data-section": "every" }, h("summary", {}, h("span", {}, "All fields"), this.number()), filter, this.fields.sections(app.recipe)),
-      h("div", { class: "row" }, h("button", { type: "button", onclick: () => this.reset() }, "Reset"))];
-  }
-
-  number() {
-    const count = Object.keys(flat(this.app.recipe)).filter(name => !name.startsWith("model.")).length;
-    return count ? h("span", { class: "changed" }, `${count} set`) : null;
+      h("details", { class: "every", "data-section": "every" }, h("summary", {}, h("span", {}, "All fields"), h("span", { class: "changed", "data-count": "every" })), filter, this.fields.sections(app.recipe),
+        h("div", { class: "row" }, h("button", { type: "button", onclick: () => this.reset() }, "Reset all")))];
   }
 
   reset() {
@@ -113,7 +125,7 @@ export class Controls {
       app.change(recipe);
       this.draw();
     });
-    return h("div", { class: "field" }, h("label", { for: "trained" }, "Train"), h("div", { class: "value" }, select));
+    return h("div", { class: "field half" }, h("label", { for: "trained" }, "Train"), h("div", { class: "value" }, select));
   }
 
   // Show only rows that have the words of the filter.
@@ -155,13 +167,11 @@ export class Controls {
     const problem = h("p", { class: "problem", role: "alert", hidden: true });
     const shipped = h("select", { id: "shipped" }, h("option", { value: "" }, "choose"), Object.keys(app.page.recipes).map(name => h("option", { value: name }, name)));
     shipped.addEventListener("change", () => {
-      if (!shipped.value) return;
-      dialog.close();
-      app.take(readable(app.page.recipes[shipped.value]));
+      if (shipped.value) use(JSON.stringify(app.page.recipes[shipped.value]));
     });
-    const use = async () => {
+    const use = async text => {
       try {
-        const { recipe } = await app.source.ask("paste", { text: area.value });
+        const { recipe } = await app.source.ask("paste", { text }); // Which writes short forms out.
         const isConfig = Object.keys(recipe).length === 1;
         dialog.close();
         app.take(isConfig ? { ...app.recipe, model: recipe.model } : recipe);
@@ -170,7 +180,7 @@ export class Controls {
         problem.hidden = false;
       }
     };
-    dialog.replaceChildren(h("form", { method: "dialog", onsubmit: event => { event.preventDefault(); use(); } },
+    dialog.replaceChildren(h("form", { method: "dialog", onsubmit: event => { event.preventDefault(); use(area.value); } },
       h("h2", { id: "dialog-title" }, "Paste a model or a recipe"), h("label", { for: "pasted" }, "config.json, or a recipe"), area, problem,
       h("div", { class: "row" }, h("button", { type: "submit", class: "primary" }, "Use it"), h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"),
         h("label", { for: "shipped", class: "push" }, "or a shipped recipe"), shipped)));
@@ -194,7 +204,3 @@ export class Controls {
     })), h("p", { class: "about" }, "Precomputed. For any model and every field: pip install 'trainfit[web]', then trainfit serve.")];
   }
 }
-
-// A shipped recipe with its short forms as they are: the server reads them.
-const readable = recipe => (typeof recipe.model === "string" ? { ...recipe, model: { config: recipe.model } } : recipe);
-

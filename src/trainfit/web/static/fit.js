@@ -82,7 +82,7 @@ function compared(app) {
   const columns = [["recipe", "recipe"], ["memory", "wide"], ["GiB", "number"], ["tokens/s", "number"], ["MFU", "number"], ["step", "number"], ["$ / M tokens", "number"]];
   const rows = app.recipes.map((recipe, at) => {
     const { answer, error, progress } = app.entryOf(at);
-    const what = at ? differences(app.recipes[0], recipe).join(", ") || "the same" : `${modelName(recipe)}`;
+    const what = at ? differences(app.recipes[0], recipe, name => app.schema.default(name)).join(", ") || "the same" : `${modelName(recipe)}`;
     const pick = h("button", { type: "button", class: "letter", "aria-pressed": String(at === app.selected), "aria-label": `Edit recipe ${LETTERS[at]}`, onclick: () => app.select(at) }, LETTERS[at]);
     const remove = h("button", { type: "button", class: "quiet", "aria-label": `Remove recipe ${LETTERS[at]}`, onclick: () => app.remove(at) }, "×");
     const name = h("div", { class: "name" }, pick, h("span", {}, what), remove);

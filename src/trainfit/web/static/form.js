@@ -1,7 +1,7 @@
 // Controls of a recipe, made from its JSON schema: every field has one.
 
 import { h } from "./dom.js";
-import { flat, get, same } from "./state.js";
+import { get, same } from "./state.js";
 import { isOf, titled } from "./schema.js";
 
 const NOT_SHOWN = new Set(["model.config", "model.name"]);
@@ -210,15 +210,14 @@ export class Fields {
   section(name, node, recipe) {
     const kinds = this.schema.kinds(node);
     const isPlain = kinds.length === 1;
-    const changed = get(recipe, name) === undefined ? 0 : Object.keys(flat({ [name]: recipe[name] })).length;
     const rows = isPlain ? [this.object(name, kinds[0].node, get(recipe, name), { id: `f-${name}`, recipe })] : [this.row(name, recipe)];
-    return section(name.replaceAll("_", " "), node.description ?? "", rows, changed, name);
+    return section(name.replaceAll("_", " "), node.description ?? "", rows, name);
   }
 }
 
-function section(title, about, rows, changed = 0, name = title) {
+function section(title, about, rows, name = title) {
   return h("details", { class: "section", "data-section": name },
-    h("summary", {}, h("span", {}, title), changed ? h("span", { class: "changed" }, `${changed} set`) : null),
+    h("summary", {}, h("span", {}, title), h("span", { class: "changed", "data-count": name })),
     about ? h("p", { class: "about" }, about) : null, rows);
 }
 

@@ -17,7 +17,8 @@ export function gpusView(app) {
   const money = name => (rows[name]?.estimate.cost?.per_million_tokens ?? Infinity) * (tokens / 1e6);
   const ordered = [...known].sort((one, other) => (Boolean(rows[other.name]?.estimate.fits) - Boolean(rows[one.name]?.estimate.fits)) || (money(one.name) - money(other.name)) || ((rows[other.name]?.estimate.tokens_per_s ?? 0) - (rows[one.name]?.estimate.tokens_per_s ?? 0)));
   const dearest = Math.max(1e-12, ...ordered.filter(one => rows[one.name]?.estimate.fits).map(one => money(one.name)).filter(Number.isFinite));
-  const columns = [["GPU", ""], ["verdict", ""], ["GiB", "number"], ["tokens/s", "number"], ["MFU", "number"], ["$/h", "number"], [app.state.tokens ? `$ / ${app.state.tokens} tokens` : "$ / M tokens", "number"], [unseen("cost as a bar"), "wide"], [unseen("take it"), "number"]];
+  const price = app.state.tokens ? `$ / ${app.state.tokens} tokens` : "$ / M tokens";
+  const columns = [["GPU", ""], ["verdict", ""], [price, "number"], [unseen("cost as a bar"), "wide"], ["GiB", "number"], ["tokens/s", "number"], ["MFU", "number"], ["$/h", "number"], [unseen("take it"), "number"]];
   const body = ordered.map(one => {
     const answer = rows[one.name];
     if (!answer) return { cells: [one.title, h("span", { class: "note" }, errors[one.name]), "", "", "", "", "", "", ""], attributes: {} };
@@ -29,8 +30,8 @@ export function gpusView(app) {
     return {
       attributes: { "data-fits": String(estimate.fits) },
       cells: [h("span", { title: one.basis === "measured" ? "steps were measured on it" : "modelled: no step was measured on it" }, one.title.replace(/^(NVIDIA|AMD) /, ""), one.basis === "measured" ? h("span", { class: "note" }, " measured") : null),
-        h("span", { class: estimate.fits ? "good" : "bad" }, estimate.fits ? "fits" : "does not fit"), `${gib(answer.highest.device)} of ${gib(estimate.device_bytes)}`, whole(estimate.tokens_per_s), percent(estimate.mfu),
-        dollars(estimate.cost?.per_hour), estimate.fits ? dollars(cost) : cost ? `(${dollars(cost)})` : "–", bar, take],
+        h("span", { class: estimate.fits ? "good" : "bad" }, estimate.fits ? "fits" : "does not fit"), estimate.fits ? dollars(cost) : cost ? `(${dollars(cost)})` : "–", bar,
+        `${gib(answer.highest.device)} of ${gib(estimate.device_bytes)}`, whole(estimate.tokens_per_s), percent(estimate.mfu), dollars(estimate.cost?.per_hour), take],
     };
   });
   const left = app.page.gpus.length - known.length;

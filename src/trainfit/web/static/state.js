@@ -37,15 +37,15 @@ export function flat(data, prefix = "") {
 export const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
 
 // Fields in which the recipes differ from the first one, as text.
-export function differences(first, other) {
+export function differences(first, other, defaultOf) {
   const before = flat(first), after = flat(other), found = [];
   for (const name of new Set([...Object.keys(after), ...Object.keys(before)])) {
-    if (!same(before[name], after[name])) found.push(`${name}: ${name === "model.config" ? modelName(other) : shown(after[name])}`);
+    if (!same(before[name], after[name])) found.push(`${name}: ${name === "model.config" ? modelName(other) : shown(after[name] ?? defaultOf(name))}`);
   }
   return found;
 }
 
-const shown = value => (value === undefined ? "default" : typeof value === "string" ? value : JSON.stringify(value));
+const shown = value => (value === undefined || value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value));
 
 export function modelName(recipe) {
   const config = get(recipe, "model.config");
