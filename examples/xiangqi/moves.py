@@ -1,8 +1,8 @@
-"""Write positions of random games of xiangqi, and a legal move in each, as training data: one JSON row each.
+"""Write positions of random games of xiangqi, and legal moves in them, as training data: one JSON row each.
 
     python examples/xiangqi/moves.py moves.jsonl --rows 300000 --workers 16
 
-Positions are written as the environment ``xiangqi`` writes them with the arguments of ``grpo.yaml``; the move
+Positions are written as the environment ``xiangqi`` writes them with the arguments of ``grpo.yaml``; a move
 is any legal one. Games have another seed than the tasks of a policy.
 """
 
@@ -17,16 +17,20 @@ from trainfit.rl.environments.xiangqi import Xiangqi, legal_moves
 SEED = 1_000_003
 PLIES, CAPTURES = 120, 0.5
 """Moves of a game, at most, and the share of them at which one side captures: as in ``grpo.yaml``."""
+EACH = 3
+"""Rows of a position, with different moves if it has so many."""
 
 
 def rows_of(number: int) -> list[str]:
     """Return the rows of a game."""
     choose = random.Random(f"data {number}")
     games = Xiangqi(seed=SEED, plies=PLIES, captures=CAPTURES, squares=True)
-    return [
-        json.dumps({"prompt": games.written(position), "completion": choose.choice(legal_moves(position))})
-        for position in games.game(number)
-    ]
+    rows = list[str]()
+    for position in games.game(number):
+        moves = legal_moves(position)
+        for move in choose.sample(moves, min(EACH, len(moves))):
+            rows.append(json.dumps({"prompt": games.written(position), "completion": move}))
+    return rows
 
 
 def games(workers: int, count: int) -> Iterator[list[str]]:
@@ -48,7 +52,7 @@ def main() -> None:
     with open(given.file, "w") as file:
         left = given.rows
         # Games that end early give fewer rows.
-        for rows in games(given.workers, 4 * -(-given.rows // PLIES)):
+        for rows in games(given.workers, 2 * -(-given.rows // (EACH * PLIES)) + 1):
             for row in rows[:left]:
                 file.write(row + "\n")
             left -= min(left, len(rows))

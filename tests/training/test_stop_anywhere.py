@@ -204,7 +204,7 @@ def test_a_second_signal_ends_at_once_but_an_echo_does_not(tmp_path: Path) -> No
         "with stop.StopSignal() as one:\n"
         "    os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(one.name, flush=True)\n"
-        "    stop.REPEATED_S = 0.0\n"
+        "    stop.REPEATED_S = {}\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('not reached')\n"
     )

@@ -26,8 +26,8 @@ SOURCES = {".py", ".json", ".toml"}
 NOT_OF_AN_ESTIMATE = (
     "__init__.py", "__main__.py", "api/", "bench/", "calibration/", "cli/", "explanation/", "integrations/",
     "measurement/", "records.py", "report/", "rl/answers.py", "rl/environments/", "rl/evaluation.py",
-    "rl/loop.py", "rl/measure.py", "rl/objectives/", "rl/queue.py", "rl/stop_tokens.py", "sweeps/",
-    "training/", "verification/", "web/",
+    "rl/estimate/recorded.py", "rl/loop.py", "rl/measure.py", "rl/objectives/", "rl/queue.py",
+    "rl/stop_tokens.py", "sweeps/", "training/", "verification/", "web/",
 )  # fmt: skip
 """Sources that no estimate depends on, predicted or planned. New ones count as those that decide it."""
 NOT_OF_A_LEDGER = (
@@ -37,7 +37,7 @@ NOT_OF_A_LEDGER = (
     "prediction/estimate.py", "prediction/evaluation.py", "prediction/evaluation_code.py",
     "prediction/pipeline/", "prediction/machine.py", "prediction/predict.py", "prediction/time/",
     "prediction/user_step.py", "rl/estimate/estimate.py", "rl/estimate/lengths.py",
-    "rl/estimate/levers.py", "rl/estimate/recorded.py", "rl/estimate/times.py", "rl/shares.py",
+    "rl/estimate/levers.py", "rl/estimate/times.py", "rl/shares.py",
 )  # fmt: skip
 """Sources that no ledger depends on."""
 MAX_LEDGERS = 500

@@ -232,6 +232,7 @@ class _Loop:
             yield
         finally:
             context.__exit__(None, None, None)
+            self.parts.take("rollout")  # Gathered weights are free now: scoring's peak begins without them.
 
     def _score(self) -> None:
         recipe = self.step.recipe

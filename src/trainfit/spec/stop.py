@@ -17,8 +17,9 @@ from trainfit.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ENDED_BY = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
 """Exit codes of work that cannot be resumed, by the signal that ended it."""
-REPEATED_S = 1.0
-"""A second signal within this time is ignored: ``timeout`` signals the process and its group."""
+REPEATED_S = {signal.SIGTERM: 10.0, signal.SIGINT: 1.0}
+"""A second signal within this time is ignored. ``timeout`` and launchers signal the process and its group,
+and Python may handle the second only after a call that waits for the device; a person repeats Ctrl-C."""
 NOTHING_SAVED = "nothing had been saved: the same command starts again"
 
 
@@ -41,9 +42,9 @@ class Stopped(BaseException):
 class StopSignal:
     """Context manager: the first signal sets ``name`` and, if ``raises`` is set, raises ``Stopped``.
 
-    A second signal at least ``REPEATED_S`` later acts as it did before the context. Python allows handlers in
-    the main thread only; elsewhere nothing is installed. A signal that an enclosing StopSignal received
-    counts here too, in case a library lost its exception.
+    A second signal that ``REPEATED_S`` does not ignore acts as it did before the context. Python allows
+    handlers in the main thread only; elsewhere nothing is installed. A signal that an enclosing StopSignal
+    received counts here too, in case a library lost its exception.
     """
 
     def __init__(self, *, raises: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -72,7 +73,7 @@ class StopSignal:
             self.name, self._since_s = signal.Signals(number).name, time.monotonic()
             if self.raises:
                 raise Stopped(self.name)
-        elif time.monotonic() - self._since_s >= REPEATED_S:
+        elif time.monotonic() - self._since_s >= REPEATED_S.get(number, 0.0):
             self._restore()
             os.kill(os.getpid(), number)
 
