@@ -58,6 +58,7 @@ def test_a_kept_ledger_is_answered_without_a_trace(server: Server) -> None:
         assert reply.headers["content-type"] == "application/json"
         assert reply.answer["estimate"]["cost"]["price_per_gpu_hour"] == price
     assert min(taken) < 0.1, taken
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
 def test_the_course_has_the_peak_of_the_answer(server: Server) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -22,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import parse_json
-from trainfit.web import calculators, form
+from trainfit.web import answers, calculators, form
 from trainfit.web.guard import Guard
 from trainfit.web.jobs import BusyError, Event, Tracing
 from trainfit.web.limits import Bounds, pasted
@@ -80,7 +81,11 @@ def app(bounds: Bounds | None = None) -> FastAPI:
                 return JSONResponse(await run_in_threadpool(CALCULATIONS[name], content))
             question = await run_in_threadpool(question_of, name, content)
             found = await run_in_threadpool(quick_answer, question)
-        return _Events(tracing, question) if found is None else JSONResponse({"answer": found})
+        if found is None:
+            return _Events(tracing, question)
+        # Kept once the answer is sent: writing a file safely takes longer than most answers.
+        later = None if found.is_kept else BackgroundTask(answers.keep, question.key, found.content)
+        return JSONResponse({"answer": found.content}, background=later)
 
     return made
 

@@ -15,7 +15,7 @@ from trainfit.catalog.names import gpu_name, model_name
 from trainfit.flops.calculators import ultrascale
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import write_bytes
-from trainfit.web import calculators, form
+from trainfit.web import answers, calculators, form
 from trainfit.web.app import files
 from trainfit.web.questions import Question, answer, question_of, quick_answer
 from trainfit.web.tracer import refusal
@@ -130,7 +130,11 @@ def _answers(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _answered(question: Question) -> dict[str, Any]:
     try:
-        return quick_answer(question) or answer(question)
+        quick = quick_answer(question)
+        found = answer(question) if quick is None else quick.content
+        if quick is None or not quick.is_kept:
+            answers.keep(question.key, found)
+        return found
     except InputError as error:
         return {"error": refusal(error)}
 

@@ -58,7 +58,10 @@ class Tracing:
         if self._starting is not None:
             with suppress(Exception):
                 self._process = await self._starting
+        process = self._process
         self._drop()
+        if process is not None:
+            await process.wait()
 
     async def events(self, question: Question) -> AsyncGenerator[Event, None]:
         """Answer a question in the process; yield progress, then the answer or an error.

@@ -4,6 +4,7 @@ A question is made of a request by ``question_of``, which refuses bad ones, and 
 that traces. ``answer`` runs there, or in the server where every ledger is kept.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, Literal, NamedTuple
@@ -88,7 +89,7 @@ def question_of(kind: str, content: Any) -> Question:
 
 
 def answer(question: Question, say: answers.Say = lambda text: None) -> dict[str, Any]:
-    """Answer a question, and keep the answer.
+    """Answer a question; ``answers.keep`` keeps the answer by the question's key.
 
     Raises:
         InputError: the recipe cannot work.
@@ -97,11 +98,18 @@ def answer(question: Question, say: answers.Say = lambda text: None) -> dict[str
     found = ANSWERS[question.kind](question, say)
     if question.notes:
         found["notes"] = [*question.notes, *found.get("notes", [])]
-    answers.keep(question.key, found)
     return found
 
 
-def quick_answer(question: Question) -> dict[str, Any] | None:
+class Quick(NamedTuple):
+    """An answer without a trace."""
+
+    content: dict[str, Any]
+    is_kept: bool
+    """False: it was made of kept ledgers."""
+
+
+def quick_answer(question: Question) -> Quick | None:
     """Return the answer without a trace and without torch; None: something must be traced.
 
     Raises:
@@ -109,12 +117,12 @@ def quick_answer(question: Question) -> dict[str, Any] | None:
     """
     found = answers.kept(question.key)
     if found is not None:
-        return found
+        return Quick(found, is_kept=True)
     if question.kind not in QUICK or question.recipe.has_open_fields:
         return None
     try:
         with ledgers.only_kept():
-            return answer(question)
+            return Quick(answer(question), is_kept=False)
     except ledgers.NotKeptError:
         return None
 
@@ -125,6 +133,8 @@ def prepare(recipe: dict[str, Any]) -> None:
     with suppress(ledgers.NotKeptError), ledgers.only_kept():
         ANSWERS["predict"](question, lambda text: None)
     answers.kept(question.key)
+    gc.collect()
+    gc.freeze()  # What is imported and read stays: no collection during an answer needs to visit it.
 
 
 def _plan(question: Question, say: answers.Say) -> dict[str, Any]:

@@ -90,7 +90,9 @@ def _answer(asked: dict[str, Any], lines: IO[str], questions: Any) -> None:
 
     try:
         question = questions.question_of(asked["kind"], asked["request"])
-        _write(lines, {"answer": questions.answer(question, say)}, asked)
+        found = questions.answer(question, say)
+        _write(lines, {"answer": found}, asked)
+        questions.answers.keep(question.key, found)
     except InputError as error:
         _write(lines, {"refused": refusal(error)}, asked)
     except Exception as error:
