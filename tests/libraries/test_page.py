@@ -442,6 +442,22 @@ def test_a_hostile_address_is_no_more_than_a_recipe(browser: Browser, server: Se
             assert page.evaluate("({}).x === undefined && !document.querySelector('main script')")
 
 
+def test_a_loop_and_a_pipeline_have_their_tables(browser: Browser, server: Server) -> None:
+    fields = "objective.name=grpo&objective.max_prompt=32&objective.max_new=32"
+    fields += "&objective.group=4&objective.prompts=2&batch.accumulate=4"
+    fields += "&model.implementation=native&adapter.kind=lora"
+    with opened(browser, f"{server.address}/{OPENED}&{fields}") as page:
+        settled(page)
+        assert {"rollout", "update"} <= set(
+            page.locator("[aria-label='Memory of the loop by phase'] th").all_inner_texts()
+        )
+        assert page.locator("[aria-label='Time of the loop by part'] tbody tr").count() >= 4
+    with opened(browser, f"{server.address}/{OPENED}&hardware.count=2&parallel.pipeline=2") as page:
+        settled(page)
+        assert page.locator('[aria-label="The pipeline\'s GPUs"] tbody tr').count() == 2
+        assert "send" in page.inner_text("[aria-label='Collectives of a step']")
+
+
 def test_colors_are_kept(browser: Browser, server: Server) -> None:
     with opened(browser, f"{server.address}/{OPENED}", color_scheme="light") as page:
         paper = "getComputedStyle(document.documentElement).backgroundColor"

@@ -3,6 +3,7 @@
 import { barScale, legend, memoryBar, timeBudget, timeline } from "./charts.js";
 import { copyButton, h, table, unseen } from "./dom.js";
 import { bytes, count, digits, dollars, gib, percent, readCount, seconds, whole } from "./format.js";
+import { more } from "./more.js";
 import { differences, modelName } from "./state.js";
 
 const LETTERS = "ABCD";
@@ -17,8 +18,8 @@ export function fitView(app) {
     answer.estimate.fits ? null : wouldFit(app, entry),
     h("div", { class: "columns" },
       h("section", {}, h("h2", {}, heading("Memory over the step", answer)), course(app, entry)),
-      answer.estimate.time ? h("section", {}, h("h2", {}, heading("Time of the step", answer)), timeBudget(answer.estimate), utilisation(answer)) : null),
-    cost(app, answer), details(answer),
+      answer.estimate.time ? h("section", {}, h("h2", {}, heading(answer.estimate.loop ? "Time of an update" : "Time of the step", answer)), timeBudget(answer.estimate), utilisation(answer)) : null),
+    more(answer.estimate), cost(app, answer), details(answer),
   ];
 }
 
