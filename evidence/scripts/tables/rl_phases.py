@@ -17,6 +17,8 @@ from trainfit.spec.units import GIB
 FOLDER = RESULTS / "rl-phases"
 NOT_MEASURED = "Not measured yet."
 PHASES = ("rollout", "scoring", "update")
+WITH_GATHERED = "32f824a1"
+"""Commit whose peak of scoring, under FSDP2, was read from before a rollout's gathered weights were freed."""
 
 
 class Pair(NamedTuple):
@@ -25,6 +27,8 @@ class Pair(NamedTuple):
     record: Record
     predicted: Estimate
     measured: Measurement
+    commit: str
+    """Of the measurement."""
 
     def loops(self) -> tuple[Loop, Loop]:
         """Return the predicted and the measured loop."""
@@ -35,7 +39,11 @@ class Pair(NamedTuple):
     def peaks(self) -> dict[str, tuple[int, int]]:
         """Return the predicted and the measured allocated peak of each phase, bytes."""
         ours, theirs = ({one.phase: one.peak_allocated_bytes for one in loop.memory} for loop in self.loops())
-        return {phase: (ours[phase], theirs[phase]) for phase in PHASES}
+        return {phase: (ours[phase], theirs[phase]) for phase in self._phases()}
+
+    def _phases(self) -> tuple[str, ...]:
+        gathered = self.recipe.hardware.count > 1 and self.commit.startswith(WITH_GATHERED)
+        return tuple(phase for phase in PHASES if not (gathered and phase == "scoring"))
 
     def peak_error(self) -> float:
         """Return the largest error of a phase's peak, over the measured one."""
@@ -75,18 +83,18 @@ def pairs(name: str) -> tuple[Pair, ...]:
     measured_file = FOLDER / f"{name}-measured.jsonl"
     if not measured_file.exists():
         return ()
-    measured = {one.recipe_id: one.measurement for one in read_jsonl(measured_file)}
+    measured = {one.recipe_id: one for one in read_jsonl(measured_file)}
     found = list[Pair]()
     for one in read_jsonl(FOLDER / f"{name}-predicted.jsonl"):
-        measurement = measured.get(one.recipe_id)
-        if one.estimate is not None and measurement is not None:
-            found.append(Pair(one, one.estimate, measurement))
+        other = measured.get(one.recipe_id)
+        if one.estimate is not None and other is not None and other.measurement is not None:
+            found.append(Pair(one, one.estimate, other.measurement, other.commit or ""))
     return tuple(found)
 
 
 def settings() -> tuple[Pair, ...]:
     """Return the loops on one and two GPUs that ran to their end."""
-    every = (*pairs("one-gpu"), *pairs("two-gpus"))
+    every = (*pairs("one-gpu"), *pairs("two-gpus"), *pairs("updates-14b-h100"))
     return tuple(one for one in every if one.measured.loop is not None)
 
 
@@ -97,13 +105,18 @@ def peaks() -> str:
         recipe = one.recipe
         policy = recipe.objective
         assert isinstance(policy, Policy)
-        cells = [f"{theirs / GIB:.2f} ({ours / theirs - 1:+.2%})" for ours, theirs in one.peaks().values()]
+        found = one.peaks()
+        cells = [_gib(*found[phase]) if phase in found else "not read" for phase in PHASES]
         rows.append((
             one.model, str(recipe.hardware.count), one.trains(), one.record.recipe["recompute"],
             f"{policy.prompts} x {policy.group}", f"{recipe.batch.micro} x {recipe.batch.seq}", *cells,
         ))  # fmt: skip
     heads = ("model", "GPUs", "trains", "recomputed", "completions", "micro-batch", *PHASES)
     return markdown_grid(heads, rows, 4) if rows else NOT_MEASURED
+
+
+def _gib(predicted: int, measured: int) -> str:
+    return f"{measured / GIB:.2f} ({predicted / measured - 1:+.2%})"
 
 
 def times() -> str:
@@ -141,3 +154,71 @@ def summary() -> str:
         f"Of {len(found)} settings the largest error of a phase's peak is {worst:+.2%}; a loop's time is "
         f"within 10 % in {within} of {len(errors)}, and {max(errors, key=abs):+.1%} at the worst."
     )
+
+
+def updates() -> str:
+    """Return one update of 14B on two GPUs, of a policy and of training on data, measured and predicted."""
+    rows = []
+    for one in pairs("updates-14b-h100"):
+        measured, predicted, recipe = one.measured, one.predicted, one.recipe
+        if measured.step_s is None or predicted.step_s is None or predicted.mfu is None:
+            continue
+        longer = predicted.step_s / measured.step_s
+        assert predicted.hfu is not None
+        rows.append((
+            recipe.objective.name, one.trains(), one.record.recipe["recompute"],
+            f"{recipe.batch.micro} x {recipe.batch.seq}", f"{measured.step_s:.2f} ({longer - 1:+.1%})",
+            f"{measured.tokens_per_s or 0.0:,.0f}", f"{predicted.mfu * longer:.1%}",
+            f"{predicted.hfu * longer:.1%}", _share(measured.busy), _share(measured.memory_access),
+        ))  # fmt: skip
+    heads = (
+        "objective", "trains", "recomputed", "micro-batch", "an update, s", "tokens/s", "MFU", "HFU", "busy",
+        "memory access",
+    )  # fmt: skip
+    return markdown_grid(heads, rows, 4) if rows else NOT_MEASURED
+
+
+def utilisation() -> str:
+    """Return time, busy %, memory access and MFU of the parts of a loop of LoRA on 14B in nf4."""
+    for one in pairs("updates-14b-h100"):
+        if one.recipe.adapter is None or one.measured.loop is None:
+            continue
+        ours, theirs = (loop.longest for loop in one.loops())
+        if ours is None or theirs is None:
+            continue
+        predicted = {part.name: part for part in ours.parts}
+        rows = []
+        for part in theirs.parts:
+            of_part = predicted[part.name]
+            if of_part.mfu is None or of_part.hfu is None or theirs.share(part) < 0.05:
+                continue
+            longer = of_part.seconds / part.seconds
+            rows.append((
+                part.name, f"{theirs.share(part):.0%}", _share(part.busy), _share(part.memory_access),
+                f"{of_part.mfu * longer:.1%}", f"{of_part.hfu * longer:.1%}",
+            ))  # fmt: skip
+        return markdown_grid(("part", "of the time", "busy", "memory access", "MFU", "HFU"), rows, 1)
+    return NOT_MEASURED
+
+
+def frontier() -> str:
+    """Return the peak of loops by batch and length, predicted and measured."""
+    rows = []
+    for one in pairs("frontier"):
+        recipe = one.recipe
+        policy = recipe.objective
+        assert isinstance(policy, Policy)
+        measured = one.measured.peak_allocated_bytes
+        cell = "out of memory" if one.measured.status == "out-of-memory" else NOT_MEASURED
+        if measured is not None:
+            cell = _gib(one.predicted.peak_allocated_bytes, measured)
+        rows.append((
+            one.model, f"{policy.prompts} x {policy.group}", f"{policy.max_prompt} + {policy.max_new}",
+            str(policy.rollout.batch), str(recipe.batch.micro), cell, "yes" if one.predicted.fits else "no",
+        ))  # fmt: skip
+    heads = ("model", "completions", "prompt + new", "at a time", "micro-batch", "peak, GiB", "fits")
+    return markdown_grid(heads, rows, 2) if rows else NOT_MEASURED
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

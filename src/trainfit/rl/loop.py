@@ -149,11 +149,9 @@ class Rollouts:
     ) -> RolloutMetrics:
         """Return the metrics of all ranks; a collective."""
         numbers = queue.share.every()
-        sampled = torch.zeros_like(queue.old)
         counted = queue.counted(numbers)
-        for row, number in enumerate(numbers):
-            sampled[row, counted[row]] = torch.tensor(every[number].completion.logs)
-        apart = (queue.old - sampled)[counted].abs()
+        sampled = torch.tensor([log for number in numbers for log in every[number].completion.logs])
+        apart = (queue.old[counted] - sampled).abs()
         rows = self._ranks.numbers(
             float(apart.sum()), float(apart.max()), times["rollout"], times["rewards"], times["scoring"]
         )

@@ -21,7 +21,10 @@ from trainfit.rl.environments.protocol import Environment
 from trainfit.spec.errors import InputError
 
 NEIGHBOURS = 8
-"""Tasks in a row that one worker computes."""
+"""Tasks in a row that one worker computes, unless the environment says how many of its tasks share work."""
+NICE = 10
+"""How much workers give way: they compute the next rollout's prompts while the training process, whose small
+operations on the CPU wait for all their threads, trains on this one's."""
 LOOK_S = 0.2
 """Seconds between two looks at whether a signal ends the wait for workers."""
 WHOLE = "reward"
@@ -53,6 +56,7 @@ class Pool:
         self._workers = [
             ProcessPoolExecutor(1, start, initializer=_begin, initargs=arguments) for _ in range(workers)
         ]
+        self._neighbours = getattr(self._here, "neighbours", NEIGHBOURS)
         self._begun: dict[tuple[int, ...], list[Future[Any]]] = {}
 
     def prompts(self, numbers: Sequence[int]) -> list[str]:
@@ -110,7 +114,7 @@ class Pool:
         return [one.submit(function, mine) for one, mine in zip(self._workers, of_workers, strict=True)]
 
     def _worker_of(self, row: tuple[Any, ...]) -> int:
-        return row[0] // NEIGHBOURS % len(self._workers)
+        return row[0] // self._neighbours % len(self._workers)
 
     def close(self) -> None:
         """End the workers."""
@@ -141,6 +145,7 @@ def _begin(make: Callable[[], Environment], parent: int) -> None:
     """Make a worker's environment; signals to the group leave it to the training process to end it."""
     global _mine  # The environment of this worker process.
     die_with_parent(parent)
+    os.nice(NICE)
     for number in (signal.SIGTERM, signal.SIGINT):
         with suppress(ValueError):
             signal.signal(number, signal.SIG_IGN)

@@ -13,7 +13,8 @@ Example: the whole of an environment of one's own, ``count.py``, used as ``envir
             return float(completion.strip() == str(number % 90 + 1))
 
 A reward of several parts is a mapping, such as ``{"legal": 1.0, "material": 0.4}``: their sum counts, and the
-log has each. A class whose constructor takes ``seed`` gets the recipe's.
+log has each. A class whose constructor takes ``seed`` gets the recipe's. An attribute ``neighbours`` says how
+many tasks in a row share work, such as one game's: they go to one worker process.
 
 An environment of a game may have a third method, ``games`` (below), for ``trainfit evaluate --games``: a
 generator that plays all games at once. It yields the prompts of those in which the model is to move, is sent

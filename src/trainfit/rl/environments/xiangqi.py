@@ -4,7 +4,7 @@ Rules are Fairy-Stockfish's, through its binding pyffish (GPL-3, the extra ``xia
 call takes 1 to 4 ms, so positions and legal moves are cached; ``pool.Pool`` runs them in worker processes.
 
 Positions come from games that are played at random, several of each game: task n is a position of game
-n // POSITIONS. One of the two sides may play better than that, which gives positions in which it is ahead.
+n // ``positions``. One of the two sides may play better than that, so that it is ahead in some.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from trainfit.spec.errors import InputError
 VARIANT = "xiangqi"
 SQUARE = re.compile(r"[a-i]\d+")
 """Such as ``h3`` and ``h10``, of which a move names two."""
-POSITIONS = 8
-"""Tasks of one game."""
 VALUES = {"p": 1.0, "a": 2.0, "b": 2.0, "n": 4.0, "c": 4.5, "r": 9.0, "k": 0.0}
 """Of the pieces, in soldiers: a, b, n, c and r are advisor, elephant, horse, cannon and chariot."""
 QUIET = 60
@@ -54,6 +52,7 @@ class Xiangqi:
         plies: moves of a game before its last position, at most.
         captures: share of the moves at which one side, another in every second game, takes the most valuable
             piece that it can.
+        positions: tasks of one game.
         mask: the prompt lists the legal moves.
         squares: the board is written square by square, empty ones as dots, instead of as FEN's counts.
         rewards: values of Rewards by name; those that are not given have their defaults.
@@ -67,11 +66,13 @@ class Xiangqi:
         seed: int = 0,
         plies: int = 60,
         captures: float = 0.0,
+        positions: int = 8,
         mask: bool = False,
         squares: bool = False,
         rewards: Mapping[str, float] = MappingProxyType({}),
     ):
         self.seed, self.plies, self.captures = seed, plies, captures
+        self.neighbours = positions
         self.mask, self.squares = mask, squares
         self.rewards = Rewards(**rewards)
         _pyffish()
@@ -138,7 +139,7 @@ class Xiangqi:
 
     def position(self, number: int) -> str:
         """Return the task's position (FEN)."""
-        game = self.game(number // POSITIONS)
+        game = self.game(number // self.neighbours)
         choose = random.Random(f"position {self.seed} {number}")
         return choose.choice(game)
 
