@@ -89,6 +89,7 @@ class Rates(Value):
     memory: PositiveFloat
     fp8_casts: PositiveFloat  # Compiled casts to fp8, on top of ``memory``
     kernel_s: Seconds  # At least this for every launch
+    kernel_in_graph_s: Seconds  # And this in a CUDA graph, whose kernels follow one another sooner
     script_host_ratio: PositiveFloat  # What ``calibrate --host`` found of the host that scripts' costs are of
     power: PowerRates
     host: HostRates

@@ -98,6 +98,13 @@ def roofline(ledger: Ledger, machine: Machine, *, in_graph: bool = False) -> Roo
         first = next(iter(issue), None)
         issue = {entry: machine.known.rates.host.graph * (entry == first) for entry in issue}
     device = _device_s(ledger, machine, issue)
+    if in_graph:
+        sooner_s = machine.known.rates.kernel_s - machine.known.rates.kernel_in_graph_s
+        device |= {
+            id(op): max(0.0, device[id(op)] - op.calls * sooner_s)
+            for op in ledger.steady_ops
+            if id(op) in device
+        }
     for op in ledger.steady_ops:
         segment, times = ledger.segments[op.segment], ledger.times(op)
         if op.name in COPY_DIRECTIONS:
