@@ -17,7 +17,7 @@ from trainfit.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ENDED_BY = {"SIGINT": EXIT_INTERRUPTED, "SIGTERM": EXIT_TERMINATED}
 """Exit codes of work that cannot be resumed, by the signal that ended it."""
-REPEATED_S = {signal.SIGTERM: 10.0, signal.SIGINT: 1.0}
+REPEATED_S: dict[int, float] = {signal.SIGTERM: 10.0, signal.SIGINT: 1.0}
 """A second signal within this time is ignored. ``timeout`` and launchers signal the process and its group,
 and Python may handle the second only after a call that waits for the device; a person repeats Ctrl-C."""
 NOTHING_SAVED = "nothing had been saved: the same command starts again"
