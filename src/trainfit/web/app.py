@@ -34,7 +34,7 @@ STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml",
          ".js": "text/javascript; charset=utf-8"}  # fmt: skip
 MOST_AT_ONCE = 2
-"""Requests that the server itself works on at once, beside the process that traces."""
+"""Requests that the server itself works on at once, without the process that traces."""
 BODY_S = 10.0
 """Time in which a request's body must be there."""
 

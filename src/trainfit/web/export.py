@@ -60,15 +60,15 @@ def export_page(folder: Path, choices: Choices, say: Callable[[str], None] = lam
         raise InputError(
             problem, f"choose at most {MOST_ANSWERS:,}: fewer models, GPUs or lengths", field="DIR"
         )
-    questions = [_recipe(axes, places) for places in combinations]
+    questions = [_recipe(axes, numbers) for numbers in combinations]
     for recipe in questions:
         question_of("predict", {"recipe": recipe})  # An unknown name is refused before anything is traced.
     for inner in ("answers", "static"):
         (folder / inner).mkdir(parents=True)
-    for number, (places, recipe) in enumerate(zip(combinations, questions, strict=True), 1):
-        say(f"{number} of {len(combinations)}: {', '.join(_labels(axes, places))}")
+    for number, (numbers, recipe) in enumerate(zip(combinations, questions, strict=True), 1):
+        say(f"{number} of {len(combinations)}: {', '.join(_labels(axes, numbers))}")
         content = json.dumps(_answers(recipe), separators=(",", ":")).encode()
-        write_bytes(folder / "answers" / f"{'-'.join(map(str, places))}.json", content)
+        write_bytes(folder / "answers" / f"{'-'.join(map(str, numbers))}.json", content)
     _write_page(folder, axes)
     return len(combinations)
 
@@ -110,18 +110,18 @@ def _nested(settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _recipe(axes: list[dict[str, Any]], places: Sequence[int]) -> dict[str, Any]:
+def _recipe(axes: list[dict[str, Any]], numbers: Sequence[int]) -> dict[str, Any]:
     recipe: dict[str, Any] = {}
-    for axis, place in zip(axes, places, strict=True):
-        for name, value in axis["values"][place]["set"].items():
+    for axis, number in zip(axes, numbers, strict=True):
+        for name, value in axis["values"][number]["set"].items():
             recipe[name] = {**recipe.get(name, {}), **value} if isinstance(value, dict) else value
     return recipe
 
 
-def _labels(axes: list[dict[str, Any]], places: Sequence[int]) -> Iterator[str]:
-    for axis, place in zip(axes, places, strict=True):
+def _labels(axes: list[dict[str, Any]], numbers: Sequence[int]) -> Iterator[str]:
+    for axis, number in zip(axes, numbers, strict=True):
         if len(axis["values"]) > 1 or axis["label"] == "Model":
-            yield axis["values"][place]["label"]
+            yield axis["values"][number]["label"]
 
 
 def _answers(recipe: dict[str, Any]) -> dict[str, Any]:

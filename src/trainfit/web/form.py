@@ -99,7 +99,7 @@ def _describe(part: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 def descriptions(kind: type[BaseModel]) -> dict[str, str]:
-    """Return what a value's source says of its fields: in its docstring, and below or beside each."""
+    """Return the descriptions of a value's fields: from its docstring, and from below or after each."""
     source = textwrap.dedent(inspect.getsource(kind))
     (made,) = ast.parse(source).body
     assert isinstance(made, ast.ClassDef)
@@ -110,8 +110,8 @@ def descriptions(kind: type[BaseModel]) -> dict[str, str]:
         below = after.value if isinstance(after, ast.Expr) else None
         if isinstance(below, ast.Constant) and isinstance(below.value, str):
             found[one.target.id] = _plain(below.value)
-        elif (beside := _comment(lines, one)) is not None:
-            found[one.target.id] = _plain(beside)
+        elif (trailing := _comment(lines, one)) is not None:
+            found[one.target.id] = _plain(trailing)
     attributes = (ast.get_docstring(made) or "").partition("Attributes:")[2]
     for match in _ATTRIBUTE.finditer(attributes):
         for name in match["names"].split(", "):

@@ -104,15 +104,15 @@ class Tracing:
             self._process, self._starting = self._starting.result(), None
         assert self._process is not None
         fork = _Fork(self._process, question)
-        said = "one training step on the virtual GPU"
+        latest = "one training step on the virtual GPU"
         try:
             while not fork.is_answered:
                 found = await fork.content(TICK_S)
                 if found is None and (problem := self._problem(fork.child, began)) is not None:
                     yield {"error": {"text": problem}}
                     return
-                said = (found or {}).get("say", said)
-                yield _last(found) if found and fork.is_answered else _progress(said, began)
+                latest = (found or {}).get("say", latest)
+                yield _last(found) if found and fork.is_answered else _progress(latest, began)
         finally:
             await _to_its_end(self._finish(fork))
 

@@ -50,13 +50,13 @@ def main() -> None:
         if child:
             # Only now, so that its number stood for no other process while it could be ended.
             os.waitpid(child, 0)
-        asked = json.loads(line)
+        query = json.loads(line)
         if CAN_FORK:
-            child = _in_a_fork(asked, lines, questions)
+            child = _in_a_fork(query, lines, questions)
         else:
-            _write(lines, {"pid": os.getpid()}, asked)
-            _answer(asked, lines, questions)
-            _write(lines, {"end": 0}, asked)
+            _write(lines, {"pid": os.getpid()}, query)
+            _answer(query, lines, questions)
+            _write(lines, {"end": 0}, query)
 
 
 def _lines_of_answers() -> IO[str]:
@@ -66,38 +66,38 @@ def _lines_of_answers() -> IO[str]:
     return own
 
 
-def _in_a_fork(asked: dict[str, Any], lines: IO[str], questions: Any) -> int:
+def _in_a_fork(query: dict[str, Any], lines: IO[str], questions: Any) -> int:
     """Answer in a fork and wait for its end, but do not reap it; return its number."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _write(lines, {"pid": os.getpid()}, asked)
-        _answer(asked, lines, questions)
+        _write(lines, {"pid": os.getpid()}, query)
+        _answer(query, lines, questions)
         os._exit(0)
     with suppress(OSError):  # The fork has done so itself, or has ended.
         os.setpgid(child, child)
     ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     # It may have been ended within a line.
     lines.write("\n")
-    _write(lines, {"end": ended.si_status if ended is not None else 0}, asked)
+    _write(lines, {"end": ended.si_status if ended is not None else 0}, query)
     return child
 
 
-def _answer(asked: dict[str, Any], lines: IO[str], questions: Any) -> None:
+def _answer(query: dict[str, Any], lines: IO[str], questions: Any) -> None:
     def say(text: str) -> None:
-        _write(lines, {"say": text}, asked)
+        _write(lines, {"say": text}, query)
 
     try:
-        question = questions.question_of(asked["kind"], asked["request"])
+        question = questions.question_of(query["kind"], query["request"])
         found = questions.answer(question, say)
-        _write(lines, {"answer": found}, asked)
+        _write(lines, {"answer": found}, query)
         questions.answers.keep(question.key, found)
     except InputError as error:
-        _write(lines, {"refused": refusal(error)}, asked)
+        _write(lines, {"refused": refusal(error)}, query)
     except Exception as error:
         traceback.print_exc()
-        _write(lines, {"failed": type(error).__name__}, asked)
+        _write(lines, {"failed": type(error).__name__}, query)
 
 
 def refusal(error: InputError) -> dict[str, Any]:
@@ -105,6 +105,6 @@ def refusal(error: InputError) -> dict[str, Any]:
     return {"field": error.field, "problem": error.problem, "remedy": error.remedy, "text": str(error)}
 
 
-def _write(lines: IO[str], content: dict[str, Any], asked: dict[str, Any]) -> None:
-    lines.write(json.dumps({"number": asked.get("number"), **content}) + "\n")
+def _write(lines: IO[str], content: dict[str, Any], query: dict[str, Any]) -> None:
+    lines.write(json.dumps({"number": query.get("number"), **content}) + "\n")
     lines.flush()
