@@ -15,7 +15,6 @@ import pytest
 import trainfit
 from served import TINY, Server, served
 
-pytest.importorskip("fastapi", reason="the extra web is not installed")
 pytestmark = pytest.mark.processes
 SECRET = "canary-3f9c2a"
 
