@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.parallel.cluster import REAL, Cluster
-from trainfit.parallel.tensor_parallel import adopt, replace_parameter
+from trainfit.parallel.tensor_parallel import adopt, replace_tensor
 
 
 class ExpertRanks(NamedTuple):
@@ -88,7 +88,7 @@ def shard_experts(module: nn.Module, ranks: ExpertRanks) -> None:
             chosen experts [t, k] and their weights [t, k]. e is a multiple of the number of ranks.
     """
     for name in module._parameters:
-        replace_parameter(module, name, ranks.mesh, Shard(0))
+        replace_tensor(module, name, ranks.mesh, Shard(0))
     module.num_experts //= ranks.mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     adopt(module, ranks, forward=_dispatched(type(module)))
 

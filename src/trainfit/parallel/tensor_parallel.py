@@ -61,27 +61,35 @@ class TokenShards:
 def shard_columns(module: nn.Linear, tokens: TokenShards, parts: Sequence[int] = ()) -> None:
     """Shard the output features; of fused projections, sizes ``parts``, each rank gets a share of each."""
     for name in _names(module):
-        replace_parameter(module, name, tokens.mesh, Shard(0), parts)
+        replace_tensor(module, name, tokens.mesh, Shard(0), parts)
+    module.fused_parts = tuple(parts)  # pyright: ignore[reportArgumentType]
     adopt(module, tokens)
 
 
-def shard_rows(module: nn.Linear, tokens: TokenShards) -> None:
-    """Shard the input features; the result is summed over ranks and scattered over the tokens."""
-    replace_parameter(module, "weight", tokens.mesh, Shard(1))
-    if module.bias is not None:
-        replace_parameter(module, "bias", tokens.mesh, Replicate())
-    adopt(module, tokens, ("bias",), _rows_forward)
+def shard_rows(module: nn.Linear, tokens: TokenShards, *, is_summed: bool = True) -> None:
+    """Shard the input features; the result is summed over ranks and scattered over the tokens.
+
+    Args:
+        is_summed: False returns this rank's part of the sum, to which the caller adds the bias.
+    """
+    for name in _names(module):
+        is_matrix = getattr(module, name).ndim > 1
+        replace_tensor(module, name, tokens.mesh, Shard(1) if is_matrix else Replicate())
+    if is_summed:
+        adopt(module, tokens, ("bias",), _summed_forward(type(module)))
+    else:
+        adopt(module, tokens, forward=_partial_forward(type(module)))
 
 
 def shard_embedding(module: nn.Embedding, tokens: TokenShards) -> None:
     """Shard the vocabulary; every rank gets the hidden states of all tokens."""
-    replace_parameter(module, "weight", tokens.mesh, Shard(0))
+    replace_tensor(module, "weight", tokens.mesh, Shard(0))
     adopt(module, tokens, forward=_embedding_forward)
 
 
 def shard_head(module: nn.Linear, tokens: TokenShards) -> None:
     """Shard the vocabulary; logits are DTensors [b, s, v] of all tokens, sharded alike."""
-    replace_parameter(module, "weight", tokens.mesh, Shard(0))
+    replace_tensor(module, "weight", tokens.mesh, Shard(0))
     adopt(module, tokens, forward=_head_forward)
 
 
@@ -89,7 +97,7 @@ def replicate(module: nn.Module, tokens: TokenShards, *, is_shared: bool) -> Non
     """Keep the parameters whole; with ``is_shared`` each rank's gradient is its part of a sum."""
     names = _names(module)
     for name in names:
-        replace_parameter(module, name, tokens.mesh, Replicate())
+        replace_tensor(module, name, tokens.mesh, Replicate())
     adopt(module, tokens, names if is_shared else ())
 
 
@@ -113,9 +121,27 @@ def split_input(module: nn.Module, tokens: TokenShards) -> None:
     module.register_forward_pre_hook(split)
 
 
-def _rows_forward(self: Any, x: Tensor) -> Tensor:
-    out = self.tokens.scatter(F.linear(x, self.weight))
-    return out if self.bias is None else out + self.bias
+@cache
+def _partial_forward(kind: type[nn.Module]) -> Forward:
+    """Return a forward without the bias, of which every rank would add one."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self._parameters["bias"] = None  # Of the local tensors, which are for this call alone.
+        return kind.forward(self, x)
+
+    return forward
+
+
+@cache
+def _summed_forward(kind: type[nn.Module]) -> Forward:
+    partial = _partial_forward(kind)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        bias = self._parameters.get("bias")
+        out = self.tokens.scatter(partial(self, x))
+        return out if bias is None else out + bias
+
+    return forward
 
 
 def _embedding_forward(self: Any, ids_bs: Tensor) -> Tensor:
@@ -134,27 +160,48 @@ def _head_forward(self: Any, x_1te: Tensor) -> Tensor:
     return DTensor.from_local(logits, self.tokens.mesh, [Shard(logits.ndim - 1)], run_check=False)
 
 
+def local(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor; another value itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _names(module: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    """Return the names of a module's own parameters, and of its buffers: the codes of a quantised weight."""
+    own = (*module._parameters.items(), *module._buffers.items())
+    return tuple(name for name, tensor in own if tensor is not None)
 
 
-def replace_parameter(
+def replace_tensor(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, parts: Sequence[int] = ()
 ) -> None:
-    """Replace a parameter by a DTensor of this rank's share. Weights are equal on all ranks before."""
-    whole = module._parameters[name]
-    assert whole is not None
+    """Replace a parameter or buffer by a DTensor of this rank's share; it is equal on all ranks before."""
+    own: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    whole = own[name]
     if isinstance(whole, DTensor):
         return
     with torch.no_grad():
-        local = whole.detach()
-        if isinstance(placement, Shard):
-            rank, size = mesh.get_local_rank(), mesh.size()
-            pieces = local.split(list(parts)) if parts else (local,)
-            mine = [piece.chunk(size, placement.dim)[rank] for piece in pieces]
-            local = torch.cat(mine) if parts else mine[0].clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(local, mesh, [placement], run_check=False)
-    module._parameters[name] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
+        own_share = share(whole.detach(), mesh, placement, parts)
+    sharded = DTensor.from_local(own_share, mesh, [placement], run_check=False)
+    if own is module._parameters:
+        own[name] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
+    else:
+        own[name] = sharded
+
+
+def share(whole: Tensor, mesh: DeviceMesh, placement: Placement, parts: Sequence[int] = ()) -> Tensor:
+    """Return this rank's share of a whole tensor; ``parts`` as of ``shard_columns``."""
+    if not isinstance(placement, Shard):
+        return whole
+    rank, size = mesh.get_local_rank(), mesh.size()
+    pieces = whole.split(list(parts)) if parts else (whole,)
+    mine = [piece.chunk(size, placement.dim)[rank] for piece in pieces]
+    return torch.cat(mine) if parts else mine[0].clone(memory_format=torch.contiguous_format)
+
+
+def in_order(in_ranks_order: Tensor, size: int, parts: Sequence[int]) -> Tensor:
+    """Return the rows of a fused projection in the model's order, of those of all ``size`` ranks joined."""
+    shares = [one.split([part // size for part in parts]) for one in in_ranks_order.chunk(size)]
+    return torch.cat([piece for pieces in zip(*shares, strict=True) for piece in pieces])
 
 
 def adopt(
@@ -174,17 +221,20 @@ def _local_class(kind: type[nn.Module], summed: tuple[str, ...], forward: Forwar
     """Return one class for all modules of a kind, so that they share compiled code."""
 
     def on_local(self: Any, *args: Any) -> Any:
-        parameters = self._parameters
+        parameters, buffers = self._parameters, self._buffers
         self._parameters = {
             name: None
             if one is None
             else one.to_local(grad_placements=[Partial()] if name in summed else None)
             for name, one in parameters.items()
         }
+        if buffers:
+            self._buffers = {name: local(one) for name, one in buffers.items()}
         try:
             return forward(self, *args)
         finally:
             self._parameters = parameters
+            self._buffers = buffers
 
     return type(f"Sharded{kind.__name__}", (kind,), {"forward": on_local})
 

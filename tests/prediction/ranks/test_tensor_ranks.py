@@ -131,6 +131,12 @@ def test_shards_of_a_tensor_parallel_rank_are_gathered_over_their_own_group(
     assert groups == {(2, 2), (2, 3)}
 
 
+def test_adapters_of_embedding_and_head_have_no_plan() -> None:
+    for target in ("embed", "lm_head"):
+        with pytest.raises(InputError, match=f"adapter of base_model.model.{target}"):
+            trace(recipe(2, adapter={"kind": "lora", "targets": ("qkv", target)}))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -140,7 +146,9 @@ def test_shards_of_a_tensor_parallel_rank_are_gathered_over_their_own_group(
         ({"batch": Batch(micro=1, seq=17)}, "17 tokens cannot"),
         ({"parallel": Parallel(tensor=2, strategy="ddp")}, "whole weights"),
         ({"precision": "mixed-bf16"}, "FSDP2's own mixed precision"),
-        ({"adapter": {"kind": "lora"}}, "adapter.kind"),
+        ({"adapter": {"kind": "prompt"}}, "adapter.kind"),
+        ({"adapter": {"kind": "lora", "dora": True}}, "adapter.dora"),
+        ({"adapter": {"kind": "lora", "modules_to_save": ("lm_head",)}}, "adapter.modules_to_save"),
         ({"compile": "model"}, "compile"),
         ({"loss": "fused"}, "loss"),
     ],

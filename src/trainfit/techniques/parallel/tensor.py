@@ -5,6 +5,7 @@ A plan names the modules of an implementation's blocks by how they are sharded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainfit.catalog.load import gpu, model_config
@@ -33,7 +34,9 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "loss_terms.z_loss": (0.0,),
     "recompute": ("none", "full", "selective", "every"),
     "compile": (False, "block"),
-    "adapter.kind": (None,),
+    "adapter.kind": (None, "lora"),
+    "adapter.dora": (None, False),
+    "adapter.modules_to_save": (None, ()),
     "optimizer.clip_norm": (None,),
     "optimizer.in_backward": (False,),
     "optimizer.stochastic_rounding": (False,),
@@ -109,8 +112,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     plan = PLAN[recipe.model.implementation]
     modules = {name.rpartition(".")[2]: module for name, module in draft.model.named_modules()}
     for name, module in list(draft.model.named_modules()):
+        kind = plan.get(name.rpartition(".")[2])
+        if kind not in (None, "columns", "rows") and hasattr(module, "base_layer"):
+            problem, remedy = f"no plan for an adapter of {name}", "adapt the blocks' linear layers alone"
+            raise refusal(recipe, "adapter.targets", problem, remedy)
         if any(True for _ in module.parameters()):  # A pipeline's stage has stand-ins for absent modules.
-            _shard(plan.get(name.rpartition(".")[2]), module, tokens, modules["lm_head"])
+            _shard(kind, module, tokens, modules["lm_head"])
     if draft.stage is None or draft.stage.is_first:
         tensor_parallel.split_input(decoder_blocks(draft.model)[0], tokens)
     tokens.batch_shape = recipe.batch.micro, recipe.batch.seq
@@ -128,9 +135,9 @@ def _shard(kind: str | None, module: Any, tokens: TokenShards, head: Any) -> Non
     from trainfit.parallel import tensor_parallel
 
     if kind == "columns":
-        tensor_parallel.shard_columns(module, tokens)
+        _shard_columns(module, tokens)
     elif kind == "rows":
-        tensor_parallel.shard_rows(module, tokens)
+        _shard_rows(module, tokens)
     elif kind == "embedding":
         is_tied = module.weight is getattr(head, "weight", None)
         tensor_parallel.shard_embedding(module, tokens)
@@ -144,11 +151,29 @@ def _shard(kind: str | None, module: Any, tokens: TokenShards, head: Any) -> Non
         tensor_parallel.gather_input(module, tokens)
         if isinstance(module, Attention):  # Fused projections: each rank gets a share of every part.
             sizes = [heads * module.config.head_dim for heads in module.heads]
-            tensor_parallel.shard_columns(module.qkv, tokens, sizes)
+            _shard_columns(module.qkv, tokens, sizes)
             module.heads = [heads // tokens.mesh.size() for heads in module.heads]
         elif isinstance(module, FeedForward):
             size = module.down.in_features
-            tensor_parallel.shard_columns(module.up, tokens, (size, size) if module.gated else ())
+            _shard_columns(module.up, tokens, (size, size) if module.gated else ())
+
+
+def _shard_columns(module: Any, tokens: TokenShards, parts: Sequence[int] = ()) -> None:
+    from trainfit.parallel import tensor_lora, tensor_parallel
+
+    if tensor_lora.is_adapted(module):
+        tensor_lora.shard_adapted_columns(module, tokens, parts)
+    else:
+        tensor_parallel.shard_columns(module, tokens, parts)
+
+
+def _shard_rows(module: Any, tokens: TokenShards) -> None:
+    from trainfit.parallel import tensor_lora, tensor_parallel
+
+    if tensor_lora.is_adapted(module):
+        tensor_lora.shard_adapted_rows(module, tokens)
+    else:
+        tensor_parallel.shard_rows(module, tokens)
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -1,0 +1,50 @@
+"""LoRA over tensor-parallel ranks equals one process: losses, gradients, and weights at the start."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import adapter_shards as cases
+from rank_processes import Ranks
+from trainfit.spec.recipe import Adapter, Batch
+
+EQUAL = 1e-5
+"""Of losses, and of gradients relative to their norm, in fp32."""
+LORA = Adapter(kind="lora", rank=4)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as running:
+        yield running
+
+
+def assert_equal(found: list[tuple[float, float, float]], close: float = EQUAL) -> None:
+    for loss, gradients, weights in found:
+        assert loss <= close
+        assert gradients <= close
+        assert weights == 0
+
+
+@pytest.mark.parametrize(
+    ("implementation", "config", "fields"),
+    [
+        ("native", {"tie_word_embeddings": True}, {}),
+        ("native", {"attention_bias": True, "mlp_bias": True}, {"recompute": "full"}),
+        ("native", {"model_type": "qwen3", "head_dim": 8}, {"compile": "block"}),
+        ("hf", {"attention_bias": True, "mlp_bias": True}, {"recompute": "selective"}),
+        ("hf", {}, {"adapter": Adapter(kind="lora", rank=3, rslora=True, targets=("q_proj", "o_proj"))}),
+        ("hf", {"model_type": "qwen2"}, {"batch": Batch(micro=1, seq=16, accumulate=2)}),
+    ],
+)
+def test_losses_and_gradients_of_an_adapter_equal_one_process(
+    ranks: Ranks, implementation: str, config: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    fields = {"adapter": LORA} | fields
+    assert_equal(ranks.run(cases.apart, implementation, config, fields, 2))
+
+
+def test_four_ranks_share_an_adapter(four: Ranks) -> None:
+    config = {"num_key_value_heads": 4}
+    assert_equal(four.run(cases.apart, "native", config, {"adapter": LORA, "recompute": "full"}, 4))
