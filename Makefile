@@ -5,6 +5,7 @@
 #   make test-libraries   tests of scripts that use TRL, Lightning and others, and of the page in a browser,
 #                         in an environment of their own
 #   make test-oldest      the tests with the oldest versions that pyproject.toml allows, likewise
+#   make docs    the documentation site, in build/site
 #   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
 # Tables and figures made from records, in README, docs and evidence, by: make evidence
@@ -22,13 +23,14 @@ PYTEST_ARGS ?= -n 2 --dist worksteal --durations=50
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 LIBRARIES := $(LIBRARIES_VENV)/bin
 LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed
 OLDEST := $(OLDEST_VENV)/bin
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs evidence test test-fast setup-libraries test-libraries chromium test-oldest test-oldest-cli check lint types floors setup clean
+.PHONY: demo outputs evidence docs test test-fast setup-libraries test-libraries chromium test-oldest test-oldest-cli check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -46,6 +48,14 @@ outputs: setup
 
 evidence: setup
 	$(BIN)/python -m evidence.scripts.fill_tables
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c requirements/constraints.txt -e '.[docs]'
+	@touch $@
+
+# A link that leads nowhere, a page in no list, a heading out of order: each is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/sphinx-build -W --keep-going -q -j auto -c docs . build/site
 
 # Tests that need a GPU run in a second session: in the first, processes see none.
 test: setup

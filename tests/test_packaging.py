@@ -31,7 +31,7 @@ def test_every_direct_dependency_is_pinned() -> None:
     assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins)
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = names(PROJECT["project"]["dependencies"]) | names(extras["peft"]) | names(extras["dev"])
-    wanted |= names(extras["plots"]) | names(extras["tensorboard"])
+    wanted |= names(extras["plots"]) | names(extras["tensorboard"]) | names(extras["docs"])
     assert wanted - names(pins) == {"trainfit"}
 
 
