@@ -20,7 +20,10 @@ def whole(value: Any, parts: tuple[int, ...]) -> Tensor:
     """Return a whole tensor, in the model's order."""
     if not isinstance(value, DTensor):
         return value
-    full = value.full_tensor()
+    local, mesh = value.to_local(), value.device_mesh
+    codes = local.view(torch.uint8) if local.dtype.itemsize == 1 else local  # gloo gathers no fp8.
+    full = DTensor.from_local(codes, mesh, value.placements, run_check=False).full_tensor()
+    full = full.view(local.dtype)
     return in_order(full, value.device_mesh.size(), parts) if parts else full
 
 

@@ -74,17 +74,18 @@ def recipe_losses(fields: dict[str, Any]) -> tuple[list[float], list[float]]:
         loss = step(step.random_batches(10 * number))
         dist.all_reduce(loss)
         losses.append(loss.item() / num_ranks)
+    num_batches = recipe.mesh.data_ranks * recipe.mesh.context
     alone = recipe.model_copy(
         update={
             "hardware": Hardware(gpu="h200"),
             "parallel": Parallel(),
-            "batch": Batch(micro=1, seq=16, accumulate=num_ranks),
+            "batch": Batch(micro=1, seq=16, accumulate=num_batches),
         }
     )
     whole = assemble(alone, cpu)
     own = assemble(alone.model_copy(update={"batch": Batch(micro=1, seq=16)}), cpu)
     expected = []
     for number in range(STEPS):
-        batches = [own.random_batches(10 * number + rank)[0] for rank in range(num_ranks)]
+        batches = [own.random_batches(10 * number + rank)[0] for rank in range(num_batches)]
         expected.append(whole(batches).item())
     return losses, expected

@@ -7,6 +7,7 @@ import pytest
 
 import adapter_shards as cases
 from rank_processes import Ranks
+from sharded_training import recipe_losses
 from trainfit.spec.recipe import Adapter, Batch
 
 EQUAL = 1e-5
@@ -48,3 +49,25 @@ def test_losses_and_gradients_of_an_adapter_equal_one_process(
 def test_four_ranks_share_an_adapter(four: Ranks) -> None:
     config = {"num_key_value_heads": 4}
     assert_equal(four.run(cases.apart, "native", config, {"adapter": LORA, "recompute": "full"}, 4))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("implementation", ["native", "hf"])
+def test_a_quantised_base_is_shared_by_rows_and_columns(ranks: Ranks, kind: str, implementation: str) -> None:
+    """Every rank has its part of one process's codes and scales."""
+    fields = {"adapter": LORA, "quantize": kind, "recompute": "full"}
+    bias = {"attention_bias": True, "mlp_bias": True}
+    assert_equal(ranks.run(cases.apart, implementation, bias, fields, 2))
+
+
+def test_layers_without_an_adapter_are_shared_quantised(ranks: Ranks) -> None:
+    adapter = Adapter(kind="lora", rank=4, targets=("v_proj",))
+    assert_equal(ranks.run(cases.apart, "hf", {}, {"adapter": adapter, "quantize": "fp8"}, 2))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", None])
+def test_groups_of_ranks_shard_over_one_another(four: Ranks, kind: str | None) -> None:
+    """Tensor parallel over 2 within FSDP2 over 2: three steps have the losses of one process."""
+    fields = {"parallel": {"tensor": 2}, "adapter": {"kind": "lora", "rank": 4}, "quantize": kind}
+    for losses, expected in four.run(recipe_losses, {"precision": "fp32", **fields}):
+        assert losses == pytest.approx(expected, abs=EQUAL)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
@@ -87,11 +88,15 @@ class QuantizedLinear(nn.Linear):
         """Make the codes frozen parameters, which FSDP2 shards; an odd number of bytes stays a buffer."""
         for name in SHARDED:
             codes = self._buffers.get(name)
-            if codes is None or codes.dtype == torch.float32 or codes.shape[-1] % SHARDED_AS.itemsize:
+            own = codes.to_local() if isinstance(codes, DTensor) else codes
+            if own is None or own.dtype == torch.float32 or own.shape[-1] % SHARDED_AS.itemsize:
                 continue
             del self._buffers[name]
-            self._viewed[name] = codes.dtype
-            self.register_parameter(name, nn.Parameter(codes.view(SHARDED_AS), requires_grad=False))
+            self._viewed[name] = own.dtype
+            viewed: Tensor = own.view(SHARDED_AS)
+            if isinstance(codes, DTensor):
+                viewed = DTensor.from_local(viewed, codes.device_mesh, codes.placements, run_check=False)
+            self.register_parameter(name, nn.Parameter(viewed, requires_grad=False))
 
     @property
     def sharded_names(self) -> list[str]:
@@ -105,7 +110,11 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
+        """Outputs and inputs; of this rank's part while it computes by a part of the codes."""
+        codes = getattr(self, "codes", None)
+        if codes is None or self.kind not in ROW_CODES:
+            return self.out_features, self.in_features
+        return codes.shape[0], codes.shape[1] * codes.element_size()
 
     @property
     def num_quantized(self) -> int:

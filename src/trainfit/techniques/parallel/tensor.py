@@ -40,7 +40,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "optimizer.clip_norm": (None,),
     "optimizer.in_backward": (False,),
     "optimizer.stochastic_rounding": (False,),
-    "quantize": (None,),
+    "quantize": (None, "int8", "fp8"),
     "offload.activations": (False,),
     "offload.weights": (False,),
 }
@@ -104,7 +104,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from trainfit.models.layers import decoder_blocks
+    from trainfit.models.layers import decoder_blocks, num_weights
     from trainfit.parallel import tensor_parallel
 
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
@@ -116,7 +116,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         if kind not in (None, "columns", "rows") and hasattr(module, "base_layer"):
             problem, remedy = f"no plan for an adapter of {name}", "adapt the blocks' linear layers alone"
             raise refusal(recipe, "adapter.targets", problem, remedy)
-        if any(True for _ in module.parameters()):  # A pipeline's stage has stand-ins for absent modules.
+        if kind is not None and num_weights(module):  # A pipeline's stage has stand-ins for absent modules.
             _shard(kind, module, tokens, modules["lm_head"])
     if draft.stage is None or draft.stage.is_first:
         tensor_parallel.split_input(decoder_blocks(draft.model)[0], tokens)
