@@ -25,7 +25,8 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class QuantizedLinear(nn.Linear):
     """``y = x W^T + b`` with frozen, quantised W, in x's dtype (autocast's under autocast).
 
-    Forward and backward dequantise W for their product each, so nothing of its size is saved.
+    Forward and backward dequantise W for their product each, so nothing of its size is saved. In fp8 the
+    forward multiplies with the codes, and the backward with a transposed copy of them.
 
     Args:
         base: The kind (nf4, int8 or fp8), or also its blocks and the dtype of its products.
@@ -45,6 +46,7 @@ class QuantizedLinear(nn.Linear):
         self.base = base = Quantized.of(base)
         self.in_features, self.out_features, self.kind = in_features, out_features, base.kind
         self.compute_dtype = dtype  # The name that PEFT reads.
+        self.emulates_fp8 = False  # Whether the device has no fp8 products
         own_bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.bias = None if own_bias is None else nn.Parameter(own_bias, requires_grad=False)
         parts = self._empty(device)
@@ -134,6 +136,11 @@ class QuantizedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
+        if self.base.compute == "fp8":
+            x = x.to(torch.get_autocast_dtype(device)) if autocast else x
+            with torch.autocast(device, enabled=False) if autocast else nullcontext():
+                bias = None if self.bias is None else self.bias.to(x.dtype)
+                return _Fp8Product.apply(x, bias, self.emulates_fp8, *self._parts())  # pyright: ignore
         if self.base.compute is not None:
             with torch.autocast(device, enabled=False) if autocast else nullcontext():
                 return self._product(x.to(COMPUTE[self.base.compute])).to(x.dtype)
@@ -172,6 +179,33 @@ class _Product(torch.autograd.Function):
         gradient, parts = gradients[0], ctx.saved_tensors  # read once: checkpointing unpacks once
         dx = gradient @ _dequantize(gradient, parts, ctx.shape)
         return dx, None, None, *(None for _ in parts)
+
+
+class _Fp8Product(torch.autograd.Function):
+    """x W^T + b of x and W in e4m3. Only x gets a gradient, of which each token is rounded to e4m3 as well.
+
+    The sum over outputs in the backward has W's scales inside, so that the gradient is multiplied by them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+        # (bias, emulated, codes, scales)
+        bias, emulated, codes, scales = others
+        ctx.emulated = emulated
+        ctx.save_for_backward(codes, scales)
+        rounded = rows.quantize_tokens(x.flatten(0, -2))
+        y = rows.fp8_product(rounded, codes, scales, x.dtype, emulated=emulated)
+        y = y.view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient, (codes, scales) = gradients[0], ctx.saved_tensors
+        rounded = rows.quantize_tokens(gradient.flatten(0, -2) * scales)
+        transposed = torch.ops.trainfit.transpose_codes(gradient, codes)
+        ones = torch.ones_like(scales[:1]).expand(transposed.shape[0]).contiguous()
+        dx = rows.fp8_product(rounded, transposed, ones, gradient.dtype, emulated=ctx.emulated)
+        return dx.view(*gradient.shape[:-1], -1), None, None, None, None
 
 
 def _dequantize(like: Tensor, parts: Any, shape: tuple[int, int]) -> Tensor:

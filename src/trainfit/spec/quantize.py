@@ -21,7 +21,8 @@ class Quantized(Value):
         double: nf4: the blocks' magnitudes are quantised as well, to 8 bits in groups of 256.
         block: nf4: weights of one magnitude.
         compute: dtype that a layer casts its input to, and its result back from, as bitsandbytes'
-            ``Linear4bit`` does; None: the input's, autocast's under autocast.
+            ``Linear4bit`` does; None: the input's, autocast's under autocast. ``fp8``, for codes in fp8:
+            inputs and gradients are rounded to e4m3 by one scale a token, and multiplied with the codes.
         library: whose layout and kernels nf4 has. With bitsandbytes PEFT's layers for it are used as well.
         skip_modules: names of linear layers of the blocks that are not quantised. Those outside never are.
     """
@@ -29,7 +30,7 @@ class Quantized(Value):
     kind: Kind
     double: bool = True
     block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
-    compute: Literal["bf16", "fp16", "fp32"] | None = None
+    compute: Literal["bf16", "fp16", "fp32", "fp8"] | None = None
     library: Library = "trainfit"
     skip_modules: Names = ()
 
@@ -42,6 +43,9 @@ class Quantized(Value):
         if self.library != "trainfit" and self.kind != "nf4":
             problem = f"{self.kind} is trainfit's own: {self.library}'s 4-bit layout is nf4"
             raise disagreement(problem, "leave library out, or use kind: nf4", field="quantize.library")
+        if self.compute == "fp8" and self.kind != "fp8":
+            problem = f"products in fp8 multiply codes in fp8, and these are {self.kind}"
+            raise disagreement(problem, "use kind: fp8, or compute: bf16", field="quantize.compute")
         if self.library == "torchao" and not self.double:
             problem = "torchao's NF4Tensor always quantises its magnitudes"
             raise disagreement(problem, "leave double out, or use another library", field="quantize.double")

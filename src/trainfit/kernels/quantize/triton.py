@@ -1,4 +1,4 @@
-"""Quantisation to NF4 and dequantisation of NF4, int8 and fp8 in Triton.
+"""Quantisation to NF4, dequantisation of NF4, int8 and fp8, and transposition of codes in Triton.
 
 Launch with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the references in nf4.py and
 rowwise.py round twice.
@@ -76,3 +76,14 @@ def dequantize_rows_kernel(CODES, SCALES, WEIGHT, columns, FP8: tl.constexpr, BL
         value = codes.to(tl.float32)
     weights = value * tl.load(SCALES + row)
     tl.store(WEIGHT + offsets, weights.to(WEIGHT.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def transpose_bytes_kernel(CODES, OUT, rows, columns, TILE: tl.constexpr):
+    """Transpose TILE x TILE bytes per program."""
+    column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(CODES + row[:, None] * columns + column[None, :], mask=valid, other=0)
+    out = column[:, None] * rows + row[None, :]
+    tl.store(OUT + out, tl.trans(tile), mask=tl.trans(valid))

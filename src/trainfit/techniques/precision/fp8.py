@@ -31,14 +31,22 @@ CAPABILITY = (8, 9)  # The least compute capability with fp8 tensor cores: Ada; 
 
 def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
     """Refuse GPUs without fp8 tensor cores."""
+    check_gpu_of(recipe, gpu, "precision", "use precision: bf16 or amp-fp16")
+
+
+def check_gpu_of(recipe: Recipe, gpu: Gpu, field: str, remedy: str) -> None:
+    """Refuse GPUs without fp8 tensor cores, for a field that asks for products in fp8.
+
+    Raises:
+        InputError: naming the field.
+    """
     capability = gpu.compute_capability
     if gpu.gfx is not None:
         problem = f"fp8 products are not modelled on {gpu.title}"
-        raise refusal(recipe, "precision", problem, "use precision: bf16, or an NVIDIA GPU")
+        raise refusal(recipe, field, problem, f"{remedy}, or an NVIDIA GPU")
     if gpu.vendor != "host" and (capability is None or capability < CAPABILITY):
         problem = f"{gpu.title} has no fp8 tensor cores that torch multiplies with"
-        remedy = "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on"
-        raise refusal(recipe, "precision", problem, remedy)
+        raise refusal(recipe, field, problem, f"{remedy}, or an NVIDIA GPU from Ada or Hopper on")
 
 
 def check(recipe: Recipe) -> None:
@@ -58,6 +66,15 @@ def check(recipe: Recipe) -> None:
 
 def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse a real GPU without fp8 tensor cores; a CPU emulates them."""
+    check_device_of(recipe, device_type, "precision", "use precision: bf16 or amp-fp16")
+
+
+def check_device_of(recipe: Recipe, device_type: str, field: str, remedy: str) -> None:
+    """Refuse a real GPU without fp8 tensor cores, for a field that asks for products in fp8.
+
+    Raises:
+        InputError: naming the field.
+    """
     if device_type != "cuda":
         return
     import torch
@@ -65,7 +82,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) < CAPABILITY:
         problem = f"this GPU has compute capability {major}.{minor}, and fp8 products need 8.9"
-        raise refusal(recipe, "precision", problem, "use precision: bf16 or amp-fp16")
+        raise refusal(recipe, field, problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

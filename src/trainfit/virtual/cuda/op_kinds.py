@@ -60,7 +60,7 @@ MOVES = frozenset(
     repeat_interleave replication_pad1d replication_pad2d replication_pad3d _reshape_copy roll rot90
     select_backward select_copy select_scatter slice_backward slice_copy slice_scatter split_copy
     split_with_sizes_copy squeeze_copy _stack stack t_copy _to_copy _to_dense to_padded_tensor
-    transpose_copy tril triu unbind_copy unfold_backward unfold_copy unsafe_split
+    transpose_codes transpose_copy tril triu unbind_copy unfold_backward unfold_copy unsafe_split
     unsafe_split_with_sizes unsqueeze_copy values_copy view_as_complex_copy view_as_real_copy view_copy
     """.split()
 )
@@ -115,7 +115,8 @@ HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
 """Name in a ledger -> direction of the copy; each direction has its own bandwidth."""
 
-LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})  # trainfit's; the first argument only gives a dtype
+LIKE = frozenset({"dequantize_nf4", "dequantize_rows", "transpose_codes"})
+"""trainfit's operations whose first argument only gives a dtype, or an order to a compiler."""
 
 LIBRARY_UPDATES = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
 """Updates of bitsandbytes' optimizers."""
