@@ -78,7 +78,8 @@ def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     small = Expected(weights=0.3)
     offers = [Offer({"quantize": name}, small, numerics=f"{bits[name]} base") for name in bits]
     in_fp8 = {"kind": "fp8", "compute": "fp8"}
-    offers.append(Offer({"quantize": in_fp8}, small, numerics="8-bit base, products in fp8"))
+    if not _multiplies_in_fp8(recipe):
+        offers.append(Offer({"quantize": in_fp8}, small, numerics="8-bit base, products in fp8"))
     return tuple(offers)
 
 

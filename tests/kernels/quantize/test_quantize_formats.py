@@ -120,6 +120,9 @@ def kernels_agree(shape: tuple[int, int], dtype: torch.dtype, device: str) -> No
         codes, scales = rows.quantize_rows(weight, code)
         made = rows.triton_dequantize(like, codes, scales).cpu()
         assert torch.equal(made, rows.reference_dequantize(like, codes.cpu(), scales.cpu()))
+        transposed = rows.triton_transpose(like, codes).view(torch.uint8)
+        assert torch.equal(transposed, codes.view(torch.uint8).t())
+        assert transposed.is_contiguous()
 
 
 @interpreted

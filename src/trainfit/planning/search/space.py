@@ -15,6 +15,8 @@ from trainfit.techniques.base import AS_BEFORE, Expected, Offer
 BATCH = ("batch.micro", "batch.accumulate")
 RECOMPUTE, MICRO_BATCH = "recompute", "batch"
 """Families of options that stand for a level of recomputation and for a micro-batch."""
+WHOLE = (RECOMPUTE, "quantize")
+"""Fields whose value may be a mapping, which is set as a whole."""
 OWN_FAMILY = "model"
 OWN = (Offer({"model": {"implementation": "native"}}, is_start=True),)
 """Choices of recipe fields that no technique offers."""
@@ -85,9 +87,9 @@ class _List(list[Any]):
 
 
 def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted field of nested ``fields`` with its value; ``recompute`` is one value."""
+    """Yield each dotted field of nested ``fields`` with its value; those in ``WHOLE`` are one value."""
     for name, value in fields.items():
-        if isinstance(value, Mapping) and f"{prefix}{name}" != RECOMPUTE:
+        if isinstance(value, Mapping) and f"{prefix}{name}" not in WHOLE:
             yield from leaves(value, f"{prefix}{name}.")
         else:
             hashable = {dict: _Dict, list: _List}.get(type(value))
