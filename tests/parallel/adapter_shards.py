@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sharded_training import compile_whole
 from tiny_recipe import tiny_recipe
-from trainfit.parallel.tensor_parallel import in_order, share
+from trainfit.parallel.tensor_parallel import fused_parts, in_order, share
 from trainfit.spec.recipe import Hardware, Parallel, Recipe
 from trainfit.step import Step, assemble
 
@@ -27,15 +27,6 @@ def whole(value: Any, parts: tuple[int, ...]) -> Tensor:
     return in_order(full, value.device_mesh.size(), parts) if parts else full
 
 
-def parts_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of each fused projection's parts by the name of its tensor."""
-    return {
-        f"{path}.{name}": getattr(module, "fused_parts", ())
-        for path, module in model.named_modules()
-        for name in (*module._parameters, *module._buffers)
-    }
-
-
 def assembled(recipe: Recipe) -> Step:
     """Return the step on this process, whose adapters' products are not 0 as they are at first."""
     sizes = recipe.mesh.dimensions
@@ -45,14 +36,14 @@ def assembled(recipe: Recipe) -> Step:
         else None
     )
     step = assemble(recipe, CPU, compiler=compile_whole, mesh=mesh)
-    parts, generator = parts_of(step.model), torch.Generator().manual_seed(1)
+    parts, generator = fused_parts(step.model), torch.Generator().manual_seed(1)
     for name, parameter in step.model.named_parameters():
         if "lora_B" in name:
             full = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1
             with torch.no_grad():
                 if isinstance(parameter, DTensor):
                     (placement,) = parameter.placements
-                    full = share(full, parameter.device_mesh, placement, parts[name])
+                    full = share(full, parameter.device_mesh, placement, parts.get(name, ()))
                     parameter.to_local().copy_(full)
                 else:
                     parameter.copy_(full)
@@ -61,7 +52,7 @@ def assembled(recipe: Recipe) -> Step:
 
 def loss_and_tensors(step: Step) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """Return the first step's loss, the whole gradients, and all tensors of the model before it."""
-    parts = parts_of(step.model)
+    parts = fused_parts(step.model)
     state = {name: whole(one, parts.get(name, ())).clone() for name, one in step.model.state_dict().items()}
     gradients: dict[str, Tensor] = {}
 
@@ -69,7 +60,7 @@ def loss_and_tensors(step: Step) -> tuple[float, dict[str, Tensor], dict[str, Te
         if phase == "optimizer":
             for name, parameter in step.model.named_parameters():
                 if parameter.requires_grad:
-                    gradients[name] = whole(parameter.grad, parts[name])
+                    gradients[name] = whole(parameter.grad, parts.get(name, ()))
 
     loss = step(step.random_batches(), on_phase=on_phase).item()
     return loss, gradients, state

@@ -225,6 +225,10 @@ def ranks() -> Any:
         ("ddp", ()),
         ("fsdp", ("quantize=nf4", "adapter.kind=lora", "adapter.rank=4")),
         ("auto", ("parallel.tensor=2", "model.config.num_key_value_heads=2", "batch.accumulate=1")),
+        ("auto", (
+            NATIVE, "parallel.tensor=2", "model.config.num_key_value_heads=2", "batch.accumulate=1",
+            "adapter.kind=lora", "adapter.rank=4", "quantize=fp8",
+        )),
         ("fsdp", ("parallel.expert=2", *(f"model.config.{key}={value}" for key, value in (
             ("model_type", "olmoe"), ("num_experts", 4), ("num_experts_per_tok", 2)))))
     ],

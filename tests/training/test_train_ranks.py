@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import rank_training
 from rank_processes import Ranks
@@ -19,6 +20,7 @@ from test_forged_checkpoints import sealed
 from tiny_training import losses_in_log, options_for
 from trainfit.cli.train import _with_count
 from trainfit.spec.errors import InputError
+from trainfit.training.export.tensors import CheckpointTensors
 from trainfit.training.log import LOG
 from trainfit.training.loop import train
 
@@ -93,10 +95,33 @@ def test_tensor_parallel_ranks_have_the_losses_of_one_process_and_keep_their_num
     assert resumed["losses"] == other["losses"] == pytest.approx(one[2:], abs=EQUAL)
     with pytest.raises(AssertionError, match="parallel.tensor = 1: the run was started with 2"):
         run(4, "batch.micro=1", resume=True)
-    with pytest.raises(AssertionError, match="in the order of the ranks"):
-        run(4, "parallel.tensor=2", "model.implementation=native", resume=True)
     with pytest.raises(AssertionError, match="cannot hold the 8-bit or 4-bit moments of FSDP2's shards"):
         ranks.run(rank_training.trained, tmp_path / "codes", "fsdp", 2, "optimizer.name=adamw8bit")
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("adapter.kind=lora", "adapter.rank=4", "quantize=fp8")], ids=["weights", "adapter"]
+)
+def test_native_tensor_parallel_ranks_resume_from_the_models_rows(ranks, tmp_path, settings) -> None:
+    """Fused projections are in the model's order in checkpoints, whose bytes are what one process saves."""
+    fields = ("model.config.num_key_value_heads=2", "batch.accumulate=1", "model.implementation=native")
+    fields = (*fields, *settings)
+    one = rank_training.trained(tmp_path / "one", None, 4, *fields)["losses"]
+
+    def run(steps: int, **more: bool) -> dict:
+        found = ranks.run(
+            rank_training.trained, tmp_path / "two", "auto", steps, *fields, "parallel.tensor=2", **more
+        )
+        return found[0]
+
+    assert run(2)["losses"] == pytest.approx(one[:2], abs=1e-5)
+    assert run(4, resume=True)["losses"] == pytest.approx(one[2:], abs=1e-5)
+    whole = CheckpointTensors(tmp_path / "one" / "checkpoints" / "step-00000004")
+    shards = CheckpointTensors(tmp_path / "two" / "checkpoints" / "step-00000004")
+    assert whole.forms == shards.forms
+    for name in whole.forms:
+        expected, found = whole.read(name).float(), shards.read(name).float()
+        assert torch.allclose(found, expected, atol=0 if "codes" in name else 1e-4, rtol=0), name
 
 
 def test_ranks_that_share_experts_resume_bit_for_bit_and_go_on_in_one_process(ranks, tmp_path) -> None:

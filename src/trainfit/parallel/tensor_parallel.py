@@ -198,6 +198,16 @@ def share(whole: Tensor, mesh: DeviceMesh, placement: Placement, parts: Sequence
     return torch.cat(mine) if parts else mine[0].clone(memory_format=torch.contiguous_format)
 
 
+def fused_parts(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the parts of each fused projection's tensors, by their names."""
+    return {
+        f"{path}.{name}": module.fused_parts  # pyright: ignore[reportReturnType]
+        for path, module in model.named_modules()
+        if getattr(module, "fused_parts", ())
+        for name in _names(module)
+    }
+
+
 def in_order(in_ranks_order: Tensor, size: int, parts: Sequence[int]) -> Tensor:
     """Return the rows of a fused projection in the model's order, of those of all ``size`` ranks joined."""
     shares = [one.split([part // size for part in parts]) for one in in_ranks_order.chunk(size)]

@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainfit.models.layers import code_names
+from trainfit.parallel.tensor_parallel import fused_parts
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
 from trainfit.spec.parsing.parse import parse
 from trainfit.step import Step
 from trainfit.training import durable, shards, state
 from trainfit.training.folder import RUN, existing, name_of, write_best
+from trainfit.training.fused_shards import in_model_order
 from trainfit.training.ranks.exchange import Ranks
 from trainfit.training.saved_state import Best, SavedState, check_scaler
 
@@ -70,6 +72,7 @@ def save(
     if ranks.several:
         tensors = _prefixed("model", model) | _prefixed("optimizer", optimizer)
         tensors |= _prefixed("reference", _reference(step))
+        tensors = in_model_order(tensors, fused_parts(step.model))
         random = (generators, generators_plain)
         _save_shards(path, tensors, optimizer_plain, random, dict(queue or {}), plain, run, ranks)
         ranks.on_first(lambda: _remove_old(folder, keep, best, progress))
@@ -217,7 +220,7 @@ def _load_reference(path: Path, saved: shards.Shards | None, step: Step) -> None
             form = forms[f"reference/{name}"]
             state.check_form(name, tensor, form.size, form.properties.dtype)
         if own:
-            saved.read_into(_prefixed("reference", own))
+            saved.read_into(in_model_order(_prefixed("reference", own), fused_parts(step.model)))
     for name, tensor in own.items():
         if not bool(torch.isfinite(shards.local(tensor)).all()):
             remedy = "resume from an older checkpoint"
@@ -255,7 +258,7 @@ def _load_model(saved: shards.Shards, step: Step, shared: Mapping[str, str]) -> 
                 )
             targets[name] = tensor = tensor.view(form.properties.dtype)
         state.check_form(name, tensor, form.size, form.properties.dtype)
-    saved.read_into(_prefixed("model", targets))
+    saved.read_into(in_model_order(_prefixed("model", targets), fused_parts(step.model)))
 
 
 def _owner(path: str) -> str:
@@ -275,7 +278,7 @@ def _optimizer_of(saved: shards.Shards, step: Step, elsewhere: Collection[str]) 
             if parameter is not None and form.size == parameter.shape:
                 like = parameter.detach()
             targets[name] = torch.empty_like(like, dtype=form.properties.dtype)
-    saved.read_into(_prefixed("optimizer", targets))
+    saved.read_into(in_model_order(_prefixed("optimizer", targets), fused_parts(step.model)))
     return targets
 
 

@@ -177,13 +177,8 @@ def _sizes(source: Corpora | Rollouts, plan: RunData | None) -> dict[str, Any]:
 def _refuse_unsavable(recipe: Recipe) -> None:
     """Refuse recipes whose state checkpoints cannot hold.
 
-    Tensor parallel reorders the rows of the native decoder's fused projections. Codes of FSDP2's shards are
-    plain tensors that differ by rank under one name.
+    Codes of FSDP2's shards are plain tensors that differ by rank under one name.
     """
-    if recipe.mesh.tensor > 1 and recipe.model.implementation == "native":
-        problem = "checkpoints would hold the native decoder's fused projections in the order of the ranks"
-        remedy = "use model.implementation: hf, or parallel.tensor: 1"
-        raise InputError(problem, remedy, field="parallel.tensor", value=recipe.mesh.tensor)
     name, shards_weights = recipe.optimizer.name, recipe.hardware.count > 1 and recipe.mesh.shards_weights
     facts = registry.optimizer_facts(name)
     if facts is not None and not facts.states:

@@ -47,6 +47,10 @@ RANKS = (
         "(tensor, group)",
     ),
     entry(
+        "torch.distributed.tensor._shards_wrapper:LocalShardsWrapper",
+        "checkpoints with the model's rows of fused projections",
+    ),
+    entry(
         "torch.distributed.device_mesh:DeviceMesh._flatten", "ranks that share weights and sequences",
         "(self, mesh_dim_name=, backend_override=)",
     ),
