@@ -463,3 +463,9 @@ def test_a_process_trains_after_the_checks() -> None:
     """PyTorch's own fake mode, in a CUDA build without a GPU, is an invalid access in the next backward."""
     done = subprocess.run([sys.executable, "-c", UNCHANGED], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("function", [str.upper, list.append, torch._C._current_autograd_node])
+def test_a_signature_that_python_3_13_generates_is_none_of_the_library(function: object) -> None:
+    """``($self, /)`` and ``($self, object, /)`` stand for no declaration, so the form is that of 3.11."""
+    assert form_of(function) == "builtin"

@@ -35,6 +35,8 @@ ABSENT = "absent"
 """Form of a name that some of the checked versions or builds do not have; trainfit does without it there."""
 INSTANCE = "instance attribute"
 """Form of an attribute that the methods of its class set."""
+GENERATED_SIGNATURES = ("($self, /)", "($self, object, /)")
+"""What Python 3.13 and later give a function in C that declares no signature and takes no or one argument."""
 
 FAILS = "fails in a small call"
 
@@ -192,6 +194,8 @@ def form_of(stored: Any) -> str:
     if not callable(stored):
         return type(stored).__name__ if isinstance(stored, bool | list | dict) else "value"
     try:
+        if getattr(stored, "__text_signature__", None) in GENERATED_SIGNATURES:
+            raise ValueError
         return _parameters(inspect.signature(stored))
     except ValueError:  # A function in C; pybind11 begins its docstring with its declaration.
         declared = re.match(rf"{re.escape(stored.__name__)}\((.*)\) -> ", str(stored.__doc__))
