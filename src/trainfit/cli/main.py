@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import typer
 
 import trainfit
-from trainfit.cli import options
+from trainfit.cli import options, welcome
 from trainfit.cli.resumable import saved_by
 from trainfit.models.quiet_torchao import LOGGERS
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, InputError
@@ -123,10 +123,12 @@ def _run(words: list[str]) -> object:
             raise InputError("has a NUL character in it", "remove it", value=word)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
-    if words and (answer := answer_verb(words[0])) is not None:
+    if not words:
+        return welcome.show()
+    if (answer := answer_verb(words[0])) is not None:
         raise UsageError(answer)
     try:
-        code = app()(words or ["--help"], standalone_mode=False, prog_name="trainfit", obj=words)
+        code = app()(words, standalone_mode=False, prog_name="trainfit", obj=words)
         if code == EXIT_INTERRUPTED:  # What some versions of typer return in place of Ctrl-C's exception.
             raise KeyboardInterrupt
         return code

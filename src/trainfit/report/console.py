@@ -16,7 +16,7 @@ from trainfit.spec.files import writing
 from trainfit.spec.printable import PROGRESS_THREAD, STANDARD_OUTPUT, printable
 from trainfit.spec.terminal import Terminal
 
-FIRST_LINE_S, NEXT_LINE_S = 0.6, 5.0
+FIRST_LINE_S, NEXT_LINE_S = 0.3, 5.0
 """Seconds after which progress is written where there is no terminal, and between its lines."""
 
 console = Terminal  # On standard output; it reads no styles out of text.
