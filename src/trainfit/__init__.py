@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
     from trainfit.spec.result import Estimate, Measurement
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Estimate", "InputError", "Measurement", "Recipe", "__version__", "explain", "export",
     "import_config", "load_recipe", "measure", "mfu", "plan", "predict", "trace", "train", "watch",
