@@ -5,6 +5,8 @@
 #   make test-libraries   tests of scripts that use TRL, Lightning and others, and of the page in a browser,
 #                         in an environment of their own
 #   make test-oldest      the tests with the oldest versions that pyproject.toml allows, likewise
+#   make test-versions    those that depend most on the versions of Python, torch and transformers, such as with
+#                         VENV=.venv-3.13 PYTHON=python3.13
 #   make docs    the documentation site, in build/site
 #   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
@@ -30,7 +32,7 @@ OLDEST := $(OLDEST_VENV)/bin
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs evidence docs test test-fast setup-libraries test-libraries chromium test-oldest test-oldest-cli check lint types floors setup clean
+.PHONY: demo outputs evidence docs test test-fast test-versions setup-libraries test-libraries chromium test-oldest test-oldest-cli check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -67,6 +69,13 @@ FAST ?= tests/spec tests/catalog tests/ledger tests/report tests/test_step.py te
   tests/test_record_digests.py
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --fast $(FAST)
+
+# docs/internals/versions.md says with which versions they pass.
+VERSIONS ?= tests/models tests/virtual/test_torch_internals.py tests/virtual/test_golden.py \
+  tests/virtual/test_model_families_by_version.py tests/prediction/test_predict.py tests/prediction/test_versions.py \
+  tests/cli/test_cli.py tests/cli/test_cli_verbs.py tests/test_step.py
+test-versions: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow' $(VERSIONS)
 
 setup-libraries: $(LIBRARIES_STAMP)
 

@@ -147,7 +147,7 @@ def test_a_process_prints_its_version_and_an_ascii_terminal_gets_question_marks(
     words = ["predict", "tiny-cpu", "--set", "batch.seq=16"]
     assert main(["--version"]) == main(words) == 0  # The other process finds its ledger in the cache.
     out = capsys.readouterr().out
-    assert out.startswith("trainfit 0.1.0\n")
+    assert out.startswith("trainfit 0.2.0\n")
     assert "parameters · recipe" in out
     done = trainfit(*words, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
