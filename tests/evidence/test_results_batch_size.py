@@ -4,6 +4,7 @@ from evidence.scripts.tables import batch_size
 from page_claims import check
 from trainfit.bench.workloads import few_tokens, token_budget
 from trainfit.catalog.load import gpu
+from trainfit.report.bench_plot import number
 
 PAGE = "evidence/pages/batch-size.md"
 
@@ -36,3 +37,26 @@ def test_rows_of_the_techniques_table_are_against_the_reference() -> None:
     assert [row[0].split("`")[1] for row in rows] == [f"batch.micro: {micro}" for micro in (1, 2, 8)]
     assert [row[1][0] for row in rows] == ["-", "-", "+"]  # Memory
     assert [row[3][0] for row in rows] == ["+", "+", "-"]  # A token's time
+
+
+def test_what_a_fixed_budget_costs() -> None:
+    rows = {(int(one.point["batch"]), int(one.point["seen"])): one for one in batch_size._losses()}
+    seen = max(at for _, at in rows)
+    loss = {batch: number(row, "loss") or 0.0 for (batch, at), row in rows.items() if at == seen}
+    best = min(loss.values())
+    small = [value for batch, value in loss.items() if batch <= 1024]
+    check(
+        PAGE,
+        "From 256 to 1,024 tokens the loss is the same within # %",
+        (100 * (max(small) / min(small) - 1),),
+    )
+    doubled = [loss[2**power] for power in range(10, 16)]
+    assert doubled == sorted(doubled)
+    check(PAGE, "the fastest for its loss by far: # % worse", (100 * (loss[16384] / best - 1),))
+    by_rate = {(int(one.point["batch"]), float(one.point["rate"])): number(one, "loss") or 0.0
+               for one in batch_size._losses(batch_size.RATE)}  # fmt: skip
+    assert by_rate[32768, 0.5] < 4 < 5.4 < by_rate[32768, 1.0]
+    assert min(by_rate[65536, factor] for factor in (0.5, 1.0, 2.0)) > 5.4
+    steps_ms = [1e3 * (number(one, "step_s") or 0.0) for one in batch_size._losses(batch_size.RATE)
+                if int(one.point["batch"]) <= 16384]  # fmt: skip
+    assert 4 < min(steps_ms) < max(steps_ms) < 7

@@ -25,6 +25,18 @@ def test_the_bound() -> None:
     check(PAGE, "a model that knows the rule reaches #", (experiment.bound(experiment.FULL["cpu"]),))
 
 
+def test_on_a_gpu_layers_matter_at_the_low_rate_alone() -> None:
+    check(PAGE, "of which the least possible loss is #", (experiment.bound(experiment.FULL["cuda"]),))
+    ends = tables.ends("cuda")
+    for layers in ("p-tuning, mlp", "p-tuning, lstm", "prefix, mlp"):
+        assert ends[layers, 0.001] < 0.8
+    assert ends["prompt", 0.001] > 2.4
+    assert ends["prefix", 0.001] > 3.6
+    assert ends["prompt", 0.01] < 0.8 < 0.9 < ends["prefix", 0.01]
+    assert ends["prefix", 0.03] < 0.8
+    assert ends["prefix, mlp", 0.3] > 3
+
+
 def test_what_is_kept_is_the_closed_form() -> None:
     found = tables.sweep("soft-prompts")
     for name in ("prompt", "prefix"):

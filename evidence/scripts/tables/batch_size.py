@@ -43,12 +43,9 @@ def _trained() -> BenchResult | None:
 
 
 def _losses(key: str = BUDGET) -> list[BenchRow]:
-    """Return the rows of one budget: the experiment's, or else the largest of an earlier form."""
+    """Return the rows of the training on a fixed number of tokens."""
     found = _trained()
-    rows = [] if found is None else [row for row in found.rows if key in row.point]
-    known = {int(row.point["budget"]) for row in rows}
-    budget = max(known & {token_budget.SIZES[name].budget for name in ("full", "cpu")} or known, default=0)
-    return [row for row in rows if row.point["budget"] == budget]
+    return [] if found is None else [row for row in found.rows if key in row.point]
 
 
 def machine() -> str:
