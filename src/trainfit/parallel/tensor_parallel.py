@@ -34,6 +34,8 @@ class TokenShards:
     mesh: DeviceMesh
     batch_shape: tuple[int, int] = (0, 0)
     """(b, s)"""
+    own: Tensor | None = None
+    """This rank's tokens of what the running part has gathered, [1, t / n, e]."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -102,14 +104,20 @@ def replicate(module: nn.Module, tokens: TokenShards, *, is_shared: bool) -> Non
 
 
 def gather_input(module: nn.Module, tokens: TokenShards) -> None:
-    """Gather the tokens of the module's hidden states before its forward."""
+    """Gather the tokens of the module's hidden states before its forward; ``tokens.own`` has its own."""
 
     def gathered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = args[0] if args else kwargs["hidden_states"]
+        tokens.own = own
         if args:
-            return (tokens.gather(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": tokens.gather(kwargs["hidden_states"])}
+            return (tokens.gather(own), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": tokens.gather(own)}
+
+    def forget(*_: Any) -> None:
+        tokens.own = None
 
     module.register_forward_pre_hook(gathered, with_kwargs=True)
+    module.register_forward_hook(forget)
 
 
 def split_input(module: nn.Module, tokens: TokenShards) -> None:
