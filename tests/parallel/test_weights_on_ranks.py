@@ -15,6 +15,8 @@ LORA = {"adapter": {"kind": "lora"}}
 HALF, WHOLE = 0.5, 1.0
 QUANTISED = 0.824
 """Every rank quantises the blocks' matrices, and keeps its part of the codes; it reads half of the rest."""
+BY_ROWS = 0.611
+"""Matrices whose columns are shared are read whole: a row has one scale. That is 20,480 bytes of 94,848."""
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,8 @@ QUANTISED = 0.824
         ("llama", "hf", {"parallel": {"strategy": "ddp"}}, WHOLE),
         ("llama", "hf", LORA, HALF),
         ("llama", "native", {**LORA, "quantize": "nf4"}, QUANTISED),
+        ("llama", "native", {**LORA, "quantize": "fp8", "parallel": {"tensor": 2}}, BY_ROWS),
+        ("llama", "hf", {**LORA, "quantize": "int8", "parallel": {"tensor": 2}}, BY_ROWS),
     ],
     ids=str,
 )

@@ -76,8 +76,11 @@ def place(tensor: Tensor) -> Any:
     return Place(tensor.untyped_storage(), tensor.dtype, tensor.shape, tensor.stride(), offset)
 
 
-ReadPart = Callable[[tuple[slice, ...]], Tensor]
-"""Returns the part of a tensor that a range of each dimension is, on the host, in any dtype."""
+ReadPart = Callable[[tuple[slice, ...], torch.device], Tensor]
+"""Returns the part of a tensor that a range of each dimension is, in any dtype.
+
+What is computed from a file is computed on the device that is given; what is only read may be on the host.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +91,11 @@ class FileRead:
     dtype: torch.dtype
     read: ReadPart
 
-    def whole(self) -> Tensor:
+    def whole(self, device: torch.device) -> Tensor:
         """Return all of it."""
-        return self.read(tuple(slice(0, size) for size in self.shape))
+        return self.read(tuple(slice(0, size) for size in self.shape), device)
 
-    def part(self, at: Place) -> Tensor | None:
+    def part(self, at: Place, device: torch.device) -> Tensor | None:
         """Return the part that a view is; None: it is no range of each dimension, or it is all."""
         strides = torch.empty(self.shape, device=META).stride()
         if at.shape == self.shape or (at.dtype, at.stride) != (self.dtype, strides):
@@ -101,7 +104,7 @@ class FileRead:
         for size, stride in zip(at.shape, strides, strict=True):
             start, rest = divmod(rest, stride)
             ranges.append(slice(start, start + size))
-        return self.read(tuple(ranges))
+        return self.read(tuple(ranges), device)
 
 
 class Call(NamedTuple):
@@ -201,6 +204,12 @@ class DeferredInit(TorchDispatchMode):
         """Record that a contiguous tensor on meta is read from a file, in place of its values so far."""
         read_whole, used = FileRead(tensor.shape, tensor.dtype, read), address(tensor)
         self._calls.append(Call(read_whole, (place(tensor),), {}, [], frozenset([used]), used))
+
+    def source_of(self, tensor: Tensor) -> ReadPart | None:
+        """Return how a tensor on meta is read, if nothing is computed of it before; None: it is not."""
+        last = next((call for call in reversed(self._calls) if address(tensor) in call.uses), None)
+        is_read = last is not None and isinstance(last.func, FileRead) and last.func.shape == tensor.shape
+        return last.func.read if is_read else None
 
     @torch.no_grad()
     def materialise(self, module: nn.Module, device: torch.device) -> None:
@@ -303,7 +312,7 @@ class _Replay:
         if isinstance(call.func, FileRead):
             at = call.args[0]
             if at.address in self._memory:
-                at.of(self._memory[at.address]).copy_(call.func.whole())
+                at.of(self._memory[at.address]).copy_(call.func.whole(self._device))
             else:
                 self._unread[at.address] = call.func
             return
@@ -327,11 +336,11 @@ class _Replay:
         for at in args:
             if isinstance(at, Place) and (unread := self._unread.pop(at.address, None)) is not None:
                 memory = self._memory[at.address] = at.allocated(self._device)
-                memory.view(unread.shape).copy_(unread.whole())
+                memory.view(unread.shape).copy_(unread.whole(self._device))
 
     def _real(self, at: Place) -> Tensor:
         if (unread := self._unread.get(at.address)) is not None:
-            part = unread.part(at)
+            part = unread.part(at, self._device)
             if part is not None:
                 return part.to(self._device, at.dtype)
             self._read_whole([at])

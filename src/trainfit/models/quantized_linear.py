@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
+from trainfit.models.deferred_init import ReadPart, deferred
 from trainfit.spec.quantize import Quantized
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -60,11 +61,27 @@ class QuantizedLinear(nn.Linear):
         """Quantise a weight ([out, in], on the layer's device) into the layer's memory, and copy the bias."""
         if weight.shape != self.shape:
             raise ValueError(f"weight {list(weight.shape)}: the layer has {self.shape[0]} x {self.shape[1]}")
-        for memory, part in zip(self._parts(), self._quantize(weight.contiguous()), strict=True):
-            if memory is not part:
-                memory.copy_(part)
+        if not self._reads_rows_of(weight):
+            for memory, part in zip(self._parts(), self._quantize(weight.contiguous()), strict=True):
+                if memory is not part:
+                    memory.copy_(part)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
+
+    def _reads_rows_of(self, weight: Tensor) -> bool:
+        """Record codes and scales of a weight that a file has as read by rows; return whether it is so.
+
+        A rank of tensor parallel then reads and quantises those rows alone whose outputs it has.
+        """
+        recorded = deferred() if self.kind in ROW_CODES else None
+        source = recorded.source_of(weight) if recorded is not None and weight.is_contiguous() else None
+        if recorded is None or source is None:
+            return False
+        quantized = _QuantizedRows(source, self.in_features, weight.dtype, ROW_CODES[self.kind])
+        recorded.read(self.codes, quantized.codes)  # pyright: ignore[reportArgumentType]
+        recorded.read(self.scales, quantized.scales)  # pyright: ignore[reportArgumentType]
+        recorded.forget([weight])
+        return True
 
     def _empty(self, device: torch.device | str) -> Any:
         """Allocate the tensors of the layout, a named tuple."""
@@ -161,6 +178,35 @@ class QuantizedLinear(nn.Linear):
     def _part(self, name: str) -> Tensor:
         part = getattr(self, name)
         return part.view(self._viewed[name]) if name in self._viewed else part
+
+
+class _QuantizedRows:
+    """Codes and scales of rows of a weight that a file has."""
+
+    def __init__(self, source: ReadPart, num_columns: int, dtype: torch.dtype, code: torch.dtype):
+        self._source, self._columns = source, slice(0, num_columns)
+        self._dtype, self._code = dtype, code
+        self._next: dict[tuple[str, int, int], Tensor] = {}
+        """What was computed with what was asked for, and is asked for next."""
+
+    def codes(self, ranges: tuple[slice, ...], device: torch.device) -> Tensor:
+        """Return the codes of a range of rows and columns. A row's scale is of all its columns."""
+        of_rows, of_columns = ranges
+        return self._part("codes", of_rows, device)[:, of_columns]
+
+    def scales(self, ranges: tuple[slice, ...], device: torch.device) -> Tensor:
+        """Return the scales of a range of rows."""
+        return self._part("scales", ranges[0], device)
+
+    def _part(self, name: str, of_rows: slice, device: torch.device) -> Tensor:
+        at = of_rows.start, of_rows.stop
+        if (known := self._next.pop((name, *at), None)) is not None:
+            return known
+        weight = self._source((of_rows, self._columns), device).to(device, self._dtype)
+        quantized = rows.quantize_rows(weight, self._code)._asdict()
+        found = quantized.pop(name)
+        self._next |= {(other, *at): part for other, part in quantized.items()}
+        return found
 
 
 class _Product(torch.autograd.Function):

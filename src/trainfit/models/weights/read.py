@@ -123,7 +123,7 @@ class Weights:
         for stored in self.found.parts[name]:
             stored.of(tensor).copy_(self._tensor(stored, ()))
 
-    def _part(self, name: str, ranges: Ranges) -> Tensor:
+    def _part(self, name: str, ranges: Ranges, device: torch.device) -> Tensor:
         """Return a part of a parameter, on the host, in the dtype that it is stored in."""
         shape = self._shapes[name]
         sizes = [one.stop - one.start for one in ranges]
