@@ -21,7 +21,7 @@ from pathlib import Path
 
 from evidence.scripts.fill_tables import pages
 
-VERBS = {"predict", "explain", "import", "plan", "mfu", "gpus", "models", "communication", "ultrascale"}
+VERBS = set("predict explain import plan trace mfu gpus models communication ultrascale".split())
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"Save this as `([\w./-]+)`:\n\n```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NUMBERS = re.compile(r"[\d,.]+|[▀-▟]+|[KMG]iB|\s+")

@@ -10,9 +10,10 @@ from command_worker import Worker
 from evidence.scripts.fill_outputs import commands, fill, refreshed
 from page_claims import ROOT
 
-PAGES = ("docs/guide/mfu.md", "docs/guide/predict.md", "docs/reference/gpus.md", "docs/reference/models.md",
+TASKS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/tasks").glob("*.md"))
+PAGES = (*TASKS, "docs/guide/predict.md", "docs/reference/gpus.md", "docs/reference/models.md",
          "docs/internals/communication.md")  # fmt: skip
-"""The others take a minute of processor time: ``make outputs``."""
+"""The ten tasks, and some. The others take a minute of processor time: ``make outputs``."""
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the pages show torch 2.13's output")

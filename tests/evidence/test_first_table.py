@@ -1,4 +1,4 @@
-"""The first table that a reader meets: README.md and accuracy.md show what the records give."""
+"""The first table that a reader meets: README.md and evidence/README.md show what the records give."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from evidence.scripts.tables import accuracy, blind, first, plan_choices, severa
 from evidence.scripts.tables.errors import exact
 from page_claims import ROOT, check
 
-PAGES = ("README.md", "evidence/pages/accuracy.md")
+PAGES = ("README.md", "evidence/README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,7 +15,7 @@ from evidence.scripts.tables.published import held_out, kind
 from page_claims import check
 from trainfit.catalog.load import gpu
 
-PAGE, COST = "evidence/pages/accuracy.md", "docs/guide/cost.md"
+PAGE, COST = "evidence/pages/accuracy.md", "docs/tasks/cost.md"
 
 
 def test_at_least_ten_runs_have_a_source_and_their_large_errors_a_cause() -> None:

@@ -7,7 +7,7 @@ from trainfit.bench.workloads import pointer_chase
 from trainfit.catalog.load import gpu
 from trainfit.spec.units import GIB, KIB, MIB
 
-BUSY, GENERATION = "docs/guide/busy.md", "evidence/pages/generation.md"
+BUSY, GENERATION = "docs/tasks/busy.md", "evidence/pages/generation.md"
 HIERARCHY = "evidence/pages/memory-hierarchy.md"
 
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import pickletools
 import struct
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from trainfit.cli.main import main
+from trainfit.explanation.oom_text import read_message
 from trainfit.explanation.peak import difference
 from trainfit.explanation.snapshot.explain import explain_snapshot, explained_snapshot
 from trainfit.explanation.snapshot.read import Frame, read_snapshot
@@ -421,6 +423,15 @@ def test_an_error_message_is_explained(name: str, tmp_path: Path, capsys: pytest
     log.write_text("step 1 loss 3.5\n" * 100_000 + "CUDA out of memory is what we fear.\n" + text + "\n")
     assert main(["explain", str(log)]) == 0
     assert line in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_with_wrapped_lines_says_the_same(name: str, width: int) -> None:
+    text, _ = MESSAGES[name]
+    wrapped = textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False)
+    assert wrapped.count("\n") > 1
+    assert read_message(wrapped) == read_message(text)
 
 
 def test_a_log_without_one_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The message of an OutOfMemoryError, read.
 
-PyTorch's messages changed over the years; these are read, with any of their figures left out:
+PyTorch's messages changed over the years; these are read, with any of their figures left out, also where
+a terminal or a log has wrapped their lines:
 
     CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which 76.64
     GiB is free. Including non-PyTorch memory, this process has 2.53 GiB memory in use. 1.86 GiB allowed; Of
@@ -20,16 +21,17 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.units import GIB, KIB, MIB, TIB
 from trainfit.spec.value import Bytes, Value
 
-SIZE = r"(?P<{name}>\d[\d,]{{0,20}}(?:\.\d{{1,9}})?) ?(?P<unit_of_{name}>bytes|B|[KMGT]i?B)\b"
+SIZE = r"(?P<{name}>\d[\d,]{{0,20}}(?:\.\d{{1,9}})?)\s*(?P<unit_of_{name}>bytes|B|[KMGT]i?B)\b"
 UNITS = {"B": 1, "K": KIB, "M": MIB, "G": GIB, "T": TIB}
-IS_ONE = re.compile(r"out of memory", re.IGNORECASE)
+IS_ONE = re.compile(r"out\s+of\s+memory", re.IGNORECASE)
 LONGEST_MESSAGE = 1 << 12
 LONGEST = 1 << 20
 """Characters of a text that are searched, from the last message on."""
 
 
 def _size(name: str, pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern.replace("SIZE", SIZE.format(name=name)), re.IGNORECASE | re.DOTALL)
+    wrapped = pattern.replace(" ", r"\s+")  # Before SIZE, which has classes of its own.
+    return re.compile(wrapped.replace("SIZE", SIZE.format(name=name)), re.IGNORECASE | re.DOTALL)
 
 
 FIGURES = {
