@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from adapter_shards import compile_whole
 from tiny_recipe import tiny_recipe, wide_recipe
 from trainfit.spec.recipe import Batch, Hardware, Optimizer, Parallel, Recipe
 from trainfit.step import assemble
@@ -39,11 +39,6 @@ def losses_and_norms(recipe: Recipe) -> tuple[list[float], dict[str, float]]:
 
     losses = [step(step.random_batches(10 * n), on_phase=on_phase).item() for n in range(STEPS)]
     return losses, norms
-
-
-def compile_whole(module: nn.Module) -> None:
-    """Compile without Inductor; a break of the graph is an error."""
-    module.compile(backend="aot_eager", fullgraph=True)
 
 
 def apart(implementation: str, config: dict[str, Any], fields: dict[str, Any], mesh: dict[str, Any]) -> float:

@@ -60,6 +60,16 @@ def test_a_quantised_base_is_shared_by_rows_and_columns(ranks: Ranks, kind: str,
     assert_equal(ranks.run(cases.apart, implementation, bias, fields, 2))
 
 
+@pytest.mark.parametrize("fields", [{}, {"compile": "block", "recompute": "full"}], ids=str)
+def test_products_in_fp8_differ_by_their_rounding(ranks: Ranks, fields: dict[str, Any]) -> None:
+    """A row of inputs that ranks share has a scale on each rank."""
+    in_fp8 = {"adapter": LORA, "quantize": {"kind": "fp8", "compute": "fp8"}, **fields}
+    for loss, gradients, weights in ranks.run(cases.apart, "native", {"hidden_size": 64}, in_fp8, 2):
+        assert loss <= 1e-3
+        assert gradients <= 0.1
+        assert weights == 0
+
+
 def test_layers_without_an_adapter_are_shared_quantised(ranks: Ranks) -> None:
     adapter = Adapter(kind="lora", rank=4, targets=("v_proj",))
     assert_equal(ranks.run(cases.apart, "hf", {}, {"adapter": adapter, "quantize": "fp8"}, 2))

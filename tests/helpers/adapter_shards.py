@@ -3,17 +3,21 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from sharded_training import compile_whole
 from tiny_recipe import tiny_recipe
 from trainfit.parallel.tensor_parallel import fused_parts, in_order, share
 from trainfit.spec.recipe import Hardware, Parallel, Recipe
 from trainfit.step import Step, assemble
 
 CPU = torch.device("cpu")
+
+
+def compile_whole(module: nn.Module) -> None:
+    """Compile without Inductor; a break of the graph is an error."""
+    module.compile(backend="aot_eager", fullgraph=True)
 
 
 def whole(value: Any, parts: tuple[int, ...]) -> Tensor:
@@ -27,19 +31,20 @@ def whole(value: Any, parts: tuple[int, ...]) -> Tensor:
     return in_order(full, value.device_mesh.size(), parts) if parts else full
 
 
-def assembled(recipe: Recipe) -> Step:
+def assembled(recipe: Recipe, device: torch.device) -> Step:
     """Return the step on this process, whose adapters' products are not 0 as they are at first."""
     sizes = recipe.mesh.dimensions
     mesh = (
-        init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if recipe.hardware.count > 1
         else None
     )
-    step = assemble(recipe, CPU, compiler=compile_whole, mesh=mesh)
+    compiler = compile_whole if device == CPU else None
+    step = assemble(recipe, device, compiler=compiler, mesh=mesh)
     parts, generator = fused_parts(step.model), torch.Generator().manual_seed(1)
     for name, parameter in step.model.named_parameters():
         if "lora_B" in name:
-            full = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1
+            full = torch.randn(parameter.shape, generator=generator).to(device, parameter.dtype) * 0.1
             with torch.no_grad():
                 if isinstance(parameter, DTensor):
                     (placement,) = parameter.placements
@@ -67,7 +72,11 @@ def loss_and_tensors(step: Step) -> tuple[float, dict[str, Tensor], dict[str, Te
 
 
 def apart(
-    implementation: str, config: dict[str, Any], fields: dict[str, Any], count: int
+    implementation: str,
+    config: dict[str, Any],
+    fields: dict[str, Any],
+    count: int,
+    device: torch.device = CPU,
 ) -> tuple[float, float, float]:
     """Return the largest differences between ``count`` ranks and one process.
 
@@ -77,8 +86,8 @@ def apart(
     model = recipe.model.model_copy(update={"config": {**dict(recipe.model.config), **config}})  # pyright: ignore
     alone = recipe.model_copy(update={"model": model})
     update = {"hardware": Hardware(gpu="h200", count=count), "parallel": Parallel(tensor=count)}
-    loss, gradients, state = loss_and_tensors(assembled(alone))
-    found, found_gradients, found_state = loss_and_tensors(assembled(alone.model_copy(update=update)))
+    loss, gradients, state = loss_and_tensors(assembled(alone, device))
+    found, found_gradients, found_state = loss_and_tensors(assembled(alone.model_copy(update=update), device))
     assert found_gradients.keys() == gradients.keys()
     assert found_state.keys() == state.keys()
     return (
