@@ -19,6 +19,7 @@ from tiny_sweep import BASE, sweep_of
 from trainfit.cli.main import main
 from trainfit.measurement import process
 from trainfit.measurement.fork_server import ready_to_fork
+from trainfit.records import read_jsonl
 from trainfit.report import sweep as report
 from trainfit.report.html import sweep_page as page
 from trainfit.report.sweep import markdown_table, text_table, unit
@@ -131,6 +132,28 @@ def test_every_ending_is_a_typed_row_and_costs_only_itself(ended: Any):
     assert ("predict", "impossible") not in forks.ran  # refused before a process is started
     assert rows["killed"].predicted_bytes == rows["fine"].predicted_bytes
     assert "the reason" in next((folder / LOGS).glob("exits-*-measure.txt")).read_text()
+
+
+def test_tokens_of_pairs_and_of_policies_are_counted_as_predicted() -> None:
+    files = sorted((Path(__file__).parents[2] / "evidence/records/rl-phases").glob("*-measured.jsonl"))
+    found = [one for file in files for one in read_jsonl(file) if one.measurement is not None]
+    for one in found:
+        measurement = one.measurement
+        assert measurement is not None
+        if measurement.status != "done":
+            continue
+        row = Row(
+            variant="a", recipe=one.recipe or {}, recipe_id=one.recipe_id or "", status="done",
+            measurement=measurement, outcomes={"measure": one.outcome} if one.outcome else {},
+        )  # fmt: skip
+        loop = measurement.loop
+        expected = measurement.tokens_per_s
+        if loop is not None:
+            expected = loop.longest.new_tokens_per_s if loop.longest else None
+        if expected is not None:
+            assert row.tokens_per_s == pytest.approx(expected)
+        if row.recipe["objective"]["name"] == "dpo":
+            assert row.tokens_per_s == pytest.approx(2 * 1024 * (row.samples_per_s or 0), rel=0.01)
 
 
 def test_what_is_done_is_predicted_measured_and_trained(ended: Any):

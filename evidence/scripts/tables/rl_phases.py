@@ -201,23 +201,47 @@ def utilisation() -> str:
     return NOT_MEASURED
 
 
+def preferences() -> str:
+    """Return peak and time of steps of DPO, measured, with the errors of the predictions."""
+    rows = []
+    for one in (*pairs("preferences-one-gpu"), *pairs("preferences-two-gpus")):
+        recipe, step_s, peak = one.recipe, one.measured.step_s, one.measured.peak_allocated_bytes
+        if step_s is None or peak is None or one.predicted.step_s is None:
+            continue
+        rate = one.measured.tokens_per_s or 0.0
+        rows.append((
+            one.model, str(recipe.hardware.count), one.trains(), one.record.recipe["recompute"],
+            f"{recipe.batch.micro} x {recipe.batch.seq}", _gib(one.predicted.peak_allocated_bytes, peak),
+            f"{step_s:.3f} ({one.predicted.step_s / step_s - 1:+.1%})", f"{rate:,.0f}",
+        ))  # fmt: skip
+    heads = ("model", "GPUs", "trains", "recomputed", "pairs", "peak, GiB", "a step, s", "tokens/s")
+    return markdown_grid(heads, rows, 4) if rows else NOT_MEASURED
+
+
 def frontier() -> str:
     """Return the peak of loops by batch and length, predicted and measured."""
     rows = []
-    for one in pairs("frontier"):
+    for one in sorted(pairs("frontier"), key=_size):
         recipe = one.recipe
         policy = recipe.objective
         assert isinstance(policy, Policy)
-        measured = one.measured.peak_allocated_bytes
-        cell = "out of memory" if one.measured.status == "out-of-memory" else NOT_MEASURED
-        if measured is not None:
-            cell = _gib(one.predicted.peak_allocated_bytes, measured)
+        measured, predicted = one.measured.peak_allocated_bytes, one.predicted.peak_allocated_bytes
+        if one.measured.status == "out-of-memory":
+            cell = f"out of memory ({predicted / GIB:.2f} predicted)"
+        else:
+            cell = NOT_MEASURED if measured is None else _gib(predicted, measured)
         rows.append((
             one.model, f"{policy.prompts} x {policy.group}", f"{policy.max_prompt} + {policy.max_new}",
             str(policy.rollout.batch), str(recipe.batch.micro), cell, "yes" if one.predicted.fits else "no",
         ))  # fmt: skip
     heads = ("model", "completions", "prompt + new", "at a time", "micro-batch", "peak, GiB", "fits")
     return markdown_grid(heads, rows, 2) if rows else NOT_MEASURED
+
+
+def _size(pair: Pair) -> tuple[str, int, int, int]:
+    policy = pair.recipe.objective
+    assert isinstance(policy, Policy)
+    return (pair.model, policy.completions, policy.max_new, pair.recipe.batch.micro)
 
 
 def _share(value: float | None) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from trainfit.spec.objective import Preference
 from trainfit.spec.recipe import Parallel, Recipe
 from trainfit.spec.result import Estimate, Loop, Measurement, Outcome, WhichPeak
 from trainfit.spec.schedule import ScheduleField
@@ -175,7 +176,7 @@ class Row(Value):
 
     @property
     def samples(self) -> int:
-        """Sequences of one step of all GPUs."""
+        """Examples of one step of all GPUs: sequences, or pairs of answers."""
         batch, count = self.recipe["batch"], self.recipe.get("hardware", {}).get("count", 1)
         mesh = Parallel(**self.recipe.get("parallel", {})).over(count)
         return batch["micro"] * batch["accumulate"] * mesh.data_ranks
@@ -266,8 +267,16 @@ class Row(Value):
 
     @property
     def tokens_per_s(self) -> float | None:
+        """Measured, counted as ``predicted_tokens_per_s``."""
+        loop = self._loop("measurement")
+        if loop is not None and loop.longest is not None:
+            return loop.longest.new_tokens_per_s
+        if self._timed is not None and self._timed.tokens_per_s:
+            return self._timed.tokens_per_s
         speed = self.samples_per_s
-        return None if speed is None else speed * self.recipe["batch"]["seq"]
+        pairs = self.recipe.get("objective", {}).get("name") == "dpo"
+        sequences = Preference.sequences if pairs else 1
+        return None if speed is None else speed * sequences * self.recipe["batch"]["seq"]
 
     def place(self) -> tuple[int, float] | None:
         """Return measured peak bytes and tokens a second; None where one is not known."""
