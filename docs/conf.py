@@ -44,5 +44,7 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = "trainfit"
 html_copy_source = False
+html_static_path = ["_site/static"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 html_additional_pages = {"index": "start.html"}  # "/" leads to docs/index.html

@@ -42,10 +42,8 @@ def _torchtitan() -> Iterator[str]:
     from torchtitan.config import configs
     from torchtitan.distributed import activation_checkpoint
 
-    sections = {"training": "TrainingConfig", "parallelism": "ParallelismConfig", "compile": "CompileConfig"}
-    for section, kind in sections.items():
-        yield from (f"{section}.{name}" for name in fields(getattr(configs, kind)))
-    yield from (*vars(activation_checkpoint), *vars(loss))
+    yield from fields(configs.TrainingConfig, configs.ParallelismConfig, configs.CompileConfig)
+    yield from (*vars(activation_checkpoint), *vars(loss), "compile")
 
 
 def test_names_of_torchtitan() -> None:
