@@ -93,15 +93,15 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
             "optimizer.lr": 5e-6,
         },
     ),
-    "axolotl, pairs are two sequences": (
+    "axolotl, pairs": (
         ["axolotl/dpo-qwen2.5-0.5b.yaml"],
         [],
-        {"model.config": "qwen2.5-0.5b", "batch.micro": 4, "adapter": None},
+        {"model.config": "qwen2.5-0.5b", "batch.micro": 2, "adapter": None, "objective.name": "dpo"},
     ),
     "axolotl, pairs, LoRA over 8 bits": (
         ["axolotl/dpo-lora-8b.yaml"],
         [],
-        {"model.config": "llama-3-8b", "batch.micro": 4, "quantize.kind": "int8", "adapter.rank": 32},
+        {"model.config": "llama-3-8b", "batch.micro": 2, "quantize.kind": "int8", "adapter.rank": 32},
     ),
     "LLaMA-Factory, LoRA, its defaults": (
         ["llama-factory/qwen3_lora_sft.yaml"],
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "LLaMA-Factory, pairs": (
         ["llama-factory/qwen3_lora_dpo.yaml"],
         [],
-        {"batch.micro": 2, "batch.seq": 2048},
+        {"batch.micro": 1, "batch.seq": 2048, "objective.beta": 0.1, "objective.loss": "sigmoid"},
     ),
     "LLaMA-Factory, second layout": (
         ["llama-factory/v1-quantization.yaml"],
@@ -722,6 +722,45 @@ def test_dpo_of_trl_is_the_objective(
     found = imported([str(tmp_path / "run.py")], model="gpt2")
     assert found.recipe.objective.model_dump(exclude_defaults=True) == expected
     assert found.recipe.batch.micro == 4  # Of pairs, as TRL counts.
+    assert [one.name for one in found.without] == left
+    check(found.recipe)
+
+
+AXOLOTL = "base_model: gpt2\nmicro_batch_size: 4\nsequence_len: 128\nsample_packing: false\n"
+FACTORY = "model_name_or_path: gpt2\nstage: dpo\nfinetuning_type: full\nper_device_train_batch_size: 4\n"
+TUNE = (
+    "model:\n  _component_: torchtune.models.llama3_2.lora_llama3_2_1b\n  lora_attn_modules: [q_proj]\n"
+    "tokenizer:\n  max_seq_len: 128\nbatch_size: 4\nloss:\n  _component_: torchtune.rlhf.loss."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "pairs", "left"),
+    [
+        (AXOLOTL + "rl: dpo\nrl_beta: 0.3\ndpo_label_smoothing: 0.1\n",
+         {"name": "dpo", "beta": 0.3, "label_smoothing": 0.1}, 4, []),
+        (AXOLOTL + "rl: ipo\nrl_beta: 0.3\ntrl: {beta: 0.2}\n",
+         {"name": "dpo", "beta": 0.2, "loss": "ipo"}, 4, []),
+        (AXOLOTL + "rl: dpo\nrpo_alpha: 0.5\n", {"name": "dpo"}, 4, ["rpo_alpha"]),
+        (AXOLOTL + "rl: simpo\n", {"name": "pretrain"}, 8, ["rl"]),
+        (FACTORY + "pref_loss: hinge\npref_beta: 0.05\n",
+         {"name": "dpo", "beta": 0.05, "loss": "hinge"}, 4, []),
+        (FACTORY + "pref_loss: orpo\n", {"name": "pretrain"}, 8, ["stage"]),
+        (FACTORY + "pref_ftx: 0.2\nref_model: gpt2\n", {"name": "dpo"}, 4, ["pref_ftx", "ref_model"]),
+        (TUNE + "DPOLoss\n  beta: 0.05\n  label_smoothing: 0.1\nref_checkpointer: {}\n",
+         {"name": "dpo", "beta": 0.05, "label_smoothing": 0.1}, 4, []),
+        (TUNE + "RSOLoss\n  gamma: 0.2\n", {"name": "dpo", "beta": 0.2, "loss": "hinge"}, 4, []),
+        (TUNE + "SimPOLoss\n", {"name": "pretrain"}, 8, ["loss._component_"]),
+    ],
+)  # fmt: skip
+def test_preferences_of_other_tools(
+    text: str, expected: dict[str, Any], pairs: int, left: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    found = imported([str(tmp_path / "config.yaml")])
+    chosen = found.recipe.objective.model_dump(exclude_defaults=True)
+    assert (chosen or {"name": "pretrain"}) == expected
+    assert found.recipe.batch.micro == pairs
     assert [one.name for one in found.without] == left
     check(found.recipe)
 

@@ -86,6 +86,9 @@ limit_all_gathers xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings cpu_offlo
 """.split()
 """Of FSDP's settings: how modules are grouped, loaded and saved."""
 
+PAIR_LOSSES = ("sigmoid", "ipo", "hinge")
+"""Of pairs, as TRL's DPOTrainer and LLaMA-Factory name them, and the recipe too."""
+
 
 def take_optimizer(reading: Reading, name: str, default: str) -> None:
     """Set ``optimizer.name`` and its implementation from a tool's word."""
@@ -275,6 +278,21 @@ def read_fsdp(reading: Reading) -> None:
 def take_recompute(reading: Reading, name: str, *, default: bool) -> None:
     """Note whether each block is recomputed, by a field that is true or false."""
     reading.know("recompute", reading.flag(name, default), name)
+
+
+def take_pair_loss(reading: Reading, *, loss: str, beta: str, label_smoothing: str) -> None:
+    """Read DPO's loss of pairs: the fields' names of its kind, its beta and the share of wrong labels."""
+    if reading.has(beta) and reading.number(beta) > 0:
+        reading.take(beta, "objective.beta", reading.number(beta))
+    losses = reading.raw(loss)
+    kind = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
+    if kind in PAIR_LOSSES:
+        reading.take(loss, "objective.loss", kind)
+    reading.leave(loss, ("numbers",), "another loss of pairs, with the same log-probabilities")
+    share = reading.number(label_smoothing, 0.0)
+    if kind in (None, "sigmoid") and 0 < share < 0.5:
+        reading.take(label_smoothing, "objective.label_smoothing", share)
+    reading.leave(label_smoothing, ("numbers",), "labels of pairs that are smoothed")
 
 
 def leave_all(reading: Reading, fields: Mapping[str, tuple[tuple[Change, ...], str]]) -> None:

@@ -11,6 +11,7 @@ from trainfit.integrations.importers.vocabulary import (
     take_attention,
     take_bitsandbytes,
     take_lora,
+    take_pair_loss,
     take_recompute,
     take_targets,
 )
@@ -131,7 +132,8 @@ WITHOUT: dict[str, tuple[tuple[Change, ...], str]] = {
     "flash_optimum": (("time",), "another kernel of attention"),
     "center_rewards_coefficient": (("numbers",), "a term of a reward model's loss"),
 }
-PREFERENCE = ("dpo", "ipo", "orpo", "simpo", "cpo", "kto")
+OTHER_PAIRS = ("orpo", "simpo", "cpo")
+"""Losses of pairs without a reference."""
 
 
 def read(reading: Reading) -> None:
@@ -172,7 +174,7 @@ def read(reading: Reading) -> None:
 
 def _batch(reading: Reading) -> None:
     preference = reading.word("rl", "")
-    pairs = 2 if preference in PREFERENCE and preference != "kto" else 1
+    pairs = 2 if preference in OTHER_PAIRS else 1
     note = "a pair is two sequences" if pairs == 2 else ""
     reading.take_or_assume(
         "micro_batch_size", "batch.micro", reading.whole("micro_batch_size", 1) * pairs, note
@@ -188,15 +190,28 @@ def _batch(reading: Reading) -> None:
     )
     reading.idle(["sample_packing", "pad_to_sequence_len", "pad_to_multiple_of", "streaming"])
     reading.leave("batch_size", ("numbers",), "micro_batch_size x gradient_accumulation_steps x GPUs says it")
-    if preference in PREFERENCE:
-        if reading.has("adapter") or preference in ("orpo", "simpo", "cpo"):
-            reading.leave("rl", ("time",), "the forward of the reference or the loss of pairs")
-        else:
-            reading.leave(
-                "rl", ("memory", "time"), "the reference model's weights and forward are not predicted"
-            )
+    if preference in ("dpo", "ipo"):
+        _preference(reading, preference)
+    elif preference in OTHER_PAIRS:
+        reading.leave("rl", ("time",), "another loss of pairs; predicted as next-token training")
     else:
         reading.leave("rl", ("memory", "time"), "another objective; predicted as next-token training")
+
+
+def _preference(reading: Reading, kind: str) -> None:
+    reading.take("rl", "objective.name", "dpo")
+    if kind == "ipo":
+        reading.draft.set("objective.loss", "ipo")
+    take_pair_loss(reading, loss="dpo_loss_type", beta="rl_beta", label_smoothing="dpo_label_smoothing")
+    inner = reading.inside("trl")
+    if inner.has("beta") and inner.number("beta") > 0:  # It comes before rl_beta.
+        reading.draft.forget("objective.beta")
+        inner.take("beta", "objective.beta", inner.number("beta"))
+    reading.leave("rpo_alpha", ("numbers",), "a term of the chosen answers' loss")
+    reading.leave(
+        "precompute_ref_log_probs", ("memory", "time"), "the reference's forward is part of each step"
+    )
+    reading.idle(["dpo_use_weighting", "dpo_use_logits_to_keep", "dpo_norm_loss", "dpo_use_liger_kernel"])
 
 
 def _adapter(reading: Reading) -> None:

@@ -3,11 +3,13 @@
 from trainfit.integrations.importers.base import Importer, Reading
 from trainfit.integrations.importers.tools.transformers import read_trainer
 from trainfit.integrations.importers.vocabulary import (
+    PAIR_LOSSES,
     leave_all,
     take_adapter_variants,
     take_attention,
     take_bitsandbytes,
     take_lora,
+    take_pair_loss,
     take_targets,
 )
 from trainfit.spec.imported import Change
@@ -111,7 +113,7 @@ def read(reading: Reading) -> None:
 
 
 def _batch(reading: Reading, stage: str) -> None:
-    pairs = 2 if stage in PAIRS else 1
+    pairs = 2 if stage in PAIRS and not _is_dpo(reading, stage) else 1
     note = "a pair is two sequences" if pairs == 2 else ""
     name = "per_device_train_batch_size"
     reading.take_or_assume(name, "batch.micro", reading.whole(name, 8) * pairs, note, note)
@@ -168,10 +170,20 @@ def _adapter(reading: Reading, kind: str) -> None:
         )
 
 
+def _is_dpo(reading: Reading, stage: str) -> bool:
+    return stage == "dpo" and reading.word("pref_loss", "sigmoid") in PAIR_LOSSES
+
+
 def _stage(reading: Reading, stage: str, kind: str) -> None:
     changes: tuple[Change, ...] = ("time",) if kind == "lora" else BOTH
+    if _is_dpo(reading, stage):
+        reading.take("stage", "objective.name", "dpo")
+        take_pair_loss(reading, loss="pref_loss", beta="pref_beta", label_smoothing="dpo_label_smoothing")
+        reading.leave("pref_ftx", ("numbers",), "a term of the chosen answers' loss")
+        reading.leave("ref_model", ("numbers",), "a reference of other weights takes the same memory")
+        return
     notes = {
-        "dpo": (changes, "the reference model's forward (and weights without an adapter) is not predicted"),
+        "dpo": (("time",), "another loss of pairs; predicted as next-token training"),
         "kto": (changes, "the reference model's forward (and weights without an adapter) is not predicted"),
         "rm": (("memory",), "a reward head in place of the output layer"),
         "ppo": (BOTH, "sampling, the value and the reward model are not predicted: the update alone is"),

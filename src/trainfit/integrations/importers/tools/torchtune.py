@@ -6,7 +6,7 @@ from typing import Any
 
 from trainfit.integrations.importers import models
 from trainfit.integrations.importers.base import Importer, Reading
-from trainfit.integrations.importers.vocabulary import dtype, leave_all, take_optimizer
+from trainfit.integrations.importers.vocabulary import dtype, leave_all, take_optimizer, take_pair_loss
 from trainfit.spec.imported import Change
 
 COMPONENT = "_component_"
@@ -16,6 +16,9 @@ BUILDER = re.compile(r"^(?:(?P<kind>lora|qlora|dora|qdora)_)?(?P<model>\w+?)(?:_
 ATTENTION_MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 MLP = ["down_proj", "gate_proj", "up_proj"]
 CHUNKED = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")
+DPO = {"DPOLoss": "sigmoid", "RSOLoss": "hinge"}
+"""The recipe's loss of pairs by class."""
+OTHER_PAIRS = ("SimPOLoss",)
 IDLE = """
 output_dir checkpointer resume_from_checkpoint save_adapter_weights_only dataset dataset_val seed shuffle
 epochs max_steps_per_epoch lr_scheduler metric_logger log_every_n_steps log_peak_memory_stats log_level
@@ -135,14 +138,10 @@ def _adapter(inner: Reading, kind: str) -> None:
 
 
 def _batch(reading: Reading) -> None:
-    loss = str(reading.inside("loss").text(COMPONENT, ""))
-    pairs = 2 if "DPO" in loss else 1
-    reading.take_or_assume(
-        "batch_size",
-        "batch.micro",
-        reading.whole("batch_size", 1) * pairs,
-        "a pair is two sequences" if pairs == 2 else "",
-    )
+    loss = str(reading.inside("loss").text(COMPONENT, "")).rpartition(".")[2]
+    pairs = 2 if loss in OTHER_PAIRS else 1
+    note = "a pair is two sequences" if pairs == 2 else ""
+    reading.take_or_assume("batch_size", "batch.micro", reading.whole("batch_size", 1) * pairs, note)
     name = "gradient_accumulation_steps"
     reading.take_or_assume(name, "batch.accumulate", reading.whole(name, 1))
 
@@ -184,6 +183,11 @@ def _loss(reading: Reading) -> None:
     kind = inner.text(COMPONENT, "").rpartition(".")[2]
     if kind in CHUNKED:
         inner.take(COMPONENT, "loss", "chunked")
+    elif kind in DPO:
+        inner.take(COMPONENT, "objective.name", "dpo")
+        reading.draft.set("objective.loss", DPO[kind])
+        take_pair_loss(inner, loss="", beta=inner.first("beta", "gamma"), label_smoothing="label_smoothing")
+        reading.idle(["ref_checkpointer"])
     elif kind and kind != "CrossEntropyLoss":
         inner.leave(COMPONENT, BOTH, "another objective: reference models and sampling are not predicted")
     inner.idle(inner.values)

@@ -31,6 +31,7 @@ from trainfit.integrations.importers.vocabulary import (
     take_bitsandbytes,
     take_lora,
     take_optimizer,
+    take_pair_loss,
     take_recompute,
     take_targets,
 )
@@ -118,13 +119,7 @@ def _arguments(reading: Reading, kind: str) -> None:
 def _preference(reading: Reading) -> None:
     """Read the loss of pairs and its reference."""
     reading.draft.assume("", "objective.name", "dpo", "of DPOConfig")
-    if isinstance(beta := reading.raw("beta"), int | float) and beta > 0:
-        reading.take("beta", "objective.beta", float(beta))
-    losses = reading.raw("loss_type")
-    loss = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
-    if loss in ("sigmoid", "ipo", "hinge"):
-        reading.take("loss_type", "objective.loss", loss)
-    reading.leave("loss_type", ("numbers",), "another loss of pairs, with the same log-probabilities")
+    take_pair_loss(reading, loss="loss_type", beta="beta", label_smoothing="label_smoothing")
     if reading.flag("reference_free", False):
         reading.take("reference_free", "objective.reference", "none")
     note = "the reference's forward is part of each predicted step"
