@@ -1,5 +1,6 @@
 """Python functions compute and print what the commands do, and refuse bad input in one line."""
 
+import base64
 import json
 import pickle
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +19,8 @@ from tiny_recipe import TINY_LLAMA
 from trainfit.api.calls import training_flops
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
-from trainfit.report.plot import WRONG
+from trainfit.report import html as pages
+from trainfit.report.pictures import INNER
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import texts
@@ -163,6 +166,18 @@ def test_measure_and_train_return_values_that_print(forks: None, recipe_file: Pa
     assert measured.recipe == trainfit.load_recipe(recipe_file)
     assert "\nDONE\n" in str(measured)
     assert "time a step" in measured._repr_html_()
+    both = measured.compare(trainfit.predict(recipe_file))
+    assert "measured on another device than the recipe names" in str(both)
+    assert "time a step" not in str(both)
+    with pytest.raises(ValueError, match="was measured"):
+        measured.compare(trainfit.predict(recipe_file, batch=3))
+    here = trainfit.measure(recipe_file, gpu="cpu", steps=2, warmup=1, device="cpu")
+    both = here.compare(trainfit.predict(recipe_file, gpu="cpu"))
+    assert re.search(r"peak allocated +\S+ KiB +\S+ KiB +[+-]0\.00%", str(both))
+    assert "another device" not in str(both)
+    shown = both._repr_html_()
+    assert shown.count("0.00%") >= 7  # The peak and those of the phases.
+    assert len(pictures(shown)) == 1
     model = {"config": {**TINY_LLAMA, "vocab_size": 512}, "name": "tiny"}
     out = tmp_path / "run"
     run = trainfit.train(
@@ -184,26 +199,83 @@ def test_a_rank_of_the_callers_process_group_trains_without_mfu(tmp_path: Path) 
         dist.destroy_process_group()
 
 
-def test_a_table_holds_the_verdict_and_escapes_what_a_recipe_says(recipe_file: Path) -> None:
+def pictures(html: str) -> list[str]:
+    """The drawings of a result in a notebook."""
+    found = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    drawn = [base64.b64decode(one).decode() for one in found]
+    for one in drawn:
+        ElementTree.fromstring(one)
+    return drawn
+
+
+def test_a_prediction_in_a_notebook_escapes_what_a_recipe_says(recipe_file: Path) -> None:
     name = "<script>alert(1)</script>\x1b[31m"
     estimate = trainfit.predict(recipe_file, model={"name": name}, gpu="h200")
     html = estimate._repr_html_()
     assert "FITS on h200" in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[31m" in html
-    assert "<script" not in html
+    assert not re.search(r"<(script|style|svg)", html)
     for row in ("speed", "cost", "weights", "optimizer", "allocated", "on the device"):
         assert f">{row}</th>" in html
     assert estimate.breakdown.gradients or ">gradients</th>" not in html
     too_much = {"fits": False, "peak_device_bytes": estimate.device_bytes + 2**30}
     refused = estimate.model_copy(update=too_much)._repr_html_()
-    assert f"color: {WRONG}" in refused
-    assert f"background: {WRONG}" in refused  # The bar on the device.
+    assert f"color: {pages.BAD}" in refused
     assert "DOES NOT FIT on h200" in refused
-    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%", html)]
-    assert max(widths) == widths[-1] == 100  # The device
-    assert widths[0] == pytest.approx(100 * estimate.breakdown.weights / estimate.device_bytes, abs=0.01)
-    assert len(re.findall(r'<td[^>]*style="padding: ', html)) == html.count("<td")  # No cells run together.
     assert "1.00 GiB" in refused
+
+
+def test_the_bar_of_a_prediction_is_to_scale(recipe_file: Path) -> None:
+    estimate = trainfit.predict(recipe_file, gpu="h200")
+    bar, course = pictures(estimate._repr_html_())
+    card, *parts = re.findall(
+        r'<rect (?:x="[\d.]+" )?y="26" width="([\d.]+)"|<rect x="[\d.]+" y="26" width', bar
+    )
+    assert float(card) == INNER
+    assert float(parts[0]) == pytest.approx(
+        INNER * estimate.breakdown.weights / estimate.device_bytes, abs=0.06
+    )
+    assert sum(map(float, parts)) == pytest.approx(
+        INNER * estimate.peak_device_bytes / estimate.device_bytes, abs=0.3
+    )
+    over_time = estimate.course()
+    assert over_time is not None
+    assert over_time.peak.alive.total + over_time.unsplit_bytes == estimate.peak_allocated_bytes
+    for phase in ("forward", "backward"):
+        assert f">{phase}</text>" in course
+
+
+def test_without_a_kept_ledger_there_is_no_picture_of_the_course(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = trainfit.predict(recipe_file, gpu="h200", seq=9)
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "another"))
+    assert estimate.course() is None
+    assert len(pictures(estimate._repr_html_())) == 1
+
+
+def test_a_recipe_on_several_gpus_is_compared_as_the_command_does(capsys: Captured) -> None:
+    found = trainfit.compare("gpt2", gpus="h100-sxm,h200".split(","), counts=[1, 2], seq=64, tokens="10B")
+    names = ["--gpu", "h100-sxm,h200", "--count", "1,2", "--seq", "64", "--tokens", "10B"]
+    assert str(found) == printed(capsys, "predict", "gpt2", *names)
+    command = json.loads(printed(capsys, "predict", "gpt2", *names, "--json"))
+    assert found.model_dump(mode="json") == command
+    assert [(one.gpu, one.count) for one in found.gpus] == [
+        ("h100-sxm", 1), ("h100-sxm", 2), ("h200", 1), ("h200", 2)
+    ]  # fmt: skip
+    html = found._repr_html_()
+    assert len(re.findall(r'stroke-width="2"', pictures(html)[0])) == 4  # A line for each card's memory.
+    assert "FITS on 4 of 4" in html
+
+
+def test_a_gpu_that_refuses_a_recipe_says_why_beside_the_others() -> None:
+    found = trainfit.compare("llama-3.2-1b", gpus=["h100-sxm", "v100-sxm2-32gb"], seq=64, precision="fp8")
+    fine, refused = found.gpus
+    assert fine.estimate is not None
+    assert refused.estimate is None
+    assert refused.refused in found._repr_html_().replace("&#39;", "'")
+    with pytest.raises(trainfit.InputError, match="fp8"):
+        trainfit.compare("llama-3.2-1b", gpus="v100-sxm2-32gb", seq=64, precision="fp8")
 
 
 def test_the_package_lists_its_functions_and_imports_nothing_for_it() -> None:

@@ -22,8 +22,16 @@ def test_a_recipe_prints_as_the_command_does(
     assert capsys.readouterr().out.strip() == found.text(width=100).strip()
     assert found.peak_allocated_bytes == trainfit.predict("gpt2", gpu="h100-sxm", seq=64).peak_allocated_bytes
     assert dict(Explanation.model_validate_json(found.model_dump_json())) == dict(found)
-    other = trainfit.explain("gpt2", gpu="h100-sxm", seq=64, recompute="full")
-    assert "The second's peak minus the first's" in found.difference(other)
+    found = trainfit.explain("gpt2", gpu="h100-sxm", seq=512)
+    other = trainfit.explain("gpt2", gpu="h100-sxm", seq=512, recompute="full")
+    changes = found.difference(other)
+    assert "The second's peak minus the first's" in str(changes)
+    shown = changes._repr_html_()
+    assert (
+        f"-{(found.peak_allocated_bytes - other.peak_allocated_bytes) / 2**20:.2f} MiB at the peak" in shown
+    )
+    assert shown.count("<img ") == 1
+    assert found._repr_html_().count("<img ") == 2
 
 
 def test_a_snapshot_and_code_are_explained_alike(tmp_path: Path) -> None:
@@ -32,6 +40,7 @@ def test_a_snapshot_and_code_are_explained_alike(tmp_path: Path) -> None:
     found = trainfit.explain(file)
     assert found.snapshot is not None
     assert found.snapshot.file in "".join(str(found).split())  # A long path is broken over lines.
+    assert found._repr_html_().count("<img ") == 2
 
     def train() -> None:
         layer = torch.nn.Linear(64, 64, device="cuda")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainfit.api.calls import measure, predict, trace, train
+    from trainfit.api.comparisons import compare
     from trainfit.api.explanations import explain
     from trainfit.api.exports import export
     from trainfit.api.mfu import mfu
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 __all__ = [
-    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "explain", "export",
-    "import_config", "load_recipe", "measure", "mfu", "plan", "predict", "trace", "train", "watch",
+    "Estimate", "InputError", "Measurement", "Recipe", "__version__", "compare", "explain",
+    "export", "import_config", "load_recipe", "measure", "mfu", "plan", "predict", "trace", "train", "watch",
 ]  # fmt: skip
 
 _MODULES = {
     "Estimate": "spec.result", "InputError": "spec.errors", "Measurement": "spec.result",
-    "Recipe": "spec.recipe", "explain": "api.explanations", "export": "api.exports",
-    "import_config": "integrations.importers.run", "load_recipe": "api.recipes",
-    "measure": "api.calls", "mfu": "api.mfu", "plan": "api.plans", "predict": "api.calls",
-    "trace": "api.calls", "train": "api.calls", "watch": "integrations.watch",
+    "Recipe": "spec.recipe", "compare": "api.comparisons", "explain": "api.explanations",
+    "export": "api.exports", "import_config": "integrations.importers.run",
+    "load_recipe": "api.recipes", "measure": "api.calls", "mfu": "api.mfu", "plan": "api.plans",
+    "predict": "api.calls", "trace": "api.calls", "train": "api.calls", "watch": "integrations.watch",
 }  # fmt: skip
 """Name -> the module it is imported from when it is first used."""
 

@@ -68,7 +68,9 @@ def test_equal_layers_are_told_together_with_their_number() -> None:
 def test_told_by_three_layers_or_by_all_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = adafactor()
     short = explain(recipe)
-    monkeypatch.setattr(peak, "ledger_of", lambda recipe, machine: trace(recipe, machine.row, whole=True))
+    monkeypatch.setattr(
+        peak, "ledger_of", lambda recipe, machine, **_: trace(recipe, machine.row, whole=True)
+    )
     whole = explain(recipe)
     assert short.holders == whole.holders
     assert (short.breakdown, short.ends, short.most) == (whole.breakdown, whole.ends, whole.most)

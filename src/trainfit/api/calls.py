@@ -114,7 +114,9 @@ def predict_recipe(
     not_given = assumed(recipe)
     more = (*notes, *([f"assumed: {not_given}"] if not_given else []))
     estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *more)})
-    return Prediction.of(built, estimate, notes, not_given, calibration)
+    made = Prediction.of(built, estimate, notes, not_given, calibration)
+    made._deterministic = deterministic
+    return made
 
 
 def measure(
@@ -367,8 +369,10 @@ def trace(
         Exception: whatever the callable itself raises.
     """
     from trainfit.prediction.time.calibrated import own_calibration
-    from trainfit.prediction.user_step import trace as traced
+    from trainfit.prediction.user_step import estimate_of, traced
 
     own = own_calibration(calibration)
     found = traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes, calibration=own)
-    return Prediction.of(None, found)
+    made = Prediction.of(None, estimate_of(found))
+    made._code = found.code
+    return made

@@ -35,7 +35,7 @@ def show(recipe: Recipe, explanation: Explanation, top: int, *, out: Console | N
     out = out or console()
     out.print(describe(recipe), style="bold")
     each = " of one GPU" * (recipe.hardware.count > 1)
-    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}{each}: {_moment(explanation.moment)}")
+    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}{each}: {moment(explanation.moment)}")
     if explanation.two_peaks is not None:
         rows(out, two_peaks(explanation), "left", "wrap")
     if line := holds_for(explanation.versions):
@@ -65,7 +65,7 @@ def show_script(explanation: Explanation, top: int, *, out: Console | None = Non
     """Print the peak of a traced script, and what holds memory there."""
     out = out or console()
     out.print(f"{explanation.script}, on 1 x {explanation.gpu}", style="bold")
-    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {_moment(explanation.moment)}")
+    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {moment(explanation.moment)}")
     if explanation.two_peaks is not None:
         rows(out, two_peaks(explanation), "left", "wrap")
     if line := holds_for(explanation.versions):
@@ -76,7 +76,8 @@ def show_script(explanation: Explanation, top: int, *, out: Console | None = Non
     out.print()
 
 
-def _moment(at: Moment) -> str:
+def moment(at: Moment) -> str:
+    """Return the step, phase and operation of a moment."""
     where = f" of {at.module}" * bool(at.op and at.module) or at.module
     return f"{at.step} step, {at.phase}" + f", at {at.op}{where}" * bool(at.op or at.module)
 
@@ -86,7 +87,7 @@ def show_snapshot(explanation: Explanation, top: int, *, out: Console | None = N
     out, facts = out or console(), explanation.snapshot
     assert facts is not None
     out.print(f"{facts.file}: GPU {facts.device}, {facts.num_events:,} events", style="bold")
-    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {_moment(explanation.moment)}")
+    out.print(f"Peak {format_bytes(explanation.peak_allocated_bytes)}: {moment(explanation.moment)}")
     notes = [[line] for line in snapshot_notes(explanation)]
     rows(out, notes, "wrap")
     _chart(out, explanation)
@@ -294,8 +295,8 @@ def _module_of(holder: Holder) -> str:
 def _holders(out: Console, explanation: Explanation, top: int) -> None:
     heading(out, "Who holds it (equal layers together)")
     lines = [
-        [format_bytes(one.num_bytes), str(one.count), one.category, _what(one.path, one.op),
-         _made_in(one.made_in)]
+        [format_bytes(one.num_bytes), str(one.count), one.category, what(one.path, one.op),
+         made_in(one.made_in)]
         for one in explanation.holders[:top]
     ]  # fmt: skip
     rest = explanation.holders[top:]
@@ -340,12 +341,13 @@ def _named_rows(out: Console, lines: list[list[str]], *numbers: str) -> None:
     rows(out, shown, *numbers, "left", "wrap", "left")
 
 
-def _made_in(step_and_phase: str) -> str:
+def made_in(step_and_phase: str) -> str:
     """Return the phase, with the step unless it is the steady one."""
     return step_and_phase.removeprefix("steady.").replace(".", " ")
 
 
-def _what(path: str, op: str) -> str:
+def what(path: str, op: str) -> str:
+    """Return a holder's path and operation."""
     return f"{path} {op}".strip() or "-"
 
 
@@ -353,10 +355,10 @@ def show_difference(first: Explanation, second: Explanation, top: int, *, out: C
     """Print the bytes of the second minus the first's, each at its own peak."""
     out = out or console()
     heading(out, "The second's peak minus the first's")
-    lines = [["peak", _signed(second.peak_allocated_bytes - first.peak_allocated_bytes)]]
+    lines = [["peak", signed(second.peak_allocated_bytes - first.peak_allocated_bytes)]]
     for name in CATEGORIES:
         if more := getattr(second.breakdown, name) - getattr(first.breakdown, name):
-            lines.append([name, _signed(more)])
+            lines.append([name, signed(more)])
     rows(out, lines, "left", "right")
     if (first.snapshot is None) is not (second.snapshot is None):
         return  # A snapshot names lines of code, a recipe modules.
@@ -364,7 +366,7 @@ def show_difference(first: Explanation, second: Explanation, top: int, *, out: C
     if changes:
         heading(out, "By holder, the largest changes")
         lines = [
-            [_signed(one.num_bytes), one.category, _what(one.path, one.op), _made_in(one.made_in)]
+            [signed(one.num_bytes), one.category, what(one.path, one.op), made_in(one.made_in)]
             for one in changes
         ]
         _named_rows(out, lines, "right")
@@ -402,11 +404,12 @@ def _unlike(
     heading(out, title)
     lines = [["first", "second", "phase", "what"]]
     for one in entries[:top]:
-        lines.append([shown(one.first), shown(one.second), one.phase, _what(one.module, one.name)])
+        lines.append([shown(one.first), shown(one.second), one.phase, what(one.module, one.name)])
     rows(out, lines, "right", "right", "left", "wrap")
     if len(entries) > top:
         out.print(f"  {len(entries) - top} more: --top")
 
 
-def _signed(num_bytes: int) -> str:
+def signed(num_bytes: int) -> str:
+    """Return bytes with their sign."""
     return f"{'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}"

@@ -9,16 +9,18 @@ from typing import Any, Unpack
 
 from rich.console import Console
 
+from trainfit.api.explanation_html import difference_html, explanation_html
 from trainfit.api.explanation_text import show, show_difference, show_script, show_snapshot
 from trainfit.api.planned import planned
 from trainfit.api.recipes import RecipeFields, Source, errors_name, wanted
-from trainfit.api.results import Printed, drawn
+from trainfit.api.results import NUM_MOMENTS, Printed, drawn
+from trainfit.explanation.course import course_of_explained
 from trainfit.explanation.kinds import kind_of
 from trainfit.explanation.peak import Explained, explained, explained_script
 from trainfit.explanation.snapshot.explain import explained_snapshot
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
-from trainfit.spec.explanation import Explanation
+from trainfit.spec.explanation import Explanation, MemoryCourse
 from trainfit.spec.recipe import Recipe
 
 TOP = 15
@@ -29,14 +31,19 @@ class PeakExplanation(Printed, Explanation):
     """An Explanation that prints as ``trainfit explain`` does."""
 
     _recipe: Recipe | None = None
+    _found: Explained | None = None
 
     @classmethod
     def of(cls, found: Explained) -> "PeakExplanation":
         """Return an explanation as this kind."""
         value = found.explanation
         made = cls.model_construct(value.model_fields_set, **dict(value))
-        made._recipe = found.recipe
+        made._recipe, made._found = found.recipe, found
         return made
+
+    def course(self) -> MemoryCourse | None:
+        """Return the memory over the step that has the peak; None: it was not made of a ledger."""
+        return None if self._found is None else course_of_explained(self._found, NUM_MOMENTS)
 
     def text(self, *, width: int | None = None, top: int = TOP) -> str:
         """Return the text of ``trainfit explain``.
@@ -47,9 +54,9 @@ class PeakExplanation(Printed, Explanation):
         """
         return drawn(lambda out: self._print(out, top=top), width)
 
-    def difference(self, other: Explanation, *, width: int | None = None, top: int = TOP) -> str:
-        """Return as text the bytes of ``other`` minus this one's, by category and holder."""
-        return drawn(lambda out: show_difference(self, other, top, out=out), width)
+    def difference(self, other: Explanation) -> "Difference":
+        """Return the bytes of ``other`` minus this one's, by category and holder."""
+        return Difference(before=self, after=other)
 
     def _print(self, out: Console, *, top: int = TOP) -> None:
         if self._recipe is not None:
@@ -58,6 +65,27 @@ class PeakExplanation(Printed, Explanation):
             show_snapshot(self, top, out=out)
         else:
             show_script(self, top, out=out)
+
+    def _repr_html_(self) -> str:
+        found = self._found
+        return explanation_html(self, TOP, self.course(), None if found is None else found.capacity_bytes)
+
+
+class Difference(Printed):
+    """What holds memory at the peaks of two explanations; prints as ``trainfit explain A B`` does."""
+
+    before: Explanation
+    after: Explanation
+
+    def text(self, *, width: int | None = None, top: int = TOP) -> str:
+        """Return the text; arguments as ``PeakExplanation.text`` takes them."""
+        return drawn(lambda out: self._print(out, top=top), width)
+
+    def _print(self, out: Console, *, top: int = TOP) -> None:
+        show_difference(self.before, self.after, top, out=out)
+
+    def _repr_html_(self) -> str:
+        return difference_html(self.before, self.after, TOP)
 
 
 def explain(
@@ -100,4 +128,4 @@ def _of_code(train: Callable[[], object], fields: dict[str, Any]) -> Explained:
     if fields:
         problem = "code has no fields but its GPU and count"
         raise InputError(problem, "leave it out", field=next(iter(fields)))
-    return explained_script(traced(train, gpu=gpu, world_size=count))
+    return explained_script(traced(train, gpu=gpu, world_size=count).code)

@@ -43,7 +43,7 @@ class Plan(values.Plan, Printed):
         show(self, out=out)
 
     def _repr_html_(self) -> str:
-        from trainfit.report.plan_text import html
+        from trainfit.report.plan_html import html
 
         return html(self)
 

@@ -1,4 +1,4 @@
-"""Results that print like the commands do and show as a table in Jupyter. No torch here.
+"""Results that print like the commands do, and show as tables and pictures in notebooks. No torch here.
 
 Each is the plain value (an Estimate, a Measurement, ...) with the recipe it is of; the recipe is no field, so
 the JSON is the command's.
@@ -9,12 +9,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from pydantic import PrivateAttr
 from rich.console import Console
 
 from trainfit.api.run import count_of, run_of
 from trainfit.report import results
 from trainfit.report.prediction_text import show as show_prediction
 from trainfit.spec.errors import InputError
+from trainfit.spec.explanation import MemoryCourse
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Run
 from trainfit.spec.terminal import Terminal
@@ -24,7 +26,12 @@ from trainfit.training.observer import TrainSummary
 
 if TYPE_CHECKING:
     from trainfit.prediction.time.calibrated import OwnCalibration
+    from trainfit.prediction.user_step import CodeLedger
     from trainfit.spec.plan import Advice
+
+
+NUM_MOMENTS = 240
+"""Moments of a course of memory: a picture of 700 pixels shows no more apart."""
 
 
 def drawn(show: Callable[[Console], None], width: int | None = None) -> str:
@@ -105,6 +112,9 @@ class _OfRecipe(Printed):
 class Prediction(_OfRecipe, Estimate):
     """An Estimate with its recipe, or of the user's own code."""
 
+    _deterministic: bool = False
+    _code: "CodeLedger | None" = None
+
     def run(self, tokens: float | str) -> Run:
         """Return the time, GPU-hours and dollars of a run over so many tokens, such as ``"15T"``.
 
@@ -130,7 +140,26 @@ class Prediction(_OfRecipe, Estimate):
         show_prediction(self._recipe, self, notes=self.notes, assumed=self.assumed, verbose=verbose, out=out)
 
     def _repr_html_(self) -> str:
-        return results.prediction_html(self._recipe, self, self.notes)
+        return results.prediction_html(self._recipe, self, self.notes, self.course())
+
+    def course(self) -> MemoryCourse | None:
+        """Return the memory over the step that has the peak, by category; None: its ledger is not kept."""
+        from trainfit.explanation.course import course_of_explained
+        from trainfit.explanation.peak import explained, explained_script
+        from trainfit.prediction.cache import NotKeptError, only_kept
+        from trainfit.prediction.machine import machine_of
+
+        if self._code is not None:
+            return course_of_explained(explained_script(self._code), NUM_MOMENTS)
+        if self._recipe is None:
+            return None
+        machine = machine_of(self._recipe.hardware, self._calibration)
+        try:
+            with only_kept():
+                found = explained(self._recipe, machine, deterministic=self._deterministic)
+        except NotKeptError:
+            return None
+        return course_of_explained(found, NUM_MOMENTS)
 
     def advice(self, say: Callable[[str], None] = lambda text: None) -> "Advice":
         """Return what would make a recipe fit: changes, a larger GPU, more GPUs.
@@ -159,6 +188,32 @@ class Measured(_OfRecipe, Measurement):
 
     def _repr_html_(self) -> str:
         return results.measurement_html(self.recipe, self)
+
+    def compare(self, predicted: Estimate) -> "Compared":
+        """Return the prediction of the same recipe beside this measurement, with its errors.
+
+        Raises:
+            ValueError: a prediction of another recipe.
+        """
+        if predicted.recipe_id != self.recipe_id:
+            raise ValueError(f"recipe {predicted.recipe_id} was predicted, {self.recipe_id} was measured")
+        made = Compared(predicted=predicted, measured=self)
+        made._recipe = self.recipe
+        return made
+
+
+class Compared(Printed):
+    """A prediction and a measurement of one recipe."""
+
+    predicted: Estimate
+    measured: Measurement
+    _recipe: Recipe = PrivateAttr()
+
+    def _print(self, out: Console) -> None:
+        results.show_compared(self._recipe, self.predicted, self.measured, out=out)
+
+    def _repr_html_(self) -> str:
+        return results.compared_html(self._recipe, self.predicted, self.measured)
 
 
 class TrainingRun(_OfRecipe, TrainSummary):

@@ -147,22 +147,11 @@ def _show(estimate: "Prediction", tokens: float | None, *, json: bool, verbose: 
 def _compare(
     recipes: "list[Recipe]", found: "list[Prediction | InputError]", tokens: float | None, *, json: bool
 ) -> None:
-    from trainfit.api.run import run_of
+    from trainfit.api.comparisons import GpuComparison
     from trainfit.report.gpus import show
-    from trainfit.spec.result import Estimate, OnGpu
 
-    compared = [
-        OnGpu(gpu=recipe.hardware.gpu, count=recipe.hardware.count, refused=str(one))
-        if isinstance(one, InputError)
-        else OnGpu(
-            gpu=recipe.hardware.gpu,
-            count=recipe.hardware.count,
-            estimate=Estimate.model_construct(**dict(one)),
-            run=None if tokens is None else run_of(one, tokens),
-        )
-        for recipe, one in zip(recipes, found, strict=True)
-    ]
+    compared = GpuComparison.of(recipes, found, tokens)
     if json:
-        options.print_json({"tokens": tokens, "gpus": [one.model_dump(mode="json") for one in compared]})
+        options.print_json(compared.model_dump(mode="json"))
     else:
-        show(recipes[0], compared, tokens)
+        show(recipes[0], compared.gpus, tokens)

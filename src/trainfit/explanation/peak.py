@@ -23,7 +23,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown
 
 if TYPE_CHECKING:
-    from trainfit.prediction.user_step import UserTrace
+    from trainfit.prediction.user_step import CodeLedger
 
 CURVE_POINTS = 64
 LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
@@ -74,10 +74,15 @@ def explain(recipe: Recipe) -> Explanation:
     return explained(recipe).explanation
 
 
-def explained(recipe: Recipe) -> Explained:
-    """Return a recipe's explanation with its ledger; raises as ``explain``."""
-    machine = machine_of(recipe.hardware)
-    gpu, ledger = machine.gpu, ledger_of(recipe, machine)
+def explained(recipe: Recipe, machine: Machine | None = None, *, deterministic: bool = False) -> Explained:
+    """Return a recipe's explanation with its ledger; raises as ``explain``.
+
+    Args:
+        machine: of the recipe's ``hardware``; None: with the catalog's calibration.
+        deterministic: as ``ledger_of`` takes it.
+    """
+    machine = machine or machine_of(recipe.hardware)
+    gpu, ledger = machine.gpu, ledger_of(recipe, machine, deterministic=deterministic)
     found = _of_ledger(machine, ledger, of_both_peaks(ledger, lambda one: replay_on(gpu, one))[0])
     explanation = found.model_copy(
         update={
@@ -90,7 +95,7 @@ def explained(recipe: Recipe) -> Explained:
     return Explained(explanation, ledger.with_lower_peak(), machine, recipe, expandable)
 
 
-def explained_script(traced: "UserTrace") -> Explained:
+def explained_script(traced: "CodeLedger") -> Explained:
     """Return the explanation of a traced script with its ledger."""
     ledger = traced.step_ledger()
     found = _of_ledger(traced.machine, ledger, traced.replayed()[0])

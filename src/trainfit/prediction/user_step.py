@@ -49,18 +49,16 @@ NOT_MODELLED = {
 }
 
 
-class UserTrace(NamedTuple):
-    """A traced callable: its ledger, and what an estimate of it needs in addition."""
+class CodeLedger(NamedTuple):
+    """The ledger of a traced callable; nothing of the callable's own is kept alive by it."""
 
     name: str
     machine: Machine
     ledger: Ledger
-    virtual: UserGpu
     num_steps: int
     """Whole optimizer steps."""
     expandable: bool
     """The environment, or the code, sets ``expandable_segments:True``."""
-    world_size: int | None
 
     def replayed(self) -> tuple[list[Replay], bool]:
         """Return the replays of the ledger's peaks, and whether they fit (``estimate.of_both_peaks``)."""
@@ -77,19 +75,12 @@ class UserTrace(NamedTuple):
         return segment._replace(phase="between") if segment.phase == "data" else segment
 
 
-def trace(
-    step: Callable[[], Any],
-    *,
-    gpu: str = DEFAULT_GPU,
-    steps: int = 3,
-    world_size: int | None = None,
-    nodes: int | None = None,
-    calibration: OwnCalibration | None = None,
-) -> Estimate:
-    """Return the estimate of ``trainfit.trace``, which documents arguments and errors."""
-    found = traced(step, gpu=gpu, steps=steps, world_size=world_size, nodes=nodes, calibration=calibration)
-    estimate = _estimate(found)
-    return estimate if world_size is None else estimate.model_copy(update={"num_gpus": world_size})
+class UserTrace(NamedTuple):
+    """A traced callable: its ledger, and what an estimate of it needs in addition."""
+
+    code: CodeLedger
+    virtual: UserGpu
+    world_size: int | None
 
 
 def traced(
@@ -137,7 +128,8 @@ def traced(
     ledger.assumptions = _assumptions(ledger, virtual, whole)
     ledger.assumptions += tuple(note for note in allocator.assumptions if note not in outside)
     ledger.emptied_at = tuple(sorted(virtual.memory_stats.emptied_at))
-    return UserTrace(name, machine, ledger, virtual, whole, allocator.expandable_segments, world_size)
+    code = CodeLedger(name, machine, ledger, whole, allocator.expandable_segments)
+    return UserTrace(code, virtual, world_size)
 
 
 def _run(step: Callable[[], Any]) -> None:
@@ -171,9 +163,16 @@ def _name_of(step: Callable[..., Any]) -> str:
     return getattr(step, "__qualname__", type(step).__name__)
 
 
-def _estimate(traced: UserTrace) -> Estimate:
+def estimate_of(traced: UserTrace) -> Estimate:
+    """Return the estimate of a traced callable."""
+    estimate = _estimate(traced.code, traced.virtual)
+    ranks = traced.world_size
+    return estimate if ranks is None else estimate.model_copy(update={"num_gpus": ranks})
+
+
+def _estimate(traced: CodeLedger, virtual: UserGpu) -> Estimate:
     (replays, fits), machine = traced.replayed(), traced.machine
-    name, ledger, virtual = traced.name, traced.ledger, traced.virtual
+    name, ledger = traced.name, traced.ledger
     gpu, num_steps, replayed = machine.gpu, traced.num_steps, replays[0]
     phases = replayed.phases
     if num_steps <= 1:

@@ -1,4 +1,4 @@
-"""A recipe on several kinds or counts of GPUs, as a table: verdict, speed, and time and cost of a run."""
+"""A recipe on several kinds or counts of GPUs: verdict, speed, and time and cost of a run."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -6,7 +6,10 @@ from operator import attrgetter
 from rich.console import Console
 
 from trainfit.report.console import console, rows
+from trainfit.report.html import Line, Part, notebook
+from trainfit.report.pictures import bars
 from trainfit.report.prediction_text import amount
+from trainfit.report.results import prediction_bar
 from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import describe
 from trainfit.spec.recipe import Recipe
@@ -26,23 +29,59 @@ def show(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None, *, out: C
         tokens: of the run; None: costs are of a million tokens.
     """
     out = out or console()
-    count = recipe.hardware.count
-    same = len({one.count for one in found}) == 1
-    on = f"on {count} GPU{'s' * (count > 1)}" if same else "on several counts of GPUs"
-    run = "" if tokens is None else f", {format_count(tokens)} tokens"
-    out.print(f"{describe(recipe).rpartition(', on ')[0]}, {on}{run}", style="bold")
-    ordered = sorted(found, key=_order)
-    best = ordered[0] if _dollars(ordered[0]) is not None and _fits(ordered[0]) else None
-    table = Table(_columns(found), ordered, lambda one: one is best).fitted(out.width)
-    captions = [f"* {CHEAPEST}"] if best else []
-    captions += ["(cost) if it fitted"] if any(_cost_text(one).startswith("(") for one in ordered) else []
-    out.print(table.rich("; ".join(captions)))
-    refused = [
-        [one.gpu if same else f"{one.count} x {one.gpu}", one.refused] for one in ordered if one.refused
-    ]
-    if refused:
+    out.print(_subject(recipe, found, tokens), style="bold")
+    table = _table(found)
+    out.print(table.fitted(out.width).rich(_caption(table)))
+    if refused := _refused(table):
         out.print()
         rows(out, refused, "left", "wrap")
+
+
+def html(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None) -> str:
+    """Return the comparison for a notebook: every GPU's memory on one scale, and the table."""
+    table = _table(found)
+    shown = [
+        prediction_bar(_name(one, found), one.estimate) for one in table.rows if one.estimate is not None
+    ]
+    picture = bars("Memory against each device", shown) if shown else ""
+    notes = [Line("note", _caption(table))] if _caption(table) else []
+    lines = [*notes, *(Line(name, text) for name, text in _refused(table))]
+    num_fitting = sum(map(_fits, found))
+    verdict = f"FITS on {num_fitting} of {len(found)}"
+    parts = [Part(picture=picture), Part(table=table), Part(lines)]
+    return notebook(_subject(recipe, found, tokens), verdict, parts, good=num_fitting > 0)
+
+
+def _subject(recipe: Recipe, found: Sequence[OnGpu], tokens: float | None) -> str:
+    count = found[0].count
+    on = f"on {count} GPU{'s' * (count > 1)}" if _is_one_count(found) else "on several counts of GPUs"
+    run = "" if tokens is None else f", {format_count(tokens)} tokens"
+    return f"{describe(recipe).rpartition(', on ')[0]}, {on}{run}"
+
+
+def _table(found: Sequence[OnGpu]) -> Table:
+    """Return the table in the order of its rows; the cheapest GPU is marked if the recipe fits on it."""
+    ordered = sorted(found, key=_order)
+    best = ordered[0] if _dollars(ordered[0]) is not None and _fits(ordered[0]) else None
+    return Table(_columns(found), ordered, lambda one: one is best)
+
+
+def _caption(table: Table) -> str:
+    captions = [f"* {CHEAPEST}"] if any(map(table.is_marked, table.rows)) else []
+    captions += ["(cost) if it fitted"] if any(_cost_text(one).startswith("(") for one in table.rows) else []
+    return "; ".join(captions)
+
+
+def _refused(table: Table) -> list[list[str]]:
+    return [[_name(one, table.rows), one.refused] for one in table.rows if one.refused]
+
+
+def _name(one: OnGpu, found: Sequence[OnGpu]) -> str:
+    return one.gpu if _is_one_count(found) else f"{one.count} x {one.gpu}"
+
+
+def _is_one_count(found: Sequence[OnGpu]) -> bool:
+    return len({one.count for one in found}) == 1
 
 
 def _columns(found: Sequence[OnGpu]) -> list[Column]:
@@ -62,7 +101,7 @@ def _columns(found: Sequence[OnGpu]) -> list[Column]:
 
 def _of_hardware(found: Sequence[OnGpu]) -> list[Column]:
     """Return the columns of the GPU, and of the count where it differs."""
-    counts = [Column("GPUs", lambda one: f"{one.count:,}")] if len({one.count for one in found}) > 1 else []
+    counts = [Column("GPUs", lambda one: f"{one.count:,}")] if not _is_one_count(found) else []
     return [Column("GPU", attrgetter("gpu"), False), *counts]
 
 

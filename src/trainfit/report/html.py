@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainfit.report import comparisons, sweep
 from trainfit.report.compare import GOAL, PHASE_NAMES, Comparison, Summary, loop_values, summarise
-from trainfit.report.plot import MUTED, WRONG, can_draw
+from trainfit.report.plot import can_draw
 from trainfit.report.table import Column, Table, or_dash, percent
 from trainfit.report.words import batch_text
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 NO_PLOTS = (
     "No plots: matplotlib is not installed; pip install 'trainfit[plots]', then run the same command again"
 )
-GOOD = "#1e7d57"
+GOOD, BAD = "#1c8a5c", "#d04a3a"
+"""Of verdicts in notebooks: as readable on white as on nearly black."""
 BEATEN = "A recipe to the right of and below the line is slower and larger than one on it."
 FIGURES = {
     "Predicted against measured":
@@ -67,30 +68,34 @@ def _shown(value: Any) -> Any:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill ``templates/TEMPLATE.html.j2``."""
-    return _templates().get_template(f"{template}.html.j2").render(**values)
+    """Fill ``templates/TEMPLATE.j2``."""
+    return _templates().get_template(f"{template}.j2").render(**values)
 
 
 class Line(NamedTuple):
-    """A line of a result's table in Jupyter."""
+    """A line of a result's table in a notebook."""
 
     name: str
     value: str | None = None  # None: a heading
     note: str = ""
-    bar: float | None = None  # Share of the widest bar
-    color: str = MUTED
 
 
-def notebook_table(title: str, verdict: str, lines: Sequence[Line], *, good: bool, figure: str = "") -> str:
-    """Return a result's table for Jupyter: a caption, the verdict in green or red, then the lines.
+class Part(NamedTuple):
+    """A part of a result in a notebook: a picture, a table, lines of names and values."""
 
-    Args:
-        figure: SVG below the table.
-    """
+    lines: Sequence[Line] = ()
+    picture: str = ""
+    """An ``img`` element."""
+    table: Table | None = None
+
+
+def notebook(title: str, verdict: str, parts: Sequence[Part], *, good: bool) -> str:
+    """Return a result for a notebook: the verdict in green or red, what it is of, tables and pictures."""
     from markupsafe import Markup
 
-    color = GOOD if good else WRONG
-    return render("jupyter", title=title, verdict=verdict, rows=lines, color=color, figure=Markup(figure))
+    shown = [part._replace(picture=Markup(part.picture)) for part in parts if any(part)]
+    color = GOOD if good else BAD
+    return render("notebook.html", title=title, verdict=verdict, parts=shown, color=color)
 
 
 def _page(command: str, figures: dict[str, Any], rows: Sequence[Any], *, lead: str, **values: Any) -> str:
@@ -100,7 +105,7 @@ def _page(command: str, figures: dict[str, Any], rows: Sequence[Any], *, lead: s
     plots = [(heading, caption, Markup(draw(rows) or "")) for heading, (caption, draw) in figures.items()
              if can_draw()]  # fmt: skip
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return render(command, lead=f"trainfit {command}, {now}. {lead}", figures=plots, **values)
+    return render(f"{command}.html", lead=f"trainfit {command}, {now}. {lead}", figures=plots, **values)
 
 
 def report_page(found: Sequence[Comparison], *, title: str = "Predicted against measured") -> str:

@@ -6,7 +6,7 @@ The page needs nothing else: its drawing, style and script are in it.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainfit.report.html import render
 from trainfit.report.plot import CATEGORY_COLORS, INK, WRONG, Panel, Series, check_plot_file, plot_file
@@ -19,8 +19,20 @@ from trainfit.spec.units import format_bytes, format_seconds, size_unit
 NUM_MOMENTS = 600
 LEAST_OF_CAPACITY = 0.4
 """Share of the capacity from which its line is drawn: below it the memory would be flat."""
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1100.0, 460.0, 64.0, 26.0, 34.0
-"""Pixels of the page's drawing, and of its margins."""
+
+
+class Box(NamedTuple):
+    """Pixels of a drawing, and of its margins."""
+
+    width: float
+    height: float
+    left: float = 64.0
+    top: float = 26.0
+    bottom: float = 34.0
+
+
+LETTER = 6.5  # Width of a letter of a phase's name
+PAGE = Box(1100.0, 460.0)
 
 
 def write_plot(course: MemoryCourse, path: Path, title: str) -> None:
@@ -48,7 +60,7 @@ def panel(course: MemoryCourse) -> Panel:
     """Return the stacked areas, the peak and the capacity."""
     unit, size = size_unit([course.peak.alive.total])
     scale = 1e3 if course.is_timed else 1.0
-    x = [one.at * scale for one in course.moments for _ in range(2)][1:]
+    x = [at * scale for at in _stair_ends(course)]
     series = [
         Series(name, [at / size for at in _stairs(course, name)], x, kind="area",
                color=CATEGORY_COLORS[name])
@@ -73,9 +85,15 @@ def panel(course: MemoryCourse) -> Panel:
 
 
 def _stairs(course: MemoryCourse, name: str) -> list[int]:
-    """Return a category's bytes before and after each moment, as they hold from one to the next."""
-    sizes = [getattr(one.alive, name) for one in course.moments]
-    return [size for pair in zip([sizes[0], *sizes], sizes, strict=False) for size in pair][1:]
+    """Return a category's bytes at both ends of each stretch: a moment holds until the next one."""
+    return [getattr(one.alive, name) for one in course.moments for _ in range(2)]
+
+
+def _stair_ends(course: MemoryCourse) -> list[float]:
+    """Return both ends of each moment's stretch, the last of which ends with the step."""
+    at = [one.at for one in course.moments]
+    end = max([at[-1], *(one.end for one in course.phases)])
+    return [place for stretch in zip(at, [*at[1:], end], strict=True) for place in stretch]
 
 
 def _used(course: MemoryCourse) -> list[str]:
@@ -93,20 +111,21 @@ class Area(NamedTuple):
 class _Scales:
     """Pixels of a moment and of bytes."""
 
-    def __init__(self, course: MemoryCourse):
+    def __init__(self, course: MemoryCourse, box: Box):
+        self.box = box
         self.begin = course.moments[0].at
-        ends = [one.end for one in course.phases]
-        self.end = max([course.moments[-1].at, *ends, self.begin + 1e-12])
+        self.end = max(_stair_ends(course)[-1], self.begin + 1e-12)
         highest = course.peak.alive.total
         if has_capacity_line(course):
             highest = max(highest, course.capacity_bytes or 0)
         self.highest = max(1.0, highest * 1.06)
 
     def x(self, at: float) -> float:
-        return LEFT + (at - self.begin) / (self.end - self.begin) * (WIDTH - LEFT)
+        return self.box.left + (at - self.begin) / (self.end - self.begin) * (self.box.width - self.box.left)
 
     def y(self, num_bytes: float) -> float:
-        return TOP + (1 - num_bytes / self.highest) * (HEIGHT - TOP - BOTTOM)
+        height = self.box.height - self.box.top - self.box.bottom
+        return self.box.top + (1 - num_bytes / self.highest) * height
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Yield the height and the text of round sizes."""
@@ -118,11 +137,49 @@ class _Scales:
             yield self.y(number * step * size), f"{number * step:g} {unit}"
 
 
+def drawing(course: MemoryCourse, box: Box) -> dict[str, Any]:
+    """Return what ``templates/course.j2`` draws: areas, axes, phases, the limit and the peak."""
+    scales = _Scales(course, box)
+    peak = course.peak
+    capacity = course.capacity_bytes if has_capacity_line(course) else None
+    return {
+        "box": box,
+        "areas": _areas(course, scales),
+        "ticks": list(scales.ticks()),
+        "phases": list(_labels(course, scales)),
+        "peak": (scales.x(peak.at), scales.y(peak.alive.total)),
+        "capacity": None if capacity is None else (scales.y(capacity), format_bytes(capacity)),
+        "begins": f"{'predicted time' if course.is_timed else 'allocations and frees'}: 0",
+        "ends": _place(course, scales.end),
+    }  # fmt: skip
+
+
+def _labels(course: MemoryCourse, scales: _Scales) -> Iterator[tuple[float, str]]:
+    """Yield where each phase begins, and its name if there is room for it."""
+    for one in course.phases:
+        begin, width = scales.x(one.begin), scales.x(one.end) - scales.x(one.begin)
+        is_last = one is course.phases[-1]
+        if width > 1:
+            yield begin, one.name if is_last or width > LETTER * len(one.name) else ""
+
+
+def _place(course: MemoryCourse, at: float) -> str:
+    return format_seconds(at) if course.is_timed else f"{at:,.0f}"
+
+
+def in_words(course: MemoryCourse) -> str:
+    """Return a sentence with the peak and the allocator's limit."""
+    size, peak = course.peak.alive.total + course.unsplit_bytes, course.peak
+    limit = course.capacity_bytes
+    more = f" The allocator's limit on the GPU is {format_bytes(limit)}." if limit else ""
+    return f"Peak {format_bytes(size)} in the {peak.phase}.{more}"
+
+
 def page(course: MemoryCourse, title: str) -> str:
     """Return the page."""
     from markupsafe import Markup
 
-    scales = _Scales(course)
+    scales = _Scales(course, PAGE)
     peak = course.peak
     moments = [
         {
@@ -137,32 +194,15 @@ def page(course: MemoryCourse, title: str) -> str:
         for one in course.moments
     ]  # fmt: skip
     # JSON inside a script element: nothing in it may end the element.
-    data = json.dumps(moments).replace("<", "\\u003c")
-    capacity = course.capacity_bytes if has_capacity_line(course) else None
-    return render(
-        "memory",
-        title=title,
-        lead=(
-            f"Peak {format_bytes(peak.alive.total + course.unsplit_bytes)} in the {peak.phase}. "
-            + ("The allocator's limit on the GPU is " + format_bytes(course.capacity_bytes) + "."
-               if course.capacity_bytes else "")
-        ),
-        width=WIDTH, height=HEIGHT, left=LEFT, top=TOP, bottom=HEIGHT - BOTTOM,
-        areas=_areas(course, scales),
-        ticks=list(scales.ticks()),
-        phases=[(scales.x(one.begin), one.name) for one in course.phases
-                if scales.x(one.end) - scales.x(one.begin) > 1],
-        peak=(scales.x(peak.at), scales.y(peak.alive.total)),
-        capacity=None if capacity is None else (scales.y(capacity), format_bytes(capacity)),
-        x_label="predicted time" if course.is_timed else "allocations and frees",
-        data=Markup(data),
-        first=moments[course.moments.index(peak)],
-    )  # fmt: skip
+    data = Markup(json.dumps(moments).replace("<", "\\u003c"))
+    first = moments[course.moments.index(peak)]
+    drawn = drawing(course, PAGE)
+    return render("memory.html", title=title, lead=in_words(course), data=data, first=first, **drawn)
 
 
 def _areas(course: MemoryCourse, scales: _Scales) -> list[Area]:
-    """Return the stacked areas, the lowest first; a moment holds until the next one."""
-    xs = [scales.x(one.at) for one in course.moments for _ in range(2)][1:]
+    """Return the stacked areas, the lowest first."""
+    xs = [scales.x(at) for at in _stair_ends(course)]
     below = [0] * len(xs)
     found: list[Area] = []
     for name in _used(course):

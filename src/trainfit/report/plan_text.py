@@ -1,4 +1,4 @@
-"""A plan as text, as a table for Jupyter, and its frontier as a plot."""
+"""A plan as text, and its frontier as a plot."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,6 @@ from rich.console import Console
 from trainfit.catalog.config_notes import config_notes, random_base_note
 from trainfit.report.console import bar, can_draw, console, heading, notes, rows
 from trainfit.report.gpus import CHEAPEST
-from trainfit.report.html import Line, notebook_table
 from trainfit.report.plot import (
     INK,
     MEASURED,
@@ -21,10 +20,8 @@ from trainfit.report.plot import (
     Kind,
     Panel,
     Series,
-    draw,
     plot_file,
 )
-from trainfit.report.plot import can_draw as can_plot
 from trainfit.report.precision import meaning
 from trainfit.report.prediction_text import amount, compiling
 from trainfit.report.table import NOTHING, Column, Table, or_dash
@@ -54,7 +51,7 @@ def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) ->
     else:
         best = plan.found[0]
         out.print(describe(best.as_recipe()), style="bold green")
-        rows(out, _answer(plan, best), "left", "wrap")
+        rows(out, answer_lines(plan, best), "left", "wrap")
         if file is not None:
             out.print(f"  written to {file}: trainfit train {file}", soft_wrap=True)
         if len(plan.found) > 1:
@@ -65,7 +62,7 @@ def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) ->
     rows(out, _frontier(out, plan), "right", "right", "left", "wrap")
     if plan.rejected:
         heading(out, "Not chosen")
-        rows(out, [["-", f"{one.choice}: {_reason(one)}"] for one in plan.rejected], "left", "wrap")
+        rows(out, [["-", f"{one.choice}: {reason_text(one)}"] for one in plan.rejected], "left", "wrap")
     out.print(f"\n{_basis(plan)}", style="dim")
 
 
@@ -146,14 +143,16 @@ def _order(plan: Plan) -> tuple[bool, bool, float]:
     return not plan.found, dollars is None, dollars or 0.0
 
 
-def _limit(plan: Plan) -> str:
+def limit_text(plan: Plan) -> str:
+    """Return the limit in words."""
     return (
         f"{format_bytes(plan.limit_bytes)} less a margin of {plan.margin:.1%}, "
         f"{format_bytes(plan.limit_bytes - plan.usable_bytes)}"
     )
 
 
-def _answer(plan: Plan, best: Found) -> list[list[str]]:
+def answer_lines(plan: Plan, best: Found) -> list[list[str]]:
+    """Return lines of the best recipe: speed, memory, cost, precision, what it changes."""
     estimate, recipe = best.estimate, best.as_recipe()
     mfu = f", {estimate.mfu:.1%} MFU" if estimate.mfu else ""
     step_tokens = recipe.step_tokens
@@ -167,7 +166,7 @@ def _answer(plan: Plan, best: Found) -> list[list[str]]:
         ],
         [
             "memory",
-            f"{format_bytes(estimate.highest.device)} of {_limit(plan)}; "
+            f"{format_bytes(estimate.highest.device)} of {limit_text(plan)}; "
             f"{format_bytes(free)} ({free / plan.limit_bytes:.1%}) free{_expected(estimate)}",
         ],
     ]
@@ -217,19 +216,20 @@ def _line(plan: Plan, one: Found) -> list[str]:
         f"{estimate.tokens_per_s:,.0f} tokens/s",
         f"{estimate.mfu:.1%} MFU" if estimate.mfu else "",
         format_bytes(estimate.highest.device),
-        f"{_differing(plan, one)}{mark}",
+        f"{differing(plan, one)}{mark}",
     ]
 
 
-def _words(one: Found) -> str:
+def words_of(one: Found) -> str:
+    """Return a recipe's batch and techniques."""
     recipe = one.as_recipe()
     return f"batch {batch_text(recipe)}, {registry.describe(recipe)}"
 
 
-def _differing(plan: Plan, one: Found) -> str:
+def differing(plan: Plan, one: Found) -> str:
     """Return the fields in which a recipe differs from the best one."""
     if not plan.found:
-        return _words(one)
+        return words_of(one)
     before, after = (flat(each.as_recipe().model_dump(mode="json")) for each in (plan.found[0], one))
     changes = [written(name, value) for name, value in after.items() if before.get(name) != value]
     return ", ".join(changes) or "the best"
@@ -255,13 +255,14 @@ def _frontier(out: Console, plan: Plan) -> list[list[str]]:
                 f"{one.estimate.tokens_per_s:,.0f} tokens/s",
                 format_bytes(size),
                 drawn,
-                f"{_differing(plan, one)}{' *' * bool(one.numerics)}",
+                f"{differing(plan, one)}{' *' * bool(one.numerics)}",
             ]
         )
     return lines
 
 
-def _reason(one: Rejection) -> str:
+def reason_text(one: Rejection) -> str:
+    """Return a reason on one line, cut where it is long."""
     text = " ".join(one.reason.split())
     return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 3]}..."
 
@@ -277,9 +278,9 @@ def _nothing(out: Console, plan: Plan, given: Recipe) -> None:
         return _only_host(out, plan, plan.over_host, given)
     out.print(f"NOTHING FITS: {describe(given)}", style="bold red")
     least = plan.least
-    lines = [["limit", _limit(plan)], *([["assumed", plan.assumed]] if plan.assumed else [])]
+    lines = [["limit", limit_text(plan)], *([["assumed", plan.assumed]] if plan.assumed else [])]
     if least is not None:
-        lines.append(["least", f"{format_bytes(least.estimate.highest.device)}: {_words(least)}"])
+        lines.append(["least", f"{format_bytes(least.estimate.highest.device)}: {words_of(least)}"])
     if given.adapter is None:
         lines.append(["try", "--tune lora or --tune qlora, more GPUs (--count), or a shorter --seq"])
     else:
@@ -299,7 +300,7 @@ def _only_host(out: Console, plan: Plan, one: Found, given: Recipe) -> None:
         ["try", f"--host-memory-gib {need}, if the host has it: this pins {pinned} for each GPU, and at most "
                 f"{limit} are allowed (by default as much as the GPU has)"],
         ["speed", f"{estimate.tokens_per_s:,.0f} tokens/s, with --host-memory-gib {need}"],
-        ["memory", f"{format_bytes(estimate.highest.device)} of {_limit(plan)}"],
+        ["memory", f"{format_bytes(estimate.highest.device)} of {limit_text(plan)}"],
         ["changes", ", ".join(one.changes)],
         *([["assumed", plan.assumed]] if plan.assumed else []),
     ]  # fmt: skip
@@ -361,35 +362,3 @@ def _labels(some: Sequence[Found]) -> dict[int, str]:
         id(one): ", ".join([f"batch {recipe.batch.micro:,}", *(word for word in mine if word not in common)])
         for one, recipe, mine in zip(some, recipes, words, strict=True)
     }
-
-
-def html(plan: Plan) -> str:
-    """Return the table for Jupyter: the best recipe, the frontier as bars, what was not chosen, a plot."""
-    given = recipe_from(plan.given)
-    best = plan.found[0] if plan.found else None
-    if best is None:
-        lines = [Line("limit", _limit(plan))]
-        least = plan.least
-        lines += [Line("least", format_bytes(least.estimate.highest.device), _words(least))] if least else []
-    else:
-        lines = [Line(name, value) for name, value in _answer(plan, best)]
-    if plan.frontier:
-        lines.append(Line(f"Memory against speed, of {plan.num_traced} traced recipes"))
-        whole = max(plan.limit_bytes, *(one.estimate.highest.device for one in plan.frontier))
-        lines += [_bar(plan, one, whole) for one in plan.frontier]
-    if plan.rejected:
-        lines.append(Line("Not chosen"))
-        lines += [Line(one.choice, _reason(one)) for one in plan.rejected]
-    title = f"{given.model.display_name} on {given.hardware.count} x {given.hardware.gpu}"
-    verdict = f"NOTHING FITS: {describe(given)}" if best is None else describe(best.as_recipe())
-    figure = ""
-    if can_plot() and len(plan.frontier) > 1:
-        figure = draw([frontier_panel(plan)], f"plan-{given.id}", title="Memory against speed", size=(9, 5))
-    return notebook_table(title, verdict, lines, good=best is not None, figure=figure)
-
-
-def _bar(plan: Plan, one: Found, whole: float) -> Line:
-    size = one.estimate.highest.device
-    color = PREDICTED if size <= plan.usable_bytes else WRONG
-    name = f"{_differing(plan, one)}{' *' * bool(one.numerics)}"
-    return Line(name, f"{one.estimate.tokens_per_s:,.0f} tokens/s", format_bytes(size), size / whole, color)

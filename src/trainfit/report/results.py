@@ -1,17 +1,21 @@
-"""Measurements, training runs and utilisation as text; every result as an HTML table for Jupyter."""
+"""Measurements, training runs and utilisation as text; every result as HTML for a notebook."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from trainfit.report import html, loop_text
+from trainfit.report import html, loop_text, pictures
 from trainfit.report import prediction_text as predictions
+from trainfit.report.compare import PHASE_NAMES, Comparison
+from trainfit.report.comparisons import outcome
 from trainfit.report.console import console, heading, notes, rows
-from trainfit.report.plot import CATEGORY_COLORS, INK, MUTED, PREDICTED, WRONG
+from trainfit.report.table import Column, Table
 from trainfit.report.words import describe, quantity
+from trainfit.spec.explanation import MemoryCourse
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, Estimate, Measurement
+from trainfit.spec.result import Estimate, Measurement, MemoryBreakdown
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ NAMES = {
     "hardware_flops": "hardware FLOPs", "mfu": "MFU", "hfu": "HFU",
 }  # fmt: skip
 
+COMPARED = NAMES | {"step_s": "time a step"}
 LONG_DATA_WAIT = 0.05  # Share of a step's time from which a remedy is named
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 Line = list[str]  # Name, value, and a note
@@ -211,70 +216,138 @@ def _used(found: dict[str, Any]) -> list[Line]:
     ]
 
 
-def _html(title: str, verdict: str, lines: Sequence[Line | html.Line], *, good: bool) -> str:
-    """Return the table that Jupyter shows."""
-    rows = [
-        line if isinstance(line, html.Line) else html.Line(line[0], line[1], " ".join(line[2:]))
-        for line in lines
-    ]
-    return html.notebook_table(title, verdict, rows, good=good)
+def _lines(lines: Sequence[Line]) -> list[html.Line]:
+    return [html.Line(line[0], line[1], " ".join(line[2:])) for line in lines]
 
 
-def _bars(value: Estimate | Measurement, whole: float) -> list[html.Line]:
-    """Return a line with a bar for each category of memory at the peak; a bar of ``whole`` bytes is full."""
-    if value.breakdown is None:
-        return []
-    sizes = {name: getattr(value.breakdown, name) for name in CATEGORIES}
+def _sizes(breakdown: MemoryBreakdown) -> list[html.Line]:
+    """Return a line for each category of memory at the peak."""
+    sizes = pictures.categories(breakdown)
     return [
-        html.Line(name, format_bytes(size), f"{size / value.breakdown.total:.1%}", size / whole,
-                  CATEGORY_COLORS.get(name, MUTED))
-        for name, size in sizes.items() if size
-    ]  # fmt: skip
-
-
-def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = ()) -> str:
-    """Return the table of a prediction: verdict, speed, cost, memory at the peak by category, warnings."""
-    lines: list[Line | html.Line] = [
-        *predictions.two_peaks(estimate),
-        ["speed", predictions.speed(recipe, estimate)],
+        html.Line(one.name, format_bytes(one.num_bytes), f"{one.num_bytes / breakdown.total:.1%}")
+        for one in sizes
     ]
+
+
+def _course(course: MemoryCourse | None, each: str = "") -> html.Part:
+    """Return the picture of memory over the step; None: it is not known, and there is no picture."""
+    return html.Part(picture="" if course is None else pictures.course(f"Memory{each} over the step", course))
+
+
+def prediction_bar(name: str, estimate: Estimate) -> pictures.Bar:
+    """Return the bar of a prediction against its device."""
+    sizes, text = pictures.on_device(estimate), f"{format_bytes(estimate.highest.device)} of "
+    return pictures.Bar(name, text + format_bytes(estimate.device_bytes), sizes, estimate.device_bytes)
+
+
+def prediction_html(
+    recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = (), course: MemoryCourse | None = None
+) -> str:
+    """Return a prediction for a notebook: verdict, memory against the device, speed, cost, warnings.
+
+    Args:
+        course: the memory over the step; None: not known.
+    """
+    each, name = predictions.of_one(estimate), recipe.hardware.gpu if recipe else "the device"
+    answer = [*predictions.two_peaks(estimate), ["speed", predictions.speed(recipe, estimate)]]
     if estimate.tokens_per_s:
-        lines.append(["cost", predictions.cost(recipe, estimate)])
-    lines.append(html.Line("Memory at the peak"))
-    whole = max(estimate.device_bytes, estimate.peak_device_bytes)
-    lines += _bars(estimate, whole)
+        answer.append(["cost", predictions.cost(recipe, estimate)])
+    answer += [*(["warning", line] for line in estimate.warnings), *(["note", line] for line in notes)]
+    memory = [html.Line(f"Memory{each} at the peak"), *_sizes(estimate.breakdown)]
     totals = {"allocated": "peak_allocated", "reserved": "peak_reserved", "on the device": "peak_device"}
-    totals |= {"pinned on the host": "host"} if estimate.host_bytes else {}
-    for name, field in totals.items():
-        size = getattr(estimate, f"{field}_bytes")
-        bar = size / whole if field == "peak_device" else None
-        color = PREDICTED if estimate.fits else WRONG
-        lines.append(html.Line(f"{name}{predictions.of_one(estimate)}", format_bytes(size), "", bar, color))
-    size = estimate.device_bytes
-    lines.append(html.Line("the device", format_bytes(size), "", size / whole, INK))
-    lines += [*(["warning", line] for line in estimate.warnings), *(["note", line] for line in notes)]
+    totals |= {"the device": "device"} | ({"pinned on the host": "host"} if estimate.host_bytes else {})
+    memory += [html.Line(name, format_bytes(getattr(estimate, f"{field}_bytes")))
+               for name, field in totals.items()]  # fmt: skip
+    bar = pictures.bars("Memory against the device", [prediction_bar(name, estimate)])
+    parts = [html.Part(picture=bar), html.Part(_lines(answer)), _course(course, each), html.Part(memory)]
     verdict = predictions.verdict(recipe, estimate)
-    return _html(predictions.subject(recipe, estimate), verdict, lines, good=estimate.fits)
+    return html.notebook(predictions.subject(recipe, estimate), verdict, parts, good=estimate.fits)
 
 
 def measurement_html(recipe: Recipe, result: Measurement) -> str:
-    """Return the table of a measurement: status, memory, time, speed, device."""
-    lines: list[Line | html.Line] = [["device", result.environment.device], *_measured(recipe, result)]
+    """Return a measurement for a notebook: status, memory, time, speed, device."""
+    where = result.environment
+    parts = [html.Part(_lines([["device", where.device], *_measured(recipe, result)]))]
     if result.breakdown is not None:
-        lines += [html.Line("Memory at the peak"), *_bars(result, result.breakdown.total)]
-    return _html(describe(recipe, _cpu(result)), _ending(result), lines, good=result.status == "done")
+        bar = measurement_bar("at the peak", result, result.breakdown)
+        parts.insert(0, html.Part(picture=pictures.bars("Measured memory by category", [bar])))
+        parts.append(html.Part([html.Line("Memory at the peak"), *_sizes(result.breakdown)]))
+    good = result.status == "done"
+    return html.notebook(describe(recipe, _cpu(result)), _ending(result), parts, good=good)
+
+
+def measurement_bar(name: str, result: Measurement, breakdown: MemoryBreakdown) -> pictures.Bar:
+    """Return the bar of a measurement, against the memory of its GPU; a CPU's is not the step's alone."""
+    card = None if result.environment.cuda is None else result.environment.device_bytes
+    of = "" if card is None else f" of {format_bytes(card)}"
+    return pictures.Bar(name, f"{format_bytes(breakdown.total)}{of}", pictures.categories(breakdown), card)
+
+
+def compared_lines(recipe: Recipe, predicted: Estimate, measured: Measurement) -> list[Line]:
+    """Return both sides and the error of each peak; on the recipe's device also of times."""
+    both = Comparison(recipe, predicted, measured)
+    names = [*PEAKS, *(f"phases.{name}" for name in PHASE_NAMES)]
+    names += ["step_s", "tokens_per_s", "mfu"] if both.on_its_device else []
+    lines: list[Line] = []
+    for name in names:
+        error = both.error(name)
+        if error is None:
+            continue
+        field = name.removeprefix("phases.")
+        shown = [
+            format_bytes(both.value(side, name)) if field != name else quantity(name, both.value(side, name))
+            for side in ("predicted", "measured")
+        ]
+        lines.append([COMPARED.get(field, field.replace(".", " step, ")), *shown, f"{error:+.2%}"])
+    return lines
+
+
+def show_compared(
+    recipe: Recipe, predicted: Estimate, measured: Measurement, *, out: Console | None = None
+) -> None:
+    """Print a prediction beside a measurement of the same recipe."""
+    out, both = out or console(), Comparison(recipe, predicted, measured)
+    out.print(f"{describe(recipe)}, measured on {both.device}", style="bold")
+    out.print("; ".join([outcome(both), *_caveats(both)]))
+    lines = compared_lines(recipe, predicted, measured)
+    rows(out, [["", "predicted", "measured", "error"], *lines], "left", "right", "right", "right")
+
+
+def _caveats(both: Comparison) -> list[str]:
+    """Return why the errors may not be those of the prediction."""
+    other = "" if both.on_its_device else "measured on another device than the recipe names"
+    return [text for text in (other, both.other_versions) if text]
+
+
+def compared_html(recipe: Recipe, predicted: Estimate, measured: Measurement) -> str:
+    """Return a prediction beside a measurement for a notebook: both peaks on one scale, then the table."""
+    both, columns = Comparison(recipe, predicted, measured), ("", "predicted", "measured", "error")
+    table = Table(
+        [Column(title, itemgetter(at), is_number=at > 0) for at, title in enumerate(columns)],
+        compared_lines(recipe, predicted, measured),
+    )
+    shown = [pictures.Bar("predicted", format_bytes(predicted.breakdown.total),
+                          pictures.categories(predicted.breakdown))]  # fmt: skip
+    if measured.breakdown is not None:
+        bar = measurement_bar("measured", measured, measured.breakdown)
+        shown.append(bar._replace(text=format_bytes(bar.total), card=None))
+    parts = [html.Part(picture=pictures.bars("Allocated at the peak", shown)), html.Part(table=table)]
+    parts.append(html.Part([html.Line("note", text) for text in _caveats(both)]))
+    title = f"{describe(recipe)}, measured on {both.device}"
+    return html.notebook(title, outcome(both), parts, good=measured.status == "done")
 
 
 def training_html(recipe: Recipe, summary: "TrainSummary") -> str:
-    """Return the table of a training run: status, losses, speed, memory, its newest checkpoint."""
+    """Return a training run for a notebook: status, losses, speed, memory, its newest checkpoint."""
     lines = [*_trained(summary), *([["checkpoint", summary.checkpoint]] if summary.checkpoint else [])]
-    return _html(
-        describe(recipe, _cpu(summary)), _ending(summary), lines, good=summary.status in ("done", "stopped")
+    good = summary.status in ("done", "stopped")
+    return html.notebook(
+        describe(recipe, _cpu(summary)), _ending(summary), [html.Part(_lines(lines))], good=good
     )
 
 
 def usage_html(found: dict[str, Any]) -> str:
-    """Return the table of the numbers of ``trainfit.mfu``."""
+    """Return the numbers of ``trainfit.mfu`` for a notebook."""
     lines = [*_used(found), *(predictions.run_lines(found) if "run_s" in found else [])]
     title = f"{found['model']}, {format_count(found['params'])} parameters"
-    return _html(title, f"{found['mfu']:.2%} MFU", lines, good=found["mfu"] <= 1)
+    return html.notebook(title, f"{found['mfu']:.2%} MFU", [html.Part(_lines(lines))], good=found["mfu"] <= 1)

@@ -1,5 +1,6 @@
 """The search: what it returns fits, is the fastest it traced, and takes a bounded number of traces."""
 
+import base64
 import json
 import re
 from collections.abc import Sequence
@@ -46,10 +47,18 @@ def test_the_best_is_as_predicted_and_is_written_unchanged(free: Plan, tmp_path:
 
 def test_a_notebook_shows_bars_and_the_frontier(free: PrintedPlan) -> None:
     shown = free._repr_html_()
-    bars = [float(width) for width in re.findall(r"width: ([\d.]+)%", shown)]
+    (picture,) = re.findall(r'base64,([^"]+)"', shown)
+    drawing = base64.b64decode(picture).decode()
     sizes = [one.estimate.peak_device_bytes for one in free.frontier]
-    assert bars == pytest.approx([100 * size / max(free.limit_bytes, *sizes) for size in sizes], abs=0.01)
-    assert shown.count("<svg") == 1
+    inside = [size for size in sizes if size <= 1.15 * free.limit_bytes]
+    places = [float(x) for x in re.findall(r'<circle cx="([\d.]+)"', drawing)]
+    limit = float(re.findall(r'<line x1="([\d.]+)" x2="\1"', drawing)[0])
+    left = float(re.findall(r'<line x1="([\d.]+)" x2="752', drawing)[0])
+    per_byte = (limit - left) / free.usable_bytes
+    assert places == pytest.approx([left + size * per_byte for size in inside], abs=0.2)
+    for number, one in enumerate(free.frontier, 1):
+        assert f">{number}</th>" in shown
+        assert f"{one.estimate.tokens_per_s:,.0f} tokens/s" in shown
     labels = [text for one in frontier_panel(free).series for text in one.text]
     assert len(labels) == len(set(labels)) == sum(s <= 1.15 * free.limit_bytes for s in sizes)
     (limit,) = frontier_panel(free).limits

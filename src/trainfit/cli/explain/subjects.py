@@ -101,7 +101,7 @@ def _script(command: str, settings: list[str], *, json: bool) -> "Explained":
         from trainfit.prediction.user_step import traced
 
         ranks = launch.ranks or hardware.get("count")
-        return explained_script(traced(train, gpu=name, world_size=ranks, nodes=launch.nodes))
+        return explained_script(traced(train, gpu=name, world_size=ranks, nodes=launch.nodes).code)
 
 
 def hardware_of(settings: list[str], what: str) -> dict[str, Any]:
