@@ -11,6 +11,7 @@
 #   make check   all tests, ruff, pyright, import-linter (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
 # Tables and figures made from records, in README, docs and evidence, by: make evidence
+# The stored outputs of examples/notebooks, by: make notebooks
 # PYTHON=python3.12 picks the interpreter; EXTRAS=dev,ray picks the extras; PIP_ARGS='...' is handed to pip.
 # Without a GPU, torch's CPU build saves several GB of CUDA libraries:
 #   make setup PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
@@ -32,7 +33,7 @@ OLDEST := $(OLDEST_VENV)/bin
 OLDEST_STAMP := $(OLDEST_VENV)/.installed
 REQUIREMENTS := requirements/constraints.txt requirements/libraries.txt requirements/libraries-no-deps.txt
 
-.PHONY: demo outputs evidence docs test test-fast test-versions setup-libraries test-libraries chromium test-oldest test-oldest-cli check lint types floors setup clean
+.PHONY: demo outputs evidence docs notebooks test test-fast test-versions setup-libraries test-libraries chromium test-oldest test-oldest-cli check lint types floors setup clean
 
 setup: $(STAMP)
 
@@ -58,6 +59,9 @@ $(DOCS_STAMP): $(STAMP)
 # A link that leads nowhere, a page in no list, a heading out of order: each is an error.
 docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build -W --keep-going -q -j auto -c docs . build/site
+
+notebooks: setup-libraries
+	$(LIBRARIES)/python -m evidence.scripts.fill_notebooks
 
 # Tests that need a GPU run in a second session: in the first, processes see none.
 test: setup

@@ -245,6 +245,20 @@ def test_the_bar_of_a_prediction_is_to_scale(recipe_file: Path) -> None:
         assert f">{phase}</text>" in course
 
 
+def test_in_a_notebook_a_text_is_whole(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = trainfit.predict(recipe_file, gpu="h200")
+    text = estimate.text(width=80)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert estimate.text(width=80) == text
+    shown: list[str] = []
+
+    class Printer:
+        text = shown.append
+
+    estimate._repr_pretty_(Printer(), cycle=False)
+    assert shown == [str(estimate)]
+
+
 def test_without_a_kept_ledger_there_is_no_picture_of_the_course(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,9 +20,9 @@ from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.rms_norm import op as rms_norm_op
 from trainfit.kernels.swiglu import op as swiglu_op
 from trainfit.models.hf_attention import no_packed_sequences
-from trainfit.models.quiet_torchao import LOGGERS, quiet_torchao
 from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trainfit.virtual.cuda import fake_impls as fake_run
+from trainfit.virtual.quiet_torchao import LOGGERS, quiet_torchao
 from trainfit.virtual.trace import process_state
 from trainfit.virtual.trace.process_state import frozen_gc
 from trainfit.virtual.trace.tensors import tensors_of

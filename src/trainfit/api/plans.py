@@ -8,6 +8,7 @@ from rich.console import Console
 
 from trainfit.api.recipes import RecipeFields, Source, errors_name, fields_of, wanted
 from trainfit.api.results import Printed
+from trainfit.api.run import count_of
 from trainfit.measurement.machine import check_processes
 from trainfit.report.words import assumed
 from trainfit.spec import plan as values
@@ -58,7 +59,7 @@ def plan(
     keep_quality: bool = False,
     vary: Sequence[str] | str = (),
     margin: float | None = None,
-    tokens: float | None = None,
+    tokens: float | str | None = None,
     calibration: str | Path | None = None,
     use_cache: bool = True,
     processes: int | None = None,
@@ -80,7 +81,7 @@ def plan(
         keep_quality: exclude what changes the numerics.
         vary: fields that may vary, such as ``["batch.micro"]`` or ``"recompute,loss"``; empty: every field.
         margin: share of the memory that stays free; None: 2 %.
-        tokens: of the whole training run, for its time and cost.
+        tokens: of the whole training run, such as ``"10B"``, for its time and cost.
         calibration: as ``predict`` takes it.
         use_cache: False traces anew.
         processes: that trace at once; 0: this one; None: one a CPU core, at most 4.
@@ -95,10 +96,11 @@ def plan(
     from trainfit.prediction.time.calibrated import own_calibration
 
     own = own_calibration(calibration)
+    run_tokens = None if tokens is None else count_of(tokens)
     with errors_name(recipe, fields):
         return plan_recipe(
             chosen, given, tokens_per_step=tokens_per_step, tune=tune, memory_gib=memory_gib, margin=margin,
-            host_memory_gib=host_memory_gib, keep_quality=keep_quality, vary=vary, tokens=tokens,
+            host_memory_gib=host_memory_gib, keep_quality=keep_quality, vary=vary, tokens=run_tokens,
             calibration=own, use_cache=use_cache, processes=processes,
         )  # fmt: skip
 

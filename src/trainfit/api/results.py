@@ -37,7 +37,8 @@ NUM_MOMENTS = 240
 def drawn(show: Callable[[Console], None], width: int | None = None) -> str:
     """Return what ``show`` prints on a console without colours, ``width`` columns wide."""
     text = io.StringIO()
-    show(Terminal(file=text, width=width, color_system=None, force_terminal=False))
+    # In a notebook rich would display parts of the text, whatever the file.
+    show(Terminal(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False))
     return text.getvalue().rstrip("\n")
 
 
@@ -54,6 +55,10 @@ class Printed(Value):
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the command's text in IPython, where a notebook shows no HTML too."""
+        printer.text(self.text())
 
 
 class _OfRecipe(Printed):

@@ -22,11 +22,11 @@ import typer
 import trainfit
 from trainfit.cli import options, welcome
 from trainfit.cli.resumable import saved_by
-from trainfit.models.quiet_torchao import LOGGERS
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, InputError
 from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
 from trainfit.spec.stop import Stopped, StopSignal
+from trainfit.virtual.quiet_torchao import LOGGERS
 
 EXIT_USAGE, EXIT_BUG = 2, 70
 

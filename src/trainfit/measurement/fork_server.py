@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 from trainfit.measurement.process import forked, spawned
 from trainfit.measurement.trial import import_for_steps
-from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.printable import say
 from trainfit.virtual.forked import autograd_has_threads
+from trainfit.virtual.quiet_torchao import quiet_torchao
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Empty while modules are imported. Importing transformers imports torchao, which asks a GPU that it sees for

@@ -18,9 +18,9 @@ from trainfit.models.deferred_init import is_deferred
 from trainfit.models.few_blocks import outlined
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.models.hf_text import text_class
-from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import FLOAT_TAG
+from trainfit.virtual.quiet_torchao import quiet_torchao
 from trainfit.virtual.trace.exclusive import replaced
 
 NOT_THE_ARCHITECTURE = (

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from trainfit.kernels.flash_attention.op import MAX_HEAD_SIZE, attend, register
-from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
+from trainfit.virtual.quiet_torchao import quiet_torchao
 from trainfit.virtual.trace.exclusive import exclusive
 
 NAME = "trainfit_triton"

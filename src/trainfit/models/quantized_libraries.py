@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from trainfit.kernels.quantize import nf4
 from trainfit.models.quantized_linear import COMPUTE, QuantizedLinear
-from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.quantize import Quantized
+from trainfit.virtual.quiet_torchao import quiet_torchao
 
 GROUP = 256  # Magnitudes of one scale, in both libraries
 

@@ -3,8 +3,9 @@
 The page needs nothing else: its drawing, style and script are in it.
 """
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,13 +203,27 @@ def page(course: MemoryCourse, title: str) -> str:
 
 def _areas(course: MemoryCourse, scales: _Scales) -> list[Area]:
     """Return the stacked areas, the lowest first."""
-    xs = [scales.x(at) for at in _stair_ends(course)]
+    xs = [round(scales.x(at), 1) for at in _stair_ends(course)]
     below = [0] * len(xs)
     found: list[Area] = []
     for name in _used(course):
         above = [at + size for at, size in zip(below, _stairs(course, name), strict=True)]
-        up = [f"{x:.1f},{scales.y(size):.1f}" for x, size in zip(xs, above, strict=True)]
-        down = [f"{x:.1f},{scales.y(size):.1f}" for x, size in zip(xs, below, strict=True)][::-1]
-        found.append(Area(name, CATEGORY_COLORS[name], f"M{' L'.join([*up, *down])}Z"))
+        up, down = ([(x, round(scales.y(size), 1)) for x, size in zip(xs, sizes, strict=True)]
+                    for sizes in (above, below))  # fmt: skip
+        found.append(Area(name, CATEGORY_COLORS[name], _outline([*up, *down[::-1]])))
         below = above
     return found
+
+
+def _outline(points: Sequence[tuple[float, float]]) -> str:
+    """Return the closed path through points, of which each is beside, above or below the one before."""
+    corners = [points[0]]
+    for before, point, after in zip(points[:-1], points[1:], [*points[2:], points[0]], strict=True):
+        if not (before[0] == point[0] == after[0] or before[1] == point[1] == after[1]):
+            corners.append(point)
+    path = [f"M{corners[0][0]:g},{corners[0][1]:g}"]
+    for before, point in itertools.pairwise(corners):
+        along = "H" if before[1] == point[1] else "V" if before[0] == point[0] else "L"
+        path.append(f"{along}{point[0]:g}" if along == "H" else f"{along}{point[1]:g}" if along == "V"
+                    else f"L{point[0]:g},{point[1]:g}")  # fmt: skip
+    return f"{''.join(path)}Z"

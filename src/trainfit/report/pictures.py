@@ -57,6 +57,7 @@ class Point(NamedTuple):
     changes_numerics: bool = False
     is_over: bool = False
     is_best: bool = False
+    is_on_frontier: bool = True
 
 
 def categories(alive: MemoryBreakdown) -> list[Size]:
@@ -130,13 +131,16 @@ def frontier(title: str, points: Sequence[Point], limit_bytes: int, limit: str) 
 
     unit, size = size_unit([most])
     best = "; ".join(f"the best: {one.about}" for one in points if one.is_best) or "none fits"
-    line = " L".join(f"{x(one.num_bytes)},{y(one.tokens_per_s)}" for one in points)
+    line = " L".join(f"{x(one.num_bytes)},{y(one.tokens_per_s)}" for one in points if one.is_on_frontier)
     colors = ("var(--one)", "var(--other)")
     keys = [(colors[0], "numerics unchanged")]
     keys += [(colors[1], "numerics changed")] if any(one.changes_numerics for one in points) else []
+    keys += [("var(--ink)", "outlined: the best")] if any(one.is_best for one in points) else []
+    keys += [("var(--line)", "hollow: over the limit")] if any(one.is_over for one in points) else []
     shown = [
         {"x": x(one.num_bytes), "y": y(one.tokens_per_s), "color": colors[one.changes_numerics],
-         "is_over": one.is_over, "is_best": one.is_best, "about": one.about}
+         "is_over": one.is_over, "is_best": one.is_best, "about": one.about,
+         "is_numbered": one.is_on_frontier}
         for one in points
     ]  # fmt: skip
     return _image(
@@ -152,7 +156,7 @@ def _numbered(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     last: dict[str, Any] | None = None
     for number, point in enumerate(points, 1):
         close = last is not None and abs(point["x"] - last["x"]) < 16 and abs(point["y"] - last["y"]) < 13
-        if close and not point["is_best"]:
+        if (close and not point["is_best"]) or not point["is_numbered"]:
             yield {**point, "number": None}
             continue
         last = point

@@ -172,7 +172,8 @@ def subject(recipe: Recipe | None, estimate: Estimate) -> str:
     return f"{estimate.code.name}, {traced}, on {estimate.num_gpus} x {estimate.code.gpu}"
 
 
-def _gpu(recipe: Recipe | None, estimate: Estimate) -> str:
+def gpu_name(recipe: Recipe | None, estimate: Estimate) -> str:
+    """Return the name of the GPU that a recipe or traced code is predicted for."""
     return estimate.code.gpu if recipe is None and estimate.code else recipe.hardware.gpu if recipe else ""
 
 
@@ -180,7 +181,7 @@ def verdict(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return whether it fits, and by how much."""
     headroom, device = estimate.headroom_bytes, estimate.device_bytes
     size = f"{format_bytes(estimate.highest.device)} of {format_bytes(device)}"
-    gpu = _gpu(recipe, estimate)
+    gpu = gpu_name(recipe, estimate)
     if estimate.num_gpus > 1:
         gpu = f"each of {estimate.num_gpus} x {gpu}"
     share = f"{format_bytes(abs(headroom))} ({abs(headroom) / device:.1%})"
@@ -195,7 +196,7 @@ def verdict(recipe: Recipe | None, estimate: Estimate) -> str:
 def speed(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return tokens a second, a step's time with its bounds, MFU: as far as they are known."""
     if estimate.step_s is None:
-        return f"not predicted: the speed of {_gpu(recipe, estimate)} is not known"
+        return f"not predicted: the speed of {gpu_name(recipe, estimate)} is not known"
     bound = estimate.bounds.get("step_s")
     between = f" ({quantity('step_s', bound.low)} to {quantity('step_s', bound.high)})" if bound else ""
     mfu = "" if estimate.mfu is None else f", {estimate.mfu:.1%} MFU"
@@ -237,7 +238,7 @@ def cost(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return dollars a million tokens and an hour, or that no price is known."""
     money = estimate.cost
     if money is None:
-        return f"no price of {_gpu(recipe, estimate)} is known: give yours, --price USD"
+        return f"no price of {gpu_name(recipe, estimate)} is known: give yours, --price USD"
     gpus = f"{money.num_gpus} GPU{'s' * (money.num_gpus > 1)} at {money.price_per_gpu_hour:.2f} $"
     costs = f"{money.per_hour:.2f} $ an hour ({gpus})"
     if money.per_million_tokens is not None:

@@ -248,7 +248,7 @@ def prediction_html(
     Args:
         course: the memory over the step; None: not known.
     """
-    each, name = predictions.of_one(estimate), recipe.hardware.gpu if recipe else "the device"
+    each, name = predictions.of_one(estimate), predictions.gpu_name(recipe, estimate)
     answer = [*predictions.two_peaks(estimate), ["speed", predictions.speed(recipe, estimate)]]
     if estimate.tokens_per_s:
         answer.append(["cost", predictions.cost(recipe, estimate)])

@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from trainfit.models.quiet_torchao import quiet_torchao
 from trainfit.models.weights.folder import adapter_base
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, write_text, writing
@@ -26,6 +25,7 @@ from trainfit.training.export.safetensors_file import Entry, write_sharded
 from trainfit.training.export.saved_run import SavedRun, open_saved
 from trainfit.training.export.trained_model import TrainedWeights
 from trainfit.training.export.whole_model import WholeModel
+from trainfit.virtual.quiet_torchao import quiet_torchao
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,

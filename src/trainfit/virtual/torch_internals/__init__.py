@@ -29,6 +29,7 @@ from trainfit.spec.files import cache_folder
 from trainfit.spec.optional import is_installed
 from trainfit.spec.private_names import BELOW, CHECKED, FAILS, PrivateName, change
 from trainfit.spec.provenance import installed_version
+from trainfit.virtual.quiet_torchao import silenced
 from trainfit.virtual.trace.exclusive import stored
 
 GROUPS = (
@@ -86,7 +87,7 @@ def changes(checked: Iterable[PrivateName]) -> list[str]:
             torch.set_default_dtype(dtype)
 
     thread = threading.Thread(target=check, name="private names")
-    with warnings.catch_warnings():
+    with silenced(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # A warning that a user turns into an error is no change.
         thread.start()
         thread.join()
