@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainfit.cli import welcome
 from trainfit.cli.main import main
+from trainfit.cli.text import welcome
 
 Captured = pytest.CaptureFixture[str]
 COMMAND = "import sys; from trainfit.cli.entry import command; sys.exit(command())"

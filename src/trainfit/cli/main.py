@@ -20,8 +20,9 @@ from typing import Any, TextIO
 import typer
 
 import trainfit
-from trainfit.cli import options, welcome
+from trainfit.cli import options
 from trainfit.cli.resumable import saved_by
+from trainfit.cli.text import welcome
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, InputError
 from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say

@@ -87,8 +87,8 @@ def planned(recipe: "Recipe") -> "Recipe":
 
 def _script(command: str, settings: list[str], *, json: bool) -> "Explained":
     from trainfit.catalog.load import gpu as find_gpu
-    from trainfit.cli.launch import launch_of
-    from trainfit.cli.scripts import callable_of
+    from trainfit.cli.trace.launch import launch_of
+    from trainfit.cli.trace.scripts import callable_of
     from trainfit.report.console import progress
 
     hardware = hardware_of(settings, "a script")

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from trainfit.cli.launch import Launch
+from trainfit.cli.trace.launch import Launch
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
