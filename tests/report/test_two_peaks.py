@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from trainfit.cli.report import _content
+from trainfit.cli.records.report import _content
 from trainfit.measurement.environment import host_environment
 from trainfit.report.compare import Comparison, compare
 from trainfit.report.comparisons import text_table

@@ -36,7 +36,7 @@ UsageError = typer.BadParameter.__bases__[0]
 
 VERBS = (
     "predict", "plan", "trace", "explain", "import_", "measure", "calibrate", "verify", "train", "evaluate",
-    "export", "sweep", "bench", "report", "calculators.mfu", "calculators.communication",
+    "export", "sweep", "bench", "records.report", "calculators.mfu", "calculators.communication",
     "calculators.ultrascale", "serve", "serve:export_page", "catalog:gpus", "catalog:models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
