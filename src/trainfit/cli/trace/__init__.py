@@ -7,7 +7,6 @@ from typer import Argument, Option
 from typer.core import TyperCommand
 
 from trainfit.cli import completion
-from trainfit.cli.trace.launch import Launch, launch_of
 from trainfit.cli.options import (
     EXIT_DOES_NOT_FIT,
     CalibrationFile,
@@ -17,6 +16,7 @@ from trainfit.cli.options import (
     only_json,
     print_json,
 )  # fmt: skip
+from trainfit.cli.trace.launch import Launch, launch_of
 from trainfit.cli.trace.scripts import callable_of
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
