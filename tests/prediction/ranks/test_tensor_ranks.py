@@ -158,3 +158,40 @@ def test_what_cannot_be_shared_or_was_not_tried_is_refused(fields: dict[str, Any
     dumped = {name: one.model_dump() if hasattr(one, "model_dump") else one for name, one in fields.items()}
     with pytest.raises(InputError, match=message):
         registry.check(Recipe(**(data | dumped)))
+
+
+def with_adapter(**fields: Any) -> Recipe:
+    """Return a recipe over two ranks with LoRA on a base in fp8, of sizes that fp8 products take."""
+    adapter = {"kind": "lora", "rank": 4, "dtype": "base"}
+    one = recipe(2, precision="bf16", adapter=adapter, quantize={"kind": "fp8", "compute": "fp8"}, **fields)
+    config = {**dict(one.model.config), "hidden_size": 2 * HIDDEN}  # pyright: ignore
+    return one.model_copy(update={"model": one.model.model_copy(update={"config": config})})
+
+
+@pytest.mark.parametrize("fields", [{"recompute": "full"}, {"compile": "block"}], ids=str)
+def test_layers_with_adapters_traced_once_equal_all_traced(fields: dict[str, Any]) -> None:
+    short, whole = (trace(with_adapter(**fields), whole=one) for one in (False, True))
+    assert short.repeats == (LAYERS - 3,)
+    h200 = gpu("h200")
+    assert replay_on(h200, short)[0].peak_allocated_bytes == replay_on(h200, whole)[0].peak_allocated_bytes
+    assert communication.traffic(short, h200) == communication.traffic(whole, h200)
+
+
+def test_an_adapter_gathers_its_rank_of_each_token_and_sums_the_gradients_of_whole_matrices() -> None:
+    found = trace(with_adapter())
+    moved = Counter(
+        (one.name, found.segments[one.segment].phase, one.num_bytes)
+        for one in found.collectives
+        for _ in range(found.times(one))
+        if found.segments[one.segment].step == "steady"
+    )
+    hidden, low_rank = 2 * TOKENS * 2 * HIDDEN, 2 * TOKENS * 4  # Bytes in bf16
+    assert moved["all_gather", "forward", low_rank] == 2 * LAYERS
+    assert moved["reduce_scatter", "backward", low_rank] == 2 * LAYERS
+    # The base's: the embedding, whose gradient nobody needs, does not gather; nor does the first norm scatter.
+    assert moved["all_gather", "forward", hidden] == 2 * LAYERS + 1
+    assert moved["reduce_scatter", "forward", hidden] == 2 * LAYERS
+    assert moved["reduce_scatter", "backward", hidden] == 2 * LAYERS
+    assert moved["all_gather", "backward", hidden] == 2 * LAYERS
+    # A of qkv and up [4, hidden], and B of out and down [hidden, 4].
+    assert moved["all_reduce", "optimizer", 2 * 4 * 2 * HIDDEN] == 4 * LAYERS

@@ -45,10 +45,13 @@ class VirtualCompiler:
         """Lower a forward in a fork; running it may raise OtherStridesError."""
         self._programs: list[Program] = []
         self._signatures: set[Any] = set()
+        self._num_hooked = 0
+        """Compiled modules with hooks, which Dynamo captures apart from their forward."""
 
     def __call__(self, module: nn.Module, **settings: Any) -> None:
         self._begin()
         self._signatures.add(signature(module))
+        self._num_hooked += bool(module._forward_pre_hooks)
         module.compile(backend=self._backend, **settings)
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = partial(self._run, module, compiled)
@@ -77,7 +80,7 @@ class VirtualCompiler:
         repeating = sum(any(kernel.position for kernel in program.kernels) for program in self._programs)
         if self.layers is not None and (self.num_graphs, repeating) != (1, 2):
             raise RepeatError("the layers are not in one graph")
-        if self.num_graphs > 2 * len(self._signatures):
+        if self.num_graphs > 2 * len(self._signatures) + self._num_hooked:
             raise RepeatError("equal layers are compiled into graphs of their own")
 
     def work(self) -> tuple[int, int]:
