@@ -188,7 +188,7 @@ def test_an_adapter_gathers_its_rank_of_each_token_and_sums_the_gradients_of_who
     hidden, low_rank = 2 * TOKENS * 2 * HIDDEN, 2 * TOKENS * 4  # Bytes in bf16
     assert moved["all_gather", "forward", low_rank] == 2 * LAYERS
     assert moved["reduce_scatter", "backward", low_rank] == 2 * LAYERS
-    # The base's: the embedding, whose gradient nobody needs, does not gather; nor does the first norm scatter.
+    # The embedding is frozen, so that the first norm needs no gradient.
     assert moved["all_gather", "forward", hidden] == 2 * LAYERS + 1
     assert moved["reduce_scatter", "forward", hidden] == 2 * LAYERS
     assert moved["reduce_scatter", "backward", hidden] == 2 * LAYERS
