@@ -8,7 +8,7 @@
 #   make test-versions    those that depend most on the versions of Python, torch and transformers, such as with
 #                         VENV=.venv-3.13 PYTHON=python3.13
 #   make docs    the documentation site, in build/site
-#   make check   all tests, ruff, pyright, import-linter (what CI runs)
+#   make check   all tests, ruff, pyright, import-linter, the site (what CI runs)
 # The output that README and docs show is refreshed by: make outputs
 # Tables and figures made from records, in README, docs and evidence, by: make evidence
 # The stored outputs of examples/notebooks, by: make notebooks
