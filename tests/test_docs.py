@@ -166,3 +166,18 @@ def test_the_command_line_reference_names_every_verb_and_option() -> None:
         assert re.search(rf"`{verb}\b", text), verb
         for option in options(command):
             assert re.search(rf"`[^`]*{option}\b[^`]*`", text), f"{verb} {option}"
+
+
+def test_the_site_has_every_public_name_and_lists_every_page() -> None:
+    listed = re.findall(
+        r"^\.\. auto\w+:: (\w+)$", (DOCS / "reference/functions.rst").read_text(), re.MULTILINE
+    )
+    assert {*listed, "__version__"} == set(importlib.import_module("trainfit").__all__)
+    index = re.findall(r"^   ([\w/.*-]+)$", (DOCS / "index.rst").read_text(), re.MULTILINE)
+    for folder in ("tasks", "guide", "reference"):
+        assert {f"{folder}/{page.stem}" for page in (DOCS / folder).glob("*")} <= set(index)
+    readme = (DOCS / "README.md").read_text()
+    for folder in ("tasks", "guide"):
+        assert [
+            page.name for page in (DOCS / folder).glob("*.md") if f"({folder}/{page.name})" not in readme
+        ] == []
