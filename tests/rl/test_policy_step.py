@@ -47,9 +47,10 @@ def whole_logs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logs.gather(2, ids.roll(-1, dims=1)[..., None])[..., 0]
 
 
+@pytest.mark.parametrize("loss", ["standard", "fused"])
 @pytest.mark.parametrize("implementation", ["native", "hf"])
-def test_the_loss_is_the_formula(implementation: str) -> None:
-    step = assemble(recipe(model={"implementation": implementation}), torch.device("cpu"))
+def test_the_loss_is_the_formula(implementation: str, loss: str) -> None:
+    step = assemble(recipe(model={"implementation": implementation}, loss=loss), torch.device("cpu"))
     batch = batch_of(step)
     ratio = (whole_logs(step.model, batch["input_ids"]) - batch["old"]).exp()
     a = batch["advantages"]

@@ -36,7 +36,11 @@ def moved(step: Step) -> None:
     [{}, {"loss": "ipo", "beta": 0.3}, {"loss": "hinge"}, {"label_smoothing": 0.1}, {"reference": "none"}],
     ids=str,
 )
-@pytest.mark.parametrize("fields", [{}, {"model": {"implementation": "hf"}}, LORA], ids=["", "hf", "lora"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"model": {"implementation": "hf"}}, LORA, {"loss": "fused"}],
+    ids=["", "hf", "lora", "fused"],
+)
 def test_loss_and_gradients_are_those_of_whole_logits(
     objective: dict[str, Any], fields: dict[str, Any]
 ) -> None:
@@ -134,7 +138,11 @@ def test_two_ranks_compute_the_losses_of_one(ranks: Ranks, fields: dict[str, Any
     torch.testing.assert_close(first["held out"], one["held out"], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("fields", [{}, LORA, {"recompute": "full"}], ids=["copy", "lora", "recomputed"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, LORA, {"recompute": "full"}, {"loss": "fused"}],
+    ids=["copy", "lora", "recomputed", "fused"],
+)
 def test_the_predicted_memory_is_the_measured(fields: dict[str, Any]) -> None:
     recipe = preference(model={"config": MODEL | {"num_hidden_layers": 5}}, **fields)
     predicted, measured = predict(recipe, use_cache=False), measure(recipe, steps=1, device="cpu")
@@ -167,6 +175,8 @@ def test_flops_of_a_pair() -> None:
     assert both == pytest.approx(flops * 4 / 3, rel=0.01)
     head = 2 * 4 * 16 * 32 * 300
     assert trace(pairs).steady_sum("causal_flops") - alone == pytest.approx(head, rel=0.06)
+    fused = preference(hardware={"gpu": "h100-sxm"}, loss="fused")
+    assert trace(fused).steady_sum("model_flops") == both
 
 
 def test_an_evaluation_is_traced() -> None:
@@ -183,7 +193,7 @@ def test_sft_is_pretrain_by_another_name() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"loss": "fused"}, "replaces the next-token loss"),
+    ({"loss": "chunked"}, "replaces the next-token loss"),
     ({"data": {"pack": "documents"}}, "single answers, not packed"),
     ({"data": {"answers_only": False}}, "prompts are no part of its loss"),
     ({"objective": {"name": "dpo", "reference": "adapter-off"}}, "would be the trained model itself"),

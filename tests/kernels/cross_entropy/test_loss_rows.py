@@ -174,6 +174,16 @@ def test_the_kernel_in_the_interpreter(dtype: torch.dtype, softcap: float, terms
         assert torch.allclose(found[1].double(), exact[1], rtol=relative, atol=2e-7)
 
 
+@pytest.mark.parametrize("run", [fused.plain_cross_entropy, pytest.param(triton, marks=interpreted_loops)])
+def test_each_row_has_a_factor_of_its_own(run: Any):
+    torch.manual_seed(0)
+    y, targets, factors = torch.randn(5, 131), torch.randint(131, (5,)), torch.randn(10)[::2]
+    _, gradients = run_plain(y, targets, 0.0, Terms())
+    logits = y.clone()
+    run(logits, targets, factors, 1.0, 0.0, Terms(), True)
+    assert torch.allclose(logits, gradients * factors[:, None], rtol=1e-5, atol=1e-7)
+
+
 @interpreted_loops
 def test_certain_tokens_in_fp16():
     """One token has all the probability: as the target, and against it; another is impossible."""

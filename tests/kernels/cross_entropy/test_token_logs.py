@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.cross_entropy.chunked import Head
-from trainfit.kernels.cross_entropy.token_logs import linear_token_loss, token_logs
+from trainfit.kernels.cross_entropy.token_logs import linear_token_logs, linear_token_loss, token_logs
 
 N, E, V = 37, 16, 50
-HEADS = {"plain": (None, 1.0, None), "bias and scale": (True, 0.3, None), "soft cap": (None, 1.0, 5.0)}
+HEADS = {
+    "plain": (None, 1.0, None), "scale": (None, 0.3, None), "bias and scale": (True, 0.3, None),
+    "soft cap": (None, 1.0, 5.0),
+}  # fmt: skip
 
 
 def tensors(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Head, Tensor]:
@@ -45,11 +48,14 @@ def clipped(old: Tensor, advantages: Tensor) -> Callable[[Tensor, slice], Tensor
     return loss
 
 
+CASES = [(name, temperature, False) for name in HEADS for temperature in (1.0, 0.7)]
+FUSED = [("plain", 1.0, True), ("plain", 0.7, True), ("scale", 0.7, True), ("soft cap", 1.0, True)]
+
+
 @pytest.mark.parametrize("rows", [None, 8, 37])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "temperature", "fused"), CASES + FUSED)
 def test_loss_and_gradients_are_those_of_whole_logits(
-    name: str, temperature: float, rows: int | None
+    name: str, temperature: float, fused: bool, rows: int | None
 ) -> None:
     hidden, head, targets = tensors(name, torch.float32)
     weights = [hidden, head.weight, *([head.bias] if head.bias is not None else [])]
@@ -59,13 +65,28 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     loss = clipped(old, torch.randn(N, generator=noise) * (torch.arange(N) % 5 > 0))
     expected = loss(expected_logs, slice(0, N)).sum()
     gradients = torch.autograd.grad(2 * expected, weights)
-    found = linear_token_loss(hidden, head, targets, loss, temperature=temperature, rows=rows)
+    found = linear_token_loss(hidden, head, targets, loss, temperature=temperature, rows=rows, fused=fused)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for one, other in zip(torch.autograd.grad(2 * found, weights), gradients, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
-    logs = token_logs(hidden, head, targets, temperature=temperature, rows=rows)
+    logs = token_logs(hidden, head, targets, temperature=temperature, rows=rows, fused=fused)
     torch.testing.assert_close(logs, expected_logs, atol=1e-5, rtol=1e-5)
     assert not logs.requires_grad
+
+
+@pytest.mark.parametrize(("name", "temperature", "fused"), CASES + FUSED)
+def test_gradients_of_log_probabilities_are_those_of_whole_logits(
+    name: str, temperature: float, fused: bool
+) -> None:
+    hidden, head, targets = tensors(name, torch.float32)
+    weights = [hidden, head.weight, *([head.bias] if head.bias is not None else [])]
+    factors = torch.randn(N, generator=torch.Generator().manual_seed(4))
+    found = linear_token_logs(hidden, head, targets, temperature=temperature, rows=8, fused=fused)
+    expected = whole_logs(hidden, head, targets, temperature)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad((factors * expected).sum(), weights)
+    for one, other in zip(torch.autograd.grad((factors * found).sum(), weights), gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

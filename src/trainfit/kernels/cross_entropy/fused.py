@@ -81,7 +81,7 @@ def fused_linear_cross_entropy(
         arguments = (expected_gradient / count, head.scale, head.softcap or 0.0, *terms, any(needed))
         gradients = Gradients.of(hidden, weight, None, needed)
         matrix = weight.to(dtype)
-        buffer = hidden.new_empty(min(c, n), -(-v // ROW_ALIGNMENT) * ROW_ALIGNMENT, dtype=dtype)[:, :v]
+        buffer = logits_buffer(hidden, min(c, n), v, dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # fp32 would round once per chunk.
         for first in range(0, n, c):
             part = slice(first, first + c)
@@ -93,6 +93,12 @@ def fused_linear_cross_entropy(
         return total.div_(count).to(count.dtype), gradients
 
     return loss_with_gradients(run, hidden, weight, None, expected_gradient)
+
+
+def logits_buffer(like: Tensor, rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for logits whose rows tensor cores can read, uninitialised [rows, vocabulary]."""
+    columns = -(-vocabulary // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return like.new_empty(rows, columns, dtype=dtype)[:, :vocabulary]
 
 
 def refuse_bias(bias: Tensor | None) -> None:
@@ -115,9 +121,11 @@ def plain_linear_cross_entropy(
 def register() -> None:
     """Declare ``torch.ops.trainfit.cross_entropy_``, which returns the losses [c] of logits [c, v] in fp32.
 
-    With ``wants_gradient`` it overwrites the logits with ``factor`` times the gradient of the losses.
+    With ``wants_gradient`` it overwrites the logits with ``factor``, one number or [c], times the gradient of
+    the losses. ``torch.ops.trainfit.token_losses`` returns the losses alone.
     """
     declare("cross_entropy_", _run, _fake, mutates=("logits",))
+    declare("token_losses", _losses, _fake)
 
 
 def _run(
@@ -127,6 +135,10 @@ def _run(
     run = triton_cross_entropy if uses_triton(logits) else plain_cross_entropy
     terms = Terms(label_smoothing, z_loss, ignore_index)
     return run(logits, targets, factor, scale, softcap, terms, wants_gradient)
+
+
+def _losses(logits: Tensor, targets: Tensor, scale: float, softcap: float) -> Tensor:
+    return _run(logits, targets, targets, scale, softcap, *Terms(), False)
 
 
 def _fake(logits: Tensor, targets: Tensor, *_: Any) -> Tensor:
@@ -143,12 +155,16 @@ def triton_cross_entropy(
     losses = torch.empty(c, dtype=torch.float32, device=logits.device)
     if c:
         triton_kernels("kernels.cross_entropy.triton").cross_entropy_kernel[(c,)](
-            logits, targets.contiguous(), factor, losses, logits.stride(0), v, terms.ignore_index,
-            scale, softcap, terms.label_smoothing, terms.z_loss,
+            logits, targets.contiguous(), factor, losses, logits.stride(0), _row_stride(factor), v,
+            terms.ignore_index, scale, softcap, terms.label_smoothing, terms.z_loss,
             SOFTCAP=softcap > 0, SMOOTHING=terms.label_smoothing > 0, Z_LOSS=terms.z_loss > 0,
             GRADIENT=wants_gradient, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return losses
+
+
+def _row_stride(factor: Tensor) -> int:
+    return factor.stride(0) if factor.dim() else 0
 
 
 def plain_cross_entropy(
@@ -186,6 +202,7 @@ def plain_cross_entropy(
             g -= smoothing / x.shape[1]
             g.scatter_add_(1, columns, torch.full_like(lse, smoothing - 1))
             g = g if slope is None else g * slope
-            g = (g * (factor * scale)).masked_fill_(invalid, torch.nan)
+            rate = factor[part, None] if factor.dim() else factor
+            g = (g * (rate * scale)).masked_fill_(invalid, torch.nan)
             y.copy_(g.masked_fill_(ignored, 0.0))
     return losses

@@ -7,9 +7,14 @@ gradients in the forward, as the losses of chunked.py do: with d loss / d log p 
 is g (one-hot - softmax). Memory: one chunk's logits in the dtype of the products and in fp32 (with a soft cap
 twice in fp32, for the derivative of tanh), and the gradients.
 
+With ``fused`` the kernel of fused.py takes the place of PyTorch's operations between the products: a logit
+takes the 2 bytes of bf16 alone, and is read three times and written once instead of about ten times.
+
 A loss of sums of log-probabilities (DPO) knows g after all chunks. ``linear_token_logs`` gives it the
 log-probabilities with a gradient, and its backward computes each chunk's logits again.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.cross_entropy.chunked import Head, chunk_rows
+from trainfit.kernels.cross_entropy.fused import fused_rows, logits_buffer, register
 from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, loss_with_gradients
+from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.kernels.custom_op import refuse_second_derivative
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
@@ -27,7 +34,13 @@ TokenLoss = Callable[[Tensor, slice], Tensor]
 
 @torch.no_grad()
 def token_logs(
-    hidden: Tensor, head: Head, targets: Tensor, *, temperature: float = 1.0, rows: int | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    rows: int | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Return the log-probability of each target, fp32 [n], without a gradient.
 
@@ -35,27 +48,24 @@ def token_logs(
         hidden: [n, e].
         targets: int64 [n], within the vocabulary.
         temperature: divides the logits.
-        rows: tokens per chunk; None: ``chunk_rows``.
+        rows: tokens per chunk; None: ``chunk_rows``, or ``fused_rows``.
+        fused: use the kernel of fused.py; without a bias, and with a soft cap at temperature 1 alone.
     """
-    return _token_logs(hidden, head, targets, temperature, rows, _dtype_of_products(hidden, head))
+    return _token_logs(hidden, targets, _chunks(hidden, head, temperature, rows, fused))
 
 
-def _dtype_of_products(hidden: Tensor, head: Head) -> torch.dtype:
+def _chunks(hidden: Tensor, head: Head, temperature: float, rows: int | None, fused: bool) -> _Chunks:
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
+    return (_Fused if fused else _Chunks)(hidden, head, temperature, rows, dtype)
 
 
-def _token_logs(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, rows: int | None, dtype: torch.dtype
-) -> Tensor:
-    rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], head.weight.shape[0])
-    matrix = head.weight.to(dtype)
+def _token_logs(hidden: Tensor, targets: Tensor, chunks: _Chunks) -> Tensor:
     found = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        for first in range(0, len(targets), rows):
-            part = slice(first, first + rows)
-            logits = _logits(hidden[part].to(dtype), matrix, head)
-            found[part] = _softmax(logits, targets[part, None], head, temperature)[0]
+        for part in chunks.parts(len(targets)):
+            logits = chunks.logits(hidden[part])
+            found[part] = chunks.logs(logits, targets[part])
     return found
 
 
@@ -68,6 +78,7 @@ def linear_token_loss(
     temperature: float = 1.0,
     expected_gradient: Tensor | float = 1.0,
     rows: int | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Return the sum of the tokens' losses, an fp32 scalar.
 
@@ -78,30 +89,25 @@ def linear_token_loss(
             count has the loss 0, whatever its log-probability.
         temperature: divides the logits.
         expected_gradient: the gradient that the backward will most likely receive.
-        rows: tokens per chunk; None: ``chunk_rows``.
+        rows, fused: as of ``token_logs``.
     """
-    rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], head.weight.shape[0])
 
     def run(dtype: torch.dtype, needed: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
+        chunks = (_Fused if fused else _Chunks)(hidden, head, temperature, rows, dtype)
         gradients = Gradients.of(hidden, head.weight, head.bias, needed)
-        matrix = head.weight.to(dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for first in range(0, len(targets), rows):
-            part = slice(first, first + rows)
-            columns = targets[part, None]
+        for part in chunks.parts(len(targets)):
             x = hidden[part].to(dtype)
-            logits = _logits(x, matrix, head)
-            logs, exponentials, totals = _softmax(logits, columns, head, temperature)
+            logits = chunks.logits(x)
+            logs = chunks.logs(logits, targets[part], keep=any(needed))
             with torch.enable_grad():
                 leaf = logs.requires_grad_()
                 losses = loss(leaf, part).sum()
             total += losses.detach()
             if any(needed):
                 (of_logs,) = torch.autograd.grad(losses, leaf)
-                factors = of_logs[:, None] * (expected_gradient * head.scale / temperature)
-                _to_gradient(logits, exponentials, totals, columns, factors, head)
-                del exponentials  # Before the products, and before the next chunk's logits.
-                gradients.add(part, logits, x, matrix)
+                chunks.to_gradient(logits, targets[part], of_logs * expected_gradient)
+                gradients.add(part, logits, x, chunks.matrix)
             del logits
         return total.float(), gradients
 
@@ -109,13 +115,19 @@ def linear_token_loss(
 
 
 def linear_token_logs(
-    hidden: Tensor, head: Head, targets: Tensor, *, temperature: float = 1.0, rows: int | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    rows: int | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Return the log-probability of each target, fp32 [n], with a gradient; arguments as of ``token_logs``.
 
     Saved for backward: ``hidden`` and the head. Each chunk's logits are computed twice.
     """
-    settings = head.scale, head.softcap, temperature, rows
+    settings = head.scale, head.softcap, temperature, rows, fused
     return _TokenLogs.apply(hidden, head.weight, head.bias, targets, settings)  # pyright: ignore
 
 
@@ -124,11 +136,11 @@ class _TokenLogs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Any
     ) -> Tensor:
-        scale, softcap, temperature, rows = settings
-        head = Head(weight, bias, scale, softcap)
-        ctx.dtype, ctx.settings = _dtype_of_products(hidden, head), settings
+        scale, softcap, *others = settings
+        chunks = _chunks(hidden, Head(weight, bias, scale, softcap), *others)
+        ctx.dtype, ctx.settings = chunks.dtype, settings
         ctx.save_for_backward(hidden, weight, bias, targets)
-        return _token_logs(hidden, head, targets, temperature, rows, ctx.dtype)
+        return _token_logs(hidden, targets, chunks)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -136,22 +148,16 @@ class _TokenLogs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         hidden, weight, bias, targets = ctx.saved_tensors
-        scale, softcap, temperature, rows = ctx.settings
+        scale, softcap, temperature, rows, fused = ctx.settings
         head, again = Head(weight, bias, scale, softcap), _Again()
-        rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], weight.shape[0])
+        chunks = (_Fused if fused else _Chunks)(hidden, head, temperature, rows, ctx.dtype)
         gradients = Gradients.of(hidden, weight, bias, ctx.needs_input_grad[:3])
-        matrix = weight.to(ctx.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for first in range(0, len(targets), rows):
-                part = slice(first, first + rows)
-                columns = targets[part, None]
+            for part in chunks.parts(len(targets)):
                 x = hidden[part].to(ctx.dtype)
-                logits = again(x, matrix, head)
-                _, exponentials, totals = _softmax(logits, columns, head, temperature)
-                factors = grad[part, None] * (scale / temperature)
-                _to_gradient(logits, exponentials, totals, columns, factors, head)
-                del exponentials
-                gradients.add(part, logits, x, matrix)
+                logits = again(x, chunks)
+                chunks.to_gradient(logits, targets[part], grad[part])
+                gradients.add(part, logits, x, chunks.matrix)
                 del logits
         return (*gradients, None, None)
 
@@ -159,8 +165,77 @@ class _TokenLogs(torch.autograd.Function):
 class _Again(nn.Module):
     """A chunk's logits in the backward. A module, by which the virtual GPU sees that they are recomputed."""
 
-    def forward(self, x: Tensor, matrix: Tensor, head: Head) -> Tensor:
-        return _logits(x, matrix, head)
+    def forward(self, x: Tensor, chunks: _Chunks) -> Tensor:
+        return chunks.logits(x)
+
+
+class _Chunks:
+    """Logits of chunks of tokens, the tokens' log-probabilities and the logits' gradient, in PyTorch.
+
+    Attributes:
+        matrix: the head's weight in ``dtype``, that of the products.
+    """
+
+    def __init__(self, hidden: Tensor, head: Head, temperature: float, rows: int | None, dtype: torch.dtype):
+        self.head, self.temperature, self.dtype = head, temperature, dtype
+        self.matrix = head.weight.to(dtype)
+        self.rows = rows or self._rows(*hidden.shape, len(head.weight))
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def _rows(self, num_tokens: int, hidden_size: int, vocabulary: int) -> int:
+        return chunk_rows(num_tokens, hidden_size, vocabulary)
+
+    def parts(self, num_tokens: int) -> list[slice]:
+        """Return the chunks, in order."""
+        return [slice(first, first + self.rows) for first in range(0, num_tokens, self.rows)]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return a chunk's products [c, v], before scale and soft cap; ``x``: [c, e]."""
+        x, bias = x.to(self.dtype), self.head.bias
+        if bias is None:
+            return torch.mm(x, self.matrix.t())
+        return torch.addmm(bias.to(self.dtype), x, self.matrix.t())
+
+    def logs(self, logits: Tensor, targets: Tensor, *, keep: bool = False) -> Tensor:
+        """Return the targets' log-probabilities, fp32 [c]; ``keep`` what ``to_gradient`` needs too."""
+        logs, *kept = _softmax(logits, targets[:, None], self.head, self.temperature)
+        self._kept = (kept[0], kept[1]) if keep else None
+        return logs
+
+    def to_gradient(self, logits: Tensor, targets: Tensor, of_logs: Tensor) -> None:
+        """Overwrite ``logits`` by their gradient; ``of_logs``: that of the log-probabilities, [c]."""
+        columns = targets[:, None]
+        if self._kept is None:
+            self.logs(logits, targets, keep=True)
+        assert self._kept is not None
+        exponentials, totals = self._kept
+        self._kept = None  # Freed before the products, and before the next chunk's logits.
+        factors = of_logs[:, None] * (self.head.scale / self.temperature)
+        _to_gradient(logits, exponentials, totals, columns, factors, self.head)
+
+
+class _Fused(_Chunks):
+    """The same with the kernel of fused.py: logits are read twice and written once, and none are in fp32."""
+
+    def __init__(self, hidden: Tensor, head: Head, temperature: float, rows: int | None, dtype: torch.dtype):
+        assert head.bias is None
+        assert head.softcap is None or temperature == 1.0
+        register()
+        super().__init__(hidden, head, temperature, rows, dtype)
+        self._scaled = head.scale / temperature, head.softcap or 0.0
+        self._buffer = logits_buffer(hidden, min(self.rows, len(hidden)), len(head.weight), dtype)
+
+    def _rows(self, num_tokens: int, hidden_size: int, vocabulary: int) -> int:
+        return fused_rows(num_tokens, vocabulary, self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return torch.mm(x.to(self.dtype), self.matrix.t(), out=self._buffer[: len(x)])
+
+    def logs(self, logits: Tensor, targets: Tensor, *, keep: bool = False) -> Tensor:
+        return torch.ops.trainfit.token_losses(logits, targets, *self._scaled).neg()
+
+    def to_gradient(self, logits: Tensor, targets: Tensor, of_logs: Tensor) -> None:
+        torch.ops.trainfit.cross_entropy_(logits, targets, -of_logs, *self._scaled, *Terms(), True)
 
 
 def _to_gradient(
@@ -179,13 +254,6 @@ def _to_gradient(
         torch.ops.aten.tanh_backward.grad_input(exponentials, capped, grad_input=exponentials)
         del capped
     logits.copy_(exponentials)
-
-
-def _logits(x: Tensor, matrix: Tensor, head: Head) -> Tensor:
-    """Return a chunk's products, before scale and soft cap."""
-    if head.bias is None:
-        return torch.mm(x, matrix.t())
-    return torch.addmm(head.bias.to(x.dtype), x, matrix.t())
 
 
 def _softmax(

@@ -26,12 +26,14 @@ def _logits(at, inside, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def cross_entropy_kernel(
-    LOGITS, TARGETS, FACTOR, LOSSES, stride, v, ignore_index, scale, softcap, smoothing, z_loss,
+    LOGITS, TARGETS, FACTOR, LOSSES, stride, factor_stride, v, ignore_index, scale, softcap, smoothing,
+    z_loss,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write LOSSES [c] in fp32; with GRADIENT overwrite LOGITS [c, v] with FACTOR times their gradient.
 
+    FACTOR is one number, of stride 0, or [c].
     A target that is neither ``ignore_index`` nor a column gives NaN in the loss and in the row's gradient.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +76,7 @@ def cross_entropy_kernel(
             loss += z_loss * lse * lse
         tl.store(LOSSES + row, loss)
         if GRADIENT:
-            factor = tl.where(valid, tl.load(FACTOR), float("nan")) * scale
+            factor = tl.where(valid, tl.load(FACTOR + row * factor_stride), float("nan")) * scale
             weight = 1.0 / exponentials
             if Z_LOSS:
                 weight *= 1.0 + 2.0 * z_loss * lse

@@ -17,9 +17,9 @@ INSTEAD = "use objective: pretrain"
 
 def check_step(recipe: Recipe) -> None:
     """Refuse other losses, and meshes that split a sequence or the model."""
-    if recipe.loss != "standard" or recipe.loss_terms != LossTerms():
+    if recipe.loss not in ("standard", "fused") or recipe.loss_terms != LossTerms():
         problem = "its loss replaces the next-token loss, and never holds all logits"
-        raise refusal(recipe, FIELD, problem, "leave loss and loss_terms out")
+        raise refusal(recipe, FIELD, problem, "use loss: standard or fused, and leave loss_terms out")
     for dimension in ("tensor", "context", "pipeline", "expert"):
         if getattr(recipe.mesh, dimension) > 1:
             problem = f"its sequences are not divided over parallel.{dimension}"

@@ -55,7 +55,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the loss; the cross-entropy of evaluations is chunked as well."""
+    """Replace the loss; the cross-entropy of evaluations is chunked or fused as well."""
     import torch
 
     from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
@@ -67,7 +67,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     policy = recipe.objective
     assert isinstance(policy, Policy)
     parts = language_head(draft.model, Setting(FIELD, policy.name, f"{INSTEAD}, or another model"))
-    draft.body = parts.body
+    draft.body, fused = parts.body, recipe.loss == "fused"
+    if fused and parts.softcap is not None and policy.rollout.temperature != 1.0:
+        problem = "its kernel divides by a temperature before the model's soft cap of logits"
+        raise refusal(recipe, "loss", problem, "use loss: standard, or objective.rollout.temperature: 1")
     counted: list[Tensor] = []
 
     def inputs(batch: dict[str, Tensor]) -> tuple[Tensor, Head, Tensor]:
@@ -77,7 +80,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return hidden_bse.flatten(0, 1), head, batch["input_ids"].roll(-1, dims=1).flatten()
 
     def logs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        found = token_logs(*inputs(batch), temperature=policy.rollout.temperature)
+        found = token_logs(*inputs(batch), temperature=policy.rollout.temperature, fused=fused)
         return found.view_as(batch["input_ids"])
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -88,7 +91,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         )
         found = linear_token_loss(
             hidden, head, targets, tokens,
-            temperature=policy.rollout.temperature, expected_gradient=expected_gradient(draft),
+            temperature=policy.rollout.temperature, expected_gradient=expected_gradient(draft), fused=fused,
         )  # fmt: skip
         counted.append(tokens.sums)
         return found
@@ -98,8 +101,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.readings["policy_sums"] = torch.stack(counted[-draft.num_micro_batches :])
         counted.clear()
 
-    draft.loss, draft.cross_entropy = loss, loss_of(draft, parts, linear_cross_entropy)
-    draft.token_logs = logs
+    draft.loss, draft.token_logs = loss, logs
+    if not fused:  # Whose technique has set the cross-entropy of evaluations.
+        draft.cross_entropy = loss_of(draft, parts, linear_cross_entropy)
     if policy.measures_reference:
         draft.reference = reference_of(policy.reference)
     draft.batch_tensors = _random_tensors

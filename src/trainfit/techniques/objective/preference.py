@@ -68,7 +68,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     objective = recipe.objective
     assert isinstance(objective, Preference)
     parts = language_head(draft.model, Setting(FIELD, objective.name, f"{INSTEAD}, or another model"))
-    draft.body = parts.body
+    draft.body, fused = parts.body, recipe.loss == "fused"
     _switch_dropout_off(draft.model)
     means: list[Tensor] = []
 
@@ -87,13 +87,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return (logs.view_as(batch["input_ids"]) * counted(batch)).sum(dim=1)
 
     def logs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return summed(token_logs(*inputs(batch)), batch)
+        return summed(token_logs(*inputs(batch), fused=fused), batch)
 
     def of_pairs(logs: Tensor, batch: dict[str, Tensor]) -> PairLosses:
         return pair_losses(logs, batch["reference"], counted(batch).sum(dim=1), objective)
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        found = of_pairs(summed(linear_token_logs(*inputs(batch)), batch), batch)
+        found = of_pairs(summed(linear_token_logs(*inputs(batch), fused=fused), batch), batch)
         means.append(found.means())
         return found.losses.mean()
 
@@ -103,8 +103,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.readings["pair_means"] = torch.stack(means[-draft.num_micro_batches :])
         means.clear()
 
-    draft.loss, draft.cross_entropy = loss, loss_of(draft, parts, linear_cross_entropy)
-    draft.token_logs, draft.pair_losses = logs, of_pairs
+    draft.loss, draft.token_logs, draft.pair_losses = loss, logs, of_pairs
+    if not fused:  # Whose technique has set the cross-entropy.
+        draft.cross_entropy = loss_of(draft, parts, linear_cross_entropy)
     if (reference := reference_named(recipe)) != "none":
         draft.reference = reference_of(reference)
     draft.batch_tensors = lambda ids_bs: {}
