@@ -1,11 +1,12 @@
 """Save and load a ledger: JSON with numbered names, compressed by gzip. No torch here."""
 
 import gzip
+import itertools
 import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def save(ledger: Ledger, path: Path) -> None:
         return names.setdefault(text, len(names))
 
     data = dict(vars(ledger))  # dataclasses.asdict would copy every entry.
-    data.pop("expanded", None)
+    for derived in ("expanded", "kept_in"):
+        data.pop(derived, None)
     for key in ("ops", "storages"):
         data[key] = [[number(v) if isinstance(v, str) else v for v in row] for row in data[key]]
     data["names"], data["format"] = list(names), FORMAT
@@ -57,10 +59,10 @@ def load(path: Path) -> Ledger:
             raise ValueError(f"{path}: not a ledger of format {FORMAT}")
         names = data.pop("names")
         data["segments"] = [Segment(*row) for row in data["segments"]]
-        data["events"] = [Event(*row) for row in data["events"]]
+        data["events"] = list(itertools.starmap(Event, data["events"]))
         data["collectives"] = [Collective(*row) for row in data["collectives"]]
-        data["ops"] = [Op(*_named(row, OP_NAMES, names)) for row in data["ops"]]
-        data["storages"] = [Storage._make(_named(row, STORAGE_NAMES, names)) for row in data["storages"]]
+        for key, kind, name_fields in (("ops", Op, OP_NAMES), ("storages", Storage, STORAGE_NAMES)):
+            data[key] = list(map(kind, *_columns(data[key], name_fields, names))) if data[key] else []
         data |= {key: [tuple(row) for row in data[key]] for key in ("pinned", "held")}
         data |= {key: tuple(data[key]) for key in TUPLES}
         return Ledger(**data)
@@ -68,8 +70,12 @@ def load(path: Path) -> Ledger:
         raise ValueError(f"{path}: not a whole ledger: {error}") from error
 
 
-def _named(row: list[Any], name_fields: frozenset[int], names: list[str]) -> Iterator[Any]:
-    return (
-        names[value] if at in name_fields else tuple(value) if isinstance(value, list) else value
-        for at, value in enumerate(row)
-    )
+def _columns(rows: list[list[Any]], name_fields: frozenset[int], names: list[str]) -> Iterator[Iterable[Any]]:
+    """Yield the values of each field of all rows, with names for their numbers and tuples for lists."""
+    for at, column in enumerate(zip(*rows, strict=True)):
+        if at in name_fields:
+            yield map(names.__getitem__, column)
+        elif list in set(map(type, column)):
+            yield [tuple(value) if isinstance(value, list) else value for value in column]
+        else:
+            yield column

@@ -225,6 +225,8 @@ class Ledger:
     """Storages that another run of the same step may do without."""
     expanded: list[LiveEvent] | None = field(default=None, init=False, repr=False, compare=False)
     """What ``expand`` returned."""
+    kept_in: str = field(default="", init=False, repr=False, compare=False)
+    """Name of the file that this ledger is kept in; empty: it is not kept, or was changed since."""
 
     def with_lower_peak(self) -> "Ledger":
         """Return the ledger without its ``optional`` storages; itself if there are none."""
@@ -271,7 +273,8 @@ class Ledger:
     @property
     def steady_ops(self) -> list[Op]:
         """Operations of the steady step, as traced."""
-        return [op for op in self.ops if self.segments[op.segment].step == "steady"]
+        steady = {number for number, segment in enumerate(self.segments) if segment.step == "steady"}
+        return [op for op in self.ops if op.segment in steady]
 
     def steady_sum(self, quantity: str) -> float:
         """Return the sum of a field of the steady step's operations over the whole model."""

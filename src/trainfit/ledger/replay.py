@@ -10,7 +10,7 @@ from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown, PhasePeaks
 
 
 @dataclass
-class Replay:
+class Peaks:
     """Peaks of a replayed ledger, in bytes as ``torch.cuda.memory_stats`` counts them."""
 
     phases: Phases
@@ -22,6 +22,12 @@ class Replay:
     """Of the steps; without those of initialization if ``empty_cache_after_init``."""
     init_reserved_bytes: int
     """Peak reserved bytes of initialization."""
+
+
+@dataclass
+class Replay(Peaks):
+    """A replayed ledger: its peaks, what is alive at the highest one, and the peaks of each segment."""
+
     peak_event: int
     """Index, among the ledger's expanded events, of the allocation at the peak."""
     at_peak: list[tuple[int, int]]

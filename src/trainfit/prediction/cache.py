@@ -91,7 +91,9 @@ def load(
     """The ledger of an equal recipe, if one is kept and whole."""
     path = path_of(recipe, deterministic=deterministic, stage=stage, kind=kind)
     try:
-        return ledger_file.load(path)
+        ledger = ledger_file.load(path)
+        ledger.kept_in = path.name
+        return ledger
     except ValueError:
         with suppress(
             OSError
@@ -104,8 +106,10 @@ def save(
     recipe: Recipe, ledger: Ledger, *, deterministic: bool = False, stage: Stage | None = None, kind: str = ""
 ) -> None:
     """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
+    path = path_of(recipe, deterministic=deterministic, stage=stage, kind=kind)
     try:
-        ledger_file.save(ledger, path_of(recipe, deterministic=deterministic, stage=stage, kind=kind))
+        ledger_file.save(ledger, path)
+        ledger.kept_in = path.name
         evict("*.json.gz", MAX_LEDGERS)
     except OSError:
         return

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
-from trainfit.ledger.replay import Replay, UncachedAllocator, replay
-from trainfit.prediction import communication
+from trainfit.ledger.replay import Peaks, Replay, UncachedAllocator, replay
+from trainfit.prediction import communication, kept_peaks
 from trainfit.prediction.bounds import bounds
 from trainfit.prediction.compilation import compilation
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
@@ -35,9 +35,13 @@ step (four of them to the byte)."""
 def estimate(recipe: Recipe, machine: Machine, ledger: Ledger) -> Estimate:
     """Return the Estimate of a recipe's ledger on its machine."""
     gpu = machine.gpu
-    replays, fits = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
+    found = kept_peaks.load(ledger, gpu)
+    if found is None:
+        found = of_both_peaks(ledger, lambda one: replay_on(gpu, one))
+        kept_peaks.keep(ledger, gpu, found)
+    peaks, fits = found
     time = roofline(ledger, machine)
-    return of_recipe(recipe, machine, ledger, summary(gpu, ledger, replays, time, fits=fits), time)
+    return of_recipe(recipe, machine, ledger, summary(gpu, ledger, peaks, time, fits=fits), time)
 
 
 def of_recipe(
@@ -80,7 +84,7 @@ def of_both_peaks(
 
 
 def summary(
-    gpu: Gpu, ledger: Ledger, replays: Sequence[Replay], time: Roofline | None, *, fits: bool
+    gpu: Gpu, ledger: Ledger, replays: Sequence[Peaks], time: Roofline | None, *, fits: bool
 ) -> Estimate:
     """Return the part of an Estimate that the ledger alone decides: memory, FLOPs, time and utilisation.
 
@@ -128,7 +132,7 @@ def summary(
     return found.model_copy(update={"warnings": (*_little_headroom(gpu, found), *ledger.warnings)})
 
 
-def two_peaks(ledger: Ledger, expected: Replay, possible: Replay, outside: int) -> TwoPeaks:
+def two_peaks(ledger: Ledger, expected: Peaks, possible: Peaks, outside: int) -> TwoPeaks:
     """Return the peaks of two replays of a ledger.
 
     Args:
