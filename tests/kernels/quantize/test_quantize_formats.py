@@ -88,7 +88,7 @@ def test_values_of_codes_come_back_bit_for_bit(kind: str):
 
 LAYOUTS = [(64, False), (32, True), (4096, False)]
 """Weights of a magnitude, and whether the magnitudes are quantised."""
-SHAPES = [(64, 128), (7, 33), (130, 257), (1, 1)]
+SHAPES = [(64, 128), (7, 33), (132, 268), (130, 257), (1, 1)]
 
 
 def kernels_agree(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:

@@ -17,7 +17,7 @@ from trainfit.kernels.custom_op import declare, triton_kernels
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: 448.0}
-TILE = 128  # Rows and columns of codes that a program transposes
+TILE = 32  # Words of rows and columns of codes that a program transposes
 
 
 class Rows(NamedTuple):
@@ -102,11 +102,13 @@ def triton_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def triton_transpose(like: Tensor, codes: Tensor) -> Tensor:
-    """Compute ``reference_transpose`` tile by tile."""
-    out = _fake_transpose(like, codes)
+    """Compute ``reference_transpose`` in one kernel, where sizes are multiples of 4."""
     rows, columns = codes.shape
-    triton_kernels("kernels.quantize.triton").transpose_bytes_kernel[(-(-columns // TILE), -(-rows // TILE))](
-        codes.view(torch.uint8), out.view(torch.uint8), rows, columns, TILE=TILE
+    if rows % 4 or columns % 4:
+        return reference_transpose(like, codes)
+    out, tiles = _fake_transpose(like, codes), (-(-columns // (4 * TILE)), -(-rows // (4 * TILE)))
+    triton_kernels("kernels.quantize.triton").transpose_bytes_kernel[tiles](
+        codes.view(torch.int32), out.view(torch.int32), rows // 4, columns // 4, TILE=TILE
     )
     return out
 

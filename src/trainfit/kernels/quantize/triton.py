@@ -79,11 +79,24 @@ def dequantize_rows_kernel(CODES, SCALES, WEIGHT, columns, FP8: tl.constexpr, BL
 
 
 @triton.jit
-def transpose_bytes_kernel(CODES, OUT, rows, columns, TILE: tl.constexpr):
-    """Transpose TILE x TILE bytes per program."""
+def transpose_bytes_kernel(CODES, OUT, row_words, column_words, TILE: tl.constexpr):
+    """Transpose a matrix of bytes, 4 TILE rows and columns per program.
+
+    Memory is read and written in words of four bytes. Four words, of four rows, become four words of four
+    columns: byte j of each is in word j. ``row_words``: rows / 4; ``column_words``: columns / 4.
+    """
     column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    valid = (row < rows)[:, None] & (column < columns)[None, :]
-    tile = tl.load(CODES + row[:, None] * columns + column[None, :], mask=valid, other=0)
-    out = column[:, None] * rows + row[None, :]
-    tl.store(OUT + out, tl.trans(tile), mask=tl.trans(valid))
+    valid = (row < row_words)[:, None] & (column < column_words)[None, :]
+    places = 4 * row[:, None] * column_words + column[None, :]
+    first = tl.load(CODES + places, mask=valid, other=0)
+    second = tl.load(CODES + places + column_words, mask=valid, other=0)
+    third = tl.load(CODES + places + 2 * column_words, mask=valid, other=0)
+    fourth = tl.load(CODES + places + 3 * column_words, mask=valid, other=0)
+    into = 4 * column[:, None] * row_words + row[None, :]
+    for byte in tl.static_range(4):
+        word = (first >> 8 * byte) & 255
+        word |= ((second >> 8 * byte) & 255) << 8
+        word |= ((third >> 8 * byte) & 255) << 16
+        word |= ((fourth >> 8 * byte) & 255) << 24
+        tl.store(OUT + into + byte * row_words, tl.trans(word), mask=tl.trans(valid))
