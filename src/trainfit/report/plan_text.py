@@ -26,8 +26,8 @@ from trainfit.report.precision import meaning
 from trainfit.report.prediction_text import amount, compiling
 from trainfit.report.table import NOTHING, Column, Table, or_dash
 from trainfit.report.words import batch_text, describe, parameters
-from trainfit.spec.parsing.recipe_file import flat, recipe_from
-from trainfit.spec.plan import Found, Plan, Rejection, written
+from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.plan import Found, Plan, Rejection, changed_fields
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB, format_bytes, format_count, format_seconds, size_unit
@@ -230,9 +230,7 @@ def differing(plan: Plan, one: Found) -> str:
     """Return the fields in which a recipe differs from the best one."""
     if not plan.found:
         return words_of(one)
-    before, after = (flat(each.as_recipe().model_dump(mode="json")) for each in (plan.found[0], one))
-    changes = [written(name, value) for name, value in after.items() if before.get(name) != value]
-    return ", ".join(changes) or "the best"
+    return ", ".join(changed_fields(plan.found[0].as_recipe(), one.as_recipe())) or "the best"
 
 
 def _frontier(out: Console, plan: Plan) -> list[list[str]]:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.parsing.recipe_file import flat, recipe_from
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import format_bytes
@@ -98,6 +98,24 @@ class Advice(Value):
     that too, with full recomputation."""
     is_complete: bool = True
     """False: the time was over before everything had been tried."""
+
+
+def changed_fields(before: Recipe, after: Recipe) -> tuple[str, ...]:
+    """Return the fields of a recipe that differ from another's, as a recipe's lines."""
+    old, new = (flat(one.model_dump(mode="json")) for one in (before, after))
+    short = flat(
+        {"quantize": {}} | after.model_dump(mode="json", include={"quantize"}, exclude_defaults=True)
+    )
+    found: dict[str, str] = {}
+    for field, value in new.items():
+        if field in old and old[field] == value:
+            continue
+        if field.startswith("quantize."):  # Its defaults are not written.
+            base = {name.partition(".")[2]: one for name, one in short.items()}
+            found["quantize"] = written("quantize", base)
+        else:
+            found[field] = written(field, value)
+    return tuple(found.values())
 
 
 def written(field: str, value: Any) -> str:

@@ -7,8 +7,7 @@ from typing import TypeVar
 from trainfit.planning.search.candidate import MIX, Combinations, Key, Traced
 from trainfit.planning.search.ranking import Ranking, Sizes
 from trainfit.planning.search.space import OWN_FAMILY, Option, Options, value_in
-from trainfit.spec.parsing.recipe_file import flat
-from trainfit.spec.plan import Found, Plan, Rejection, written
+from trainfit.spec.plan import Found, Plan, Rejection, changed_fields
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB, format_bytes
 
@@ -151,10 +150,11 @@ def found(given: Recipe, one: Traced) -> Found:
     """Return a traced candidate as a plan reports it."""
     recipe, estimate = one.result.recipe, one.result.estimate
     assert estimate is not None
-    before, after = (flat(each.model_dump(mode="json")) for each in (given, recipe))
-    changes = [written(field, value) for field, value in after.items() if before.get(field) != value]
     numerics = [option.numerics for option in one.candidate.options if option.numerics]
-    return Found(recipe=recipe.content(), changes=tuple(changes), numerics=tuple(numerics), estimate=estimate)
+    return Found(
+        recipe=recipe.content(), changes=changed_fields(given, recipe), numerics=tuple(numerics),
+        estimate=estimate,
+    )  # fmt: skip
 
 
 def _rejections(ranking: Ranking, best: Traced | None, rejected: Mapping[Option, str]) -> Iterator[Rejection]:
