@@ -105,3 +105,16 @@ def test_python_versions_are_those_of_the_supported_table() -> None:
     assert named == ["3.11", "3.12", "3.13"]
     assert PROJECT["project"]["requires-python"] == f">={named[0]}"
     assert f"| Python | {named[0]} to {named[-1]} |" in (ROOT / "docs/internals/versions.md").read_text()
+
+
+def test_the_image_has_the_pinned_torch_and_what_the_package_is_built_of() -> None:
+    """It cannot be built where tests run."""
+    pins = (ROOT / "requirements" / "constraints.txt").read_text()
+    torch = re.search(r"^torch==([\d.]+)$", pins, re.MULTILINE)[1]  # pyright: ignore
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert f"\nFROM pytorch/pytorch:{torch}-cuda" in dockerfile
+    kept = set(re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert {"src", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "requirements"} <= kept
+    assert all((ROOT / name).exists() for name in kept)
+    extras = re.search(r"/opt/trainfit\[([\w,]+)\]", dockerfile)[1].split(",")  # pyright: ignore
+    assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
