@@ -114,7 +114,7 @@ def test_the_image_has_the_pinned_torch_and_what_the_package_is_built_of() -> No
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert f"\nFROM pytorch/pytorch:{torch}-cuda" in dockerfile
     kept = set(re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
-    assert {"src", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "requirements"} <= kept
+    assert {"src", "setup.py", "pyproject.toml", "README.md", "LICENSE", "requirements"} <= kept
     assert all((ROOT / name).exists() for name in kept)
     extras = re.search(r"/opt/trainfit\[([\w,]+)\]", dockerfile)[1].split(",")  # pyright: ignore
     assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
