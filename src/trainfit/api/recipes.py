@@ -6,7 +6,6 @@ Shared by the command line and the Python functions. No torch here.
 import contextlib
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import Any, TypedDict, Unpack
 
 from pydantic import BaseModel
 
+from trainfit.catalog import hub
 from trainfit.catalog import load as catalog
+from trainfit.catalog.hub import HUB_NAME
 from trainfit.catalog.names import find_model
 from trainfit.catalog.other_files import is_no_recipe
 from trainfit.spec.errors import InputError
@@ -24,7 +25,6 @@ from trainfit.spec.parsing.recipe_file import load_recipe as load_file
 from trainfit.spec.recipe import RANDOM, Recipe
 from trainfit.spec.value import texts
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A repository on the Hub: its owner and its name."""
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Recipe
@@ -215,7 +215,10 @@ def _named_recipe(
         raise InputError("has a NUL character in it", "remove it", field="recipe", value=text)
     if _is_model_config(Path(text)):
         return recipe_of_model(text, settings, over=over, notes=notes)
-    path = Path(text) if _is_path(text) or not isinstance(source, str) else _shipped(text)
+    is_path = _is_path(text) or not isinstance(source, str)
+    if not is_path and find_model(text) is None and (model := hub.cached_model(text)) is not None:
+        return recipe_from({"model": model}, settings, over=over, notes=notes)
+    path = Path(text) if is_path else _shipped(text)
     if path is None:
         return recipe_from({"model": {"config": text}}, settings, over=over, notes=notes)
     return load_file(path, settings, over=over, notes=notes)
@@ -319,6 +322,8 @@ def _shipped(name: str) -> Path | None:
         return recipes.get(folded)
     near = catalog.names_like(name, [*recipes, *catalog.model_names()])
     known = f"did you mean {', '.join(near)}?" if near else f"shipped recipes: {', '.join(recipes)}"
+    if fetch := hub.how_to_fetch(name):
+        known = f"did you mean {', '.join(near)}? else {fetch}" if near else fetch
     raise InputError(
         "no file, shipped recipe or catalog model of that name", known, field="RECIPE", value=name
     )

@@ -1,11 +1,13 @@
 """Requests of the page as values: what they may hold, and how large they may be.
 
-Nothing of a request is opened as a file or imported. A recipe is checked field by field before it is used,
+Nothing of a request is opened as a file or imported, but the config.json of a repository that is in this
+machine's cache of the Hub, which is read as data. A recipe is checked field by field before it is used,
 and is parsed by ``spec.parsing.parse`` alone, which reads no file.
 """
 
 from typing import Any, NamedTuple
 
+from trainfit.catalog import hub
 from trainfit.catalog import load as catalog
 from trainfit.catalog.names import find_model
 from trainfit.catalog.other_files import is_no_recipe
@@ -49,7 +51,7 @@ def recipe_of(data: Any) -> tuple[Recipe, list[str]]:
     if not isinstance(data, dict):
         raise InputError("not a recipe", "send a mapping", field="recipe", value=data)
     data = {"model": {"config": data}} if is_no_recipe(data) else data
-    data = written_out(data)
+    data = _with_cached_model(written_out(data))
     _refuse_paths(data)
     recipe = parse(Recipe, with_exact_choices(Recipe, data))
     _check(recipe)
@@ -77,14 +79,30 @@ def pasted(text: str) -> dict[str, Any]:
     return recipe.model_dump(mode="json", exclude_unset=True)
 
 
+def _with_cached_model(data: dict[str, Any]) -> dict[str, Any]:
+    """Return data in which a repository of this machine's Hub cache is the content of its config.json."""
+    model = data.get("model")
+    config = model.get("config") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(config, str) or find_model(config) is not None:
+        return data
+    cached = hub.cached_model(config)
+    if cached is None:
+        return data
+    named = {"name": cached["name"]} if model.get("name") is None else {}
+    return {**data, "model": {**model, **named, "config": cached["config"]}}
+
+
 def _refuse_paths(data: dict[str, Any]) -> None:
     """Refuse fields of unchecked data that name files, before anything could look for them."""
     model = data.get("model")
     config = model.get("config") if isinstance(model, dict) else None
     if isinstance(config, str) and find_model(config) is None:
         near = catalog.names_like(config, catalog.model_names()) if len(config) < 100 else []
-        remedy = f"did you mean {', '.join(near)}?" if near else "paste its config.json"
-        raise InputError("no model of that name in the catalog", remedy, field="model.config", value=config)
+        fetch = hub.how_to_fetch(config)
+        other = f"paste its config.json, or {fetch}" if fetch else "paste its config.json"
+        remedy = f"did you mean {', '.join(near)}? else {other}" if near else other
+        problem = f"no model of that name in the catalog{' or in the Hub cache' if fetch else ''}"
+        raise InputError(problem, remedy, field="model.config", value=config)
     weights = model.get("weights", RANDOM) if isinstance(model, dict) else RANDOM
     if weights != RANDOM:
         raise InputError("weights are files", NO_FILES, field="model.weights", value=weights)

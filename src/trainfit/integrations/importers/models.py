@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from trainfit.api.recipes import HUB_NAME
+from trainfit.catalog.hub import HUB_NAME, cached_config
 from trainfit.catalog.load import model_names, names_like
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
@@ -47,8 +47,8 @@ def find(text: str, folder: Path) -> FoundModel | None:
             return FoundModel(str(config.absolute()))
     if (name := find_model(text)) is not None:
         return FoundModel(name)
-    if (cached := _cached_config(text)) is not None:
-        return FoundModel(cached, "config.json of the Hub's cache")
+    if (cached := cached_config(text)) is not None:
+        return FoundModel(str(cached), "config.json of the Hub's cache")
     return _by_ending(text)
 
 
@@ -67,20 +67,6 @@ def unknown(text: str, field: str, file: str) -> InputError:
     remedy = f"{REMEDY}; near names: {', '.join(near)}" if near else REMEDY
     problem = "not in the catalog, and no folder with a config.json"
     return InputError(problem, remedy, field=field, value=text, file=file)
-
-
-def _cached_config(text: str) -> str | None:
-    """Return the path of a repository's config.json in the Hub's cache; nothing is fetched."""
-    if not HUB_NAME.fullmatch(text):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(text, "config.json")
-    except (HFValidationError, OSError, ValueError):
-        return None
-    return found if isinstance(found, str) else None
 
 
 def _by_ending(text: str) -> FoundModel | None:
