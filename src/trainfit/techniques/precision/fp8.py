@@ -43,10 +43,10 @@ def check_gpu_of(recipe: Recipe, gpu: Gpu, field: str, remedy: str) -> None:
     capability = gpu.compute_capability
     if gpu.gfx is not None:
         problem = f"fp8 products are not modelled on {gpu.title}"
-        raise refusal(recipe, field, problem, f"{remedy}, or an NVIDIA GPU")
+        raise refusal(recipe, field, problem, f"{remedy}, or use an NVIDIA GPU")
     if gpu.vendor != "host" and (capability is None or capability < CAPABILITY):
         problem = f"{gpu.title} has no fp8 tensor cores that torch multiplies with"
-        raise refusal(recipe, field, problem, f"{remedy}, or an NVIDIA GPU from Ada or Hopper on")
+        raise refusal(recipe, field, problem, f"{remedy}, or use one from Ada or Hopper on")
 
 
 def check(recipe: Recipe) -> None:
