@@ -4,14 +4,14 @@
 
 A calculator that cannot express a recipe has no figure; it is never bent to fit.
 
-Without recipes: the shipped ones, and the Ultrascale widget's presets as the models that they are named
-after. ``--into docs/reference/calculators.md`` rewrites what stands between that file's two marks; else the
-Markdown is printed.
+Without recipes: the shipped ones, and the Ultrascale widget's presets: the same shapes and the models that
+they are named after, over as many ranks. ``--into docs/reference/calculators.md`` rewrites what stands
+between that file's two marks; else the Markdown is printed.
 """
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -30,8 +30,7 @@ BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 
 Recomputed = Literal["none", "selective", "full"]
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "selective", "full")
-PRESET_MODELS = {"Llama 3 8B": "llama-3.1-8b"}
-"""The widget's presets that split nothing over ranks, and the catalog's model of that name."""
+PRESET_GPU = "h200"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,11 +63,11 @@ def markdown(paths: Iterable[Path]) -> str:
 
     sections = [table({name: (recipe, compare(recipe, predict(recipe))) for name, recipe in named})]
     if not chosen:
-        sections.append(
-            presets_section(
-                {name: predict(recipe).peak_allocated_bytes for name, recipe in preset_recipes().items()}
-            )
-        )
+        peaks = {
+            name: [predict(recipe).peak_allocated_bytes for recipe in preset_recipes(name)]
+            for name in ultrascale.PRESETS
+        }
+        sections.append(presets_section(peaks))
     return "\n\n".join(sections)
 
 
@@ -167,30 +166,34 @@ def _difference(row: Comparison | None) -> str:
     return "–" if row is None or row.difference is None else f"{100 * row.difference:+z.1f}"
 
 
-def preset_recipes() -> dict[str, Recipe]:
-    """Return the presets as recipes: model, batch, autocast over fp32 weights."""
-    return {
-        name: recipe_from({
-            "model": {"config": model},
-            "batch": {"micro": ultrascale.PRESETS[name].b, "seq": ultrascale.PRESETS[name].s},
-            "precision": "amp-bf16",
-            "hardware": {"gpu": "h200"},
-        })
-        for name, model in PRESET_MODELS.items()
-    }  # fmt: skip
+def preset_recipes(name: str) -> list[Recipe]:
+    """Return what the page traces beside a preset, on its mesh: its shape, and the model of that name."""
+    from trainfit.web.calculators import widget
+
+    reply = widget({"preset": name, "gpu": PRESET_GPU})
+    return [recipe_from(one["recipe"]) for one in reply["recipes"]]
 
 
-def presets_section(peaks: dict[str, int]) -> str:
-    """Return the widget's presets and the models of these names."""
+def presets_section(peaks: Mapping[str, Sequence[int]]) -> str:
+    """Return the widget's presets, the same shapes traced, and the real models of these names.
+
+    Args:
+        peaks: of one GPU, by preset: of the same shape, and of the real model if there is one.
+    """
     lines = [
         "### The widget's presets\n",
-        "| preset | activations | total | virtual GPU, the real model | difference |",
-        "|---|---:|---:|---:|---:|",
+        "| preset | ranks | its total | virtual GPU, same shape | difference | virtual GPU, the real model "
+        "| difference |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, peak in peaks.items():
-        found = ultrascale.memory(ultrascale.PRESETS[name])
-        cells = (found.activations, found.total, peak)
-        lines.append(f"| {name} | {' | '.join(map(format_bytes, cells))} | {found.total / peak - 1:+.1%} |")
+    for name, found in peaks.items():
+        spec = ultrascale.PRESETS[name]
+        total = ultrascale.memory(spec).total
+        cells = [name, f"{spec.t} x {spec.d}", format_bytes(total)]
+        for peak in found:
+            cells += [format_bytes(peak), f"{total / peak - 1:+.1%}"]
+        cells += ["–"] * (7 - len(cells))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -7,7 +7,15 @@ import json
 
 import pytest
 
-from evidence.scripts.calculators import Comparison, compare, main, presets_section, put_between_marks, table
+from evidence.scripts.calculators import (
+    Comparison,
+    compare,
+    main,
+    preset_recipes,
+    presets_section,
+    put_between_marks,
+    table,
+)
 from trainfit.catalog import load
 from trainfit.cli.main import main as trainfit_main
 from trainfit.flops.calculators import rules, ultrascale
@@ -216,9 +224,20 @@ def test_the_tables_print_the_virtual_gpus_figures_and_the_differences() -> None
     )
     assert row[1] == "90.00 GiB"
     assert row[heads.index("4x: peak, %")] == "-33.5"
-    shown = presets_section({"Llama 3 8B": 100 * GIB})
-    assert "| Llama 3 8B | 61.09 GiB | 158.99 GiB | 100.00 GiB | +59.0% |" in shown
-    assert len(shown.splitlines()) == 5
+    shown = presets_section({"Llama 3 8B": [100 * GIB, 200 * GIB], "Llama 3 Tiny": [GIB]})
+    assert "| Llama 3 8B | 1 x 1 | 158.99 GiB | 100.00 GiB | +59.0% | 200.00 GiB | -20.5% |" in shown
+    assert "| Llama 3 Tiny | 1 x 1 | 672.51 MiB | 1.00 GiB | -34.3% | – | – |" in shown
+
+
+def test_presets_over_ranks_are_traced_on_their_mesh() -> None:
+    shape, real = preset_recipes("Llama 3 70B")
+    for one in (shape, real):
+        assert (one.hardware.count, one.parallel.tensor, one.batch.micro, one.batch.seq) == (64, 8, 32, 256)
+    spec = ultrascale.PRESETS["Llama 3 70B"]
+    assert shape.model.config["vocab_size"] == 30528 == -(-spec.v // 8) * 8
+    assert shape.model.config["num_hidden_layers"] == spec.layers
+    assert real.model.config == "llama-3-70b"
+    assert [one.model.display_name for one in preset_recipes("Llama 3 Tiny")] == ["same shape"]
 
 
 def test_numbers_go_between_the_marks_and_nowhere_else() -> None:

@@ -76,7 +76,7 @@ def widget(content: Any) -> dict[str, Any]:
 
 def same_shape(spec: WidgetSpec, gpu: str) -> dict[str, Any]:
     """Return the recipe of the calculator's inputs: a Llama for SwiGLU or tensor parallelism, else OPT."""
-    shared = {"vocab_size": spec.v, "hidden_size": spec.h, "num_hidden_layers": spec.layers,
+    shared = {"vocab_size": padded_vocabulary(spec), "hidden_size": spec.h, "num_hidden_layers": spec.layers,
               "num_attention_heads": spec.a, "max_position_embeddings": max(spec.s, 2)}  # fmt: skip
     if spec.ff_activation == "swiglu" or spec.t > 1:
         config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shared,
@@ -93,6 +93,11 @@ def same_shape(spec: WidgetSpec, gpu: str) -> dict[str, Any]:
         "hardware": {"gpu": gpu, "count": spec.t * spec.d},
     }
     return {**recipe, "parallel": parallel} if (parallel := _parallel(spec)) else recipe
+
+
+def padded_vocabulary(spec: WidgetSpec) -> int:
+    """Return the vocabulary, padded so that tensor-parallel ranks share it equally."""
+    return -(-spec.v // spec.t) * spec.t
 
 
 def _parallel(spec: WidgetSpec) -> dict[str, Any]:
@@ -134,6 +139,10 @@ def reasons(spec: WidgetSpec) -> list[str]:
         )
     if spec.t > 1:
         found.append("It divides activations by t, but neither weights, gradients nor optimizer state.")
+        if (padded := padded_vocabulary(spec)) != spec.v:
+            found.append(
+                f"Ranks share the vocabulary equally: the traced step has {padded:,} entries, not {spec.v:,}."
+            )
         if spec.ff_activation != "swiglu":
             found.append(
                 "The traced step is of a gated block of h_ff, as the models here are that t divides."
