@@ -166,6 +166,11 @@ class Ranking:
         self.at: tuple[int, int] = (1, 1)
         """Micro-batch, and micro-batches a step, at which options are compared."""
         self.grown = Batches({}, {})
+        self.grown_with: dict[Option, Batches] = {}
+        """Growth of the start with an option that changes the data-parallel ranks.
+
+        Where those of the start wait for weights, a larger batch takes them no longer at first.
+        """
         self.levels: dict[str, Sizes] = {}
         """Sizes of the start at each level of recomputation."""
         self.added: dict[Option, Sizes] = {}
@@ -187,9 +192,15 @@ class Ranking:
             if options == self.start and at == level
         }
 
+    def growth(self, options: Options) -> Batches:
+        """Return how a structure grows with the micro-batch."""
+        own = (self.grown_with[option] for option in options if option in self.grown_with)
+        return next(own, self.grown)
+
     def moved(self, one: Traced) -> Sizes:
         """Return a traced recipe's sizes at the reference batch."""
-        grown = Batches.of(self.start_sizes(self.level))
+        own = (self.grown_with[each] for each in one.candidate.options if each in self.grown_with)
+        grown = next(own, None) or Batches.of(self.start_sizes(self.level))
         return grown.moved(sizes_of_traced(one), one.candidate.micro, self.at[0])
 
     def level_of(self, option: Option) -> str:
@@ -268,8 +279,9 @@ class Ranking:
             levels = forced or [one for one in self.combinations.space.levels if one in self.levels]
             sizes = {level: self.sizes(options, level) for level in levels}
             tokens = self.combinations.recipe.batch.seq * self.combinations.data_ranks(options)
+            grown = self.growth(options)
             for micro, count in self.combinations.batches(options):
-                moved = {level: self.grown.moved(one, self.at[0], micro) for level, one in sizes.items()}
+                moved = {level: grown.moved(one, self.at[0], micro) for level, one in sizes.items()}
                 self.num_ranked += len(moved)
                 found += self._fitting(options, moved, micro, count, tokens, most)
                 if all(one.device_bytes > 2 * most for one in moved.values()):

@@ -35,6 +35,8 @@ SLOW_GAIN = 0.1
 """Least share of a step outside matrix products and the update for which slow options are traced."""
 ACTIVATIONS_TOKENS = 8192
 """Tokens of a micro-batch from which activations, rather than whole gradients, usually set the peak."""
+GROWTH = 4
+"""Least ratio of the two micro-batches at which options are traced that change the data-parallel ranks."""
 MAX_ROUNDS = 4
 NUM_TRACED = 2
 """Most recipes that are traced in a round."""
@@ -277,7 +279,9 @@ class Search:
             at = simpler(self.ranking, best.candidate.key)
             needless = set(self.ranking.start) - set(at[0])
             ahead = [self._larger((self.ranking.ordered(set(one) - needless), *at[1:])) for one in slow]
-        for option, one in zip(extras, self._trace(added, ahead), strict=True):
+        several = self._trace(added, ahead)
+        self._find_growth(extras, several)
+        for option, one in zip(extras, several, strict=True):
             if isinstance(one, InputError):
                 self.rejected[option] = one.problem
             elif (pinned := self._too_much_pinned(one)) is not None:
@@ -285,6 +289,23 @@ class Search:
             else:
                 self.ranking.added[option] = self.ranking.moved(one)
         self.ranking.grown = Batches.of(self.ranking.start_sizes(self.ranking.level))
+
+    def _find_growth(self, options: Sequence[Option], traced: Sequence[Traced | InputError]) -> None:
+        """Trace options that change the data-parallel ranks at a second micro-batch."""
+        pairs: list[tuple[Option, Traced]] = []
+        wanted: list[Key] = []
+        for option, one in zip(options, traced, strict=True):
+            if isinstance(one, InputError) or self.ranking.more_ranks(option) == 1:
+                continue
+            structure, level, micro, _ = one.candidate.key
+            others = [each for each in self.combinations.batches(structure) if each[0] >= GROWTH * micro]
+            if others:
+                pairs.append((option, one))
+                wanted.append((structure, level, *others[0]))
+        for (option, one), larger in zip(pairs, self._trace(wanted), strict=True):
+            if isinstance(larger, Traced):
+                sizes = {each.candidate.micro: sizes_of_traced(each) for each in (one, larger)}
+                self.ranking.grown_with[option] = Batches.of(sizes)
 
     def _too_much_pinned(self, one: Traced) -> str | None:
         """Return why a recipe takes more of the host's memory than it may; None: it does not."""
@@ -359,7 +380,8 @@ class Search:
         """
         options, level, at, _ = key
         sizes = self.ranking.sizes(options, level)
-        grown = Batches.of(self.ranking.start_sizes(self.ranking.level))
+        own = self.ranking.growth(options)
+        grown = own if own.micro_s else Batches.of(self.ranking.start_sizes(self.ranking.level))
         larger = [
             (options, level, *each)
             for each in self.combinations.batches(options)
