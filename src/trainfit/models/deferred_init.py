@@ -208,8 +208,9 @@ class DeferredInit(TorchDispatchMode):
     def source_of(self, tensor: Tensor) -> ReadPart | None:
         """Return how a tensor on meta is read, if nothing is computed of it before; None: it is not."""
         last = next((call for call in reversed(self._calls) if address(tensor) in call.uses), None)
-        is_read = last is not None and isinstance(last.func, FileRead) and last.func.shape == tensor.shape
-        return last.func.read if is_read else None
+        if last is None or not isinstance(last.func, FileRead) or last.func.shape != tensor.shape:
+            return None
+        return last.func.read
 
     @torch.no_grad()
     def materialise(self, module: nn.Module, device: torch.device) -> None:

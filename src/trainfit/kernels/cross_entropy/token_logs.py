@@ -179,7 +179,7 @@ class _Chunks:
     def __init__(self, hidden: Tensor, head: Head, temperature: float, rows: int | None, dtype: torch.dtype):
         self.head, self.temperature, self.dtype = head, temperature, dtype
         self.matrix = head.weight.to(dtype)
-        self.rows = rows or self._rows(*hidden.shape, len(head.weight))
+        self.rows = rows or self._rows(hidden.shape[0], hidden.shape[1], len(head.weight))
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def _rows(self, num_tokens: int, hidden_size: int, vocabulary: int) -> int:

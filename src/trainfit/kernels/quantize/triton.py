@@ -94,7 +94,7 @@ def transpose_bytes_kernel(CODES, OUT, row_words, column_words, TILE: tl.constex
     third = tl.load(CODES + places + 2 * column_words, mask=valid, other=0)
     fourth = tl.load(CODES + places + 3 * column_words, mask=valid, other=0)
     into = 4 * column[:, None] * row_words + row[None, :]
-    for byte in tl.static_range(4):
+    for byte in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
         word = (first >> 8 * byte) & 255
         word |= ((second >> 8 * byte) & 255) << 8
         word |= ((third >> 8 * byte) & 255) << 16
