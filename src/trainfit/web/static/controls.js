@@ -201,6 +201,6 @@ export class Controls {
         this.draw();
       });
       return h("div", { class: "field", "data-path": axis.fields[0] }, h("label", { for: id }, axis.label), h("div", { class: "value" }, select));
-    })), h("p", { class: "about" }, "Precomputed. For any model and every field: pip install 'trainfit[web]', then trainfit serve.")];
+    })), h("p", { class: "about" }, "Computed beforehand, for these choices. Any other model or field, searches and error texts need trainfit serve (pip install 'trainfit[web]').")];
   }
 }
