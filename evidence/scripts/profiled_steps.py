@@ -11,6 +11,7 @@ prediction (time, busy, MFU) and the explanation.
 import argparse
 import json
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -36,20 +37,31 @@ LAYERS = {"busy-without-work": 6}
 WARMUP, ACTIVE = 5, 3
 
 
-def record(recipe: Recipe, device: torch.device, path: Path) -> None:
-    """Write the trace of a few steady steps of a recipe."""
-    step = assemble(recipe, device)
+def record(
+    recipe: Recipe, device: torch.device, path: Path, warmup: int = WARMUP, active: int = ACTIVE
+) -> list[float]:
+    """Write the trace of a few steady steps of a recipe; return the seconds of the steps before."""
+    step, seconds = assemble(recipe, device), list[float]()
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(
         activities=activities,
         record_shapes=True,
-        schedule=schedule(wait=WARMUP, warmup=2, active=ACTIVE),
+        schedule=schedule(wait=warmup, warmup=2, active=active),
         on_trace_ready=lambda seen: seen.export_chrome_trace(str(path)),
         acc_events=True,
     ) as seen:
-        for number in range(WARMUP + 2 + ACTIVE):
-            step(step.random_batches(number))
+        for number in range(warmup + 2 + active):
+            batches = step.random_batches(number)
+            if number < warmup:
+                synchronize()
+            began = perf_counter()
+            step(batches)
+            if number < warmup:
+                synchronize()
+                seconds.append(perf_counter() - began)
             seen.step()
+    return seconds
 
 
 def measured(name: str, gpu: str, device: torch.device, folder: Path) -> dict[str, Any]:

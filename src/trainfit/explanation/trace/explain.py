@@ -270,7 +270,7 @@ def _stretches(trace: Trace, kernels: _Kernels, idle: _Idle, window: _Window) ->
     # One part that is not bound between two that are belongs to the stretch.
     bound[1:-1] |= bound[:-2] & bound[2:]
     edges = np.flatnonzero(np.diff(np.concatenate(([0], bound.astype(int), [0]))))
-    ops = _Ops(trace)
+    ops = HostOps(trace)
     found: list[Stretch] = []
     runs = sorted(edges.reshape(-1, 2), key=lambda run: -waited[run[0] : run[1]].sum())
     for first, last in runs[:MOST_STRETCHES]:
@@ -297,7 +297,7 @@ def _step_at(trace: Trace, at: float) -> int | None:
     return found[0] if found else None
 
 
-class _Ops:
+class HostOps:
     """Host operations by track, to find the one around a launch."""
 
     def __init__(self, trace: Trace):
@@ -335,7 +335,7 @@ class _Ops:
 def _syncs(trace: Trace, window: _Window) -> list[SyncPoint]:
     """Return the calls that wait for the GPU, by the host operation around them, the longest first."""
     is_sync = [any(word in f"{name}\0" for word in SYNCS) for name in trace.names]
-    launches, ops = trace.launches, _Ops(trace)
+    launches, ops = trace.launches, HostOps(trace)
     found: dict[tuple[str, str], tuple[int, float]] = {}
     for index, name in enumerate(launches.names):
         if not is_sync[name]:

@@ -31,7 +31,7 @@ ON_GPU = {"kernel": 0, "gpu_memcpy": 1, "gpu_memset": 1, "gpu_memory_copy": 1}
 LAUNCHES = ("cuda_runtime", "cuda_driver", "privateuse1_runtime")
 FIRST_FACTOR = {
     "aten::mm": 0, "aten::bmm": 0, "aten::_scaled_mm": 0, "aten::_grouped_mm": 0,
-    "aten::addmm": 1, "aten::baddbmm": 1,
+    "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1,
 }  # fmt: skip
 """Matrix product -> position of its first factor among the inputs; the second is the next one."""
 REMEDY = "save it with torch.profiler's export_chrome_trace or tensorboard_trace_handler"

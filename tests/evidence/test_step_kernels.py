@@ -1,0 +1,56 @@
+"""Kernels of a recorded step beside its ledger's."""
+
+import json
+
+import pytest
+
+from evidence.scripts.step_kernels import RECIPES, compared, recipe_of, table
+from page_claims import ROOT
+from trainfit.prediction.predict import ledger_of
+from trainfit.spec.parsing.recipe_file import recipe_from
+from trainfit.spec.recipe import Recipe
+
+TRACES = ROOT / "evidence/records/profiled-steps"
+NAME, STEPS = "as-it-should-be", 3
+"""A recorded trace of three steps of a compiled model on an H200."""
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    recorded = map(json.loads, (TRACES / "profiled-steps.jsonl").read_text("utf-8").splitlines())
+    content = next(row["recipe"] for row in recorded if row["name"] == NAME)
+    return recipe_from(content | {"hardware": {"gpu": "h200"}})
+
+
+@pytest.fixture(scope="module")
+def rows(recipe: Recipe) -> dict[str, dict[str, float]]:
+    found = compared(TRACES / f"{NAME}.json.gz", ledger_of(recipe), recipe, active=STEPS)
+    return {row["name"]: row for row in found["kinds"]} | {"": found}
+
+
+def test_kinds_take_the_expected_time(rows: dict[str, dict[str, float]]) -> None:
+    for kind in ("matrix products", "attention", "compiled, other", "optimizer", "loss"):
+        assert rows[kind]["seconds"] == pytest.approx(rows[kind]["expected_s"], rel=0.25), kind
+        assert 0 < rows[kind]["share"] < 1, kind
+
+
+def test_products_are_counted_once_with_the_ledgers_flops(
+    rows: dict[str, dict[str, float]], recipe: Recipe
+) -> None:
+    ledger = ledger_of(recipe)
+    products = [op for op in ledger.steady_ops if op.causal_flops and not op.kernel]
+    flops = sum(ledger.times(op) * op.causal_flops for op in products)
+    assert rows["matrix products"]["flops"] == pytest.approx(flops, rel=1e-6)
+    assert rows["matrix products"]["num_kernels"] >= sum(map(ledger.times, products))
+
+
+def test_recipes_and_table() -> None:
+    for name in RECIPES:
+        recipe = recipe_of(name, "h100-sxm", tiny=True)
+        assert (recipe.batch.micro, recipe.precision) == (1, name.partition("-")[2])
+    kind = {"name": "attention", "seconds": 0.1, "expected_s": 0.2, "share": 0.5, "num_kernels": 1234}
+    row = {"name": "7b-fp8", "tokens_per_s": 1e4, "step_s": 1.0, "predicted_s": 2.0, "clock": ""}
+    assert table([row | {"kinds": [kind]}]).splitlines()[1:] == [
+        "7b-fp8 10,000 tokens/s       1000.0   2000.0  ",
+        "  attention                   100.0    200.0      50%    1,234",
+    ]
