@@ -1,0 +1,138 @@
+"""SwiGLU and its gradient rounded to fp8 as they are computed, in the two layouts that products read.
+
+Shapes: n tokens, f intermediate size. ``gate_up`` is contiguous [n, 2f], gate first.
+
+A product of fp8 on tensor cores reads both operands along the summed dimension, so the output [n, f] is read
+as it is by the next layer's product and transposed, [f, n], by the product that gives that layer's weight's
+gradient. One scale a tensor, from its largest magnitude (Micikevicius et al., arXiv:2209.05433): a first
+kernel computes the values only for that magnitude, a second computes them again and writes both layouts.
+Passes over a tensor [n, f] of 16 bits: forward 2 + 2 read and 1 written, backward 3 + 3 read and 2 written.
+A compiler's kernels take 20 passes for these 13, as the forward's values are computed again in the backward,
+and the gradient is written in 16 bits.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from trainfit.kernels.custom_op import declare, triton_kernels
+from trainfit.kernels.swiglu.op import reference_backward
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST = 1e-12
+"""The least magnitude that a scale is of, as torchao's."""
+TRITON = "kernels.swiglu.fp8_triton"
+ROWS, BLOCK = 64, 128  # Tokens and columns of a program's tile
+LOOPS = 4  # Tiles of a program that looks for the largest magnitude: an atomic operation each
+
+
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.swiglu_amax``, ``swiglu_fp8`` and those of the backward."""
+    declare("swiglu_amax", reference_amax, _fake_amax, triton=triton_amax)
+    declare("swiglu_fp8", reference_forward, _fake_forward, triton=triton_forward)
+    declare("swiglu_backward_amax", reference_backward_amax, _fake_amax, triton=triton_backward_amax)
+    declare("swiglu_backward_fp8", reference_backward_fp8, _fake_backward, triton=triton_backward)
+
+
+def rounded(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round a tensor to fp8; the largest code stands for ``amax``, and larger values are cut off.
+
+    Returns:
+        The codes, and the scale [1] by which they are multiplied, fp32.
+    """
+    largest = torch.finfo(dtype).max
+    scale = amax.float().reshape(1).clamp(min=LEAST) / largest
+    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
+
+
+def reference_amax(gate_up: Tensor) -> Tensor:
+    """Return the largest magnitude of silu(gate) * up, fp32 [1]."""
+    return _hidden(gate_up).abs().amax().reshape(1)
+
+
+def reference_forward(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return silu(gate) * up in e4m3 as [n, f] and as [f, n], and their scale, fp32 [1]."""
+    codes, scale = rounded(_hidden(gate_up), amax, E4M3)
+    return codes, _transposed(codes), scale
+
+
+def reference_backward_amax(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the largest magnitude of the gradients of gate and up, fp32 [1]."""
+    return _gradients(gradient, gate_up).abs().amax().reshape(1)
+
+
+def reference_backward_fp8(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of ``gate_up`` in e5m2 as [n, 2f] and as [2f, n], and its scale, fp32 [1]."""
+    codes, scale = rounded(_gradients(gradient, gate_up), amax, E5M2)
+    return codes, _transposed(codes), scale
+
+
+def _hidden(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, 1)
+    return gate * gate.sigmoid() * up
+
+
+def _gradients(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    return reference_backward(gradient.float(), *gate_up.float().chunk(2, 1))
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+def triton_amax(gate_up: Tensor) -> Tensor:
+    """Compute ``reference_amax`` in one kernel."""
+    amax = torch.zeros(1, dtype=torch.float32, device=gate_up.device)
+    _launch("amax_kernel", gate_up, gate_up, amax, loops=LOOPS)
+    return amax
+
+
+def triton_forward(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_forward`` in one kernel."""
+    out = _fake_forward(gate_up, amax)
+    _launch("forward_kernel", gate_up, gate_up, amax, *out, LARGEST=torch.finfo(E4M3).max)
+    return out
+
+
+def triton_backward_amax(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    """Compute ``reference_backward_amax`` in one kernel."""
+    amax = torch.zeros(1, dtype=torch.float32, device=gate_up.device)
+    _launch("backward_amax_kernel", gate_up, gradient, gate_up, amax, loops=LOOPS)
+    return amax
+
+
+def triton_backward(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_backward_fp8`` in one kernel."""
+    out = _fake_backward(gradient, gate_up, amax)
+    _launch("backward_kernel", gate_up, gradient, gate_up, amax, *out, LARGEST=torch.finfo(E5M2).max)
+    return out
+
+
+def _launch(kernel: str, gate_up: Tensor, *tensors: Tensor, loops: int = 1, **constants: float) -> None:
+    n, f = gate_up.shape[0], gate_up.shape[1] // 2
+    if gate_up.numel():
+        if loops > 1:
+            constants["LOOPS"] = loops
+        getattr(triton_kernels(TRITON), kernel)[(-(-n // (ROWS * loops)), -(-f // BLOCK))](
+            *tensors, n, f, ROWS=ROWS, BLOCK=BLOCK, LEAST=LEAST, num_warps=8, **constants
+        )
+
+
+def _fake_amax(*tensors: Tensor) -> Tensor:
+    return tensors[0].new_empty(1, dtype=torch.float32)
+
+
+def _fake_forward(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(gate_up, gate_up.shape[1] // 2, E4M3)
+
+
+def _fake_backward(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(gate_up, gate_up.shape[1], E5M2)
+
+
+def _empty(gate_up: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    n = gate_up.shape[0]
+    codes, transposed = (gate_up.new_empty(shape, dtype=dtype) for shape in ((n, columns), (columns, n)))
+    return codes, transposed, gate_up.new_empty(1, dtype=torch.float32)

@@ -1,0 +1,100 @@
+"""SwiGLU rounded to fp8 in Triton, in fp32. A program computes a tile of ROWS tokens and BLOCK columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _loaded(X, rows, columns, stride, inside):
+    """Load a tile in fp32."""
+    return tl.load(X + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gradients(d, g, u):
+    """Return the gradients of gate and up."""
+    s = tl.sigmoid(g)
+    return d * u * s * (1.0 + g * (1.0 - s)), d * g * s
+
+
+@triton.jit
+def _store(X, OUT, TRANSPOSED, rows, columns, n, width, inside, scale, LARGEST: tl.constexpr):
+    """Round a tile and store it in both layouts, [n, width] and [width, n]."""
+    codes = tl.minimum(tl.maximum(X / scale, -LARGEST), LARGEST).to(OUT.dtype.element_ty)
+    tl.store(OUT + rows[:, None] * width + columns[None, :], codes, mask=inside)
+    tl.store(TRANSPOSED + columns[:, None] * n + rows[None, :], tl.trans(codes), mask=tl.trans(inside))
+
+
+@triton.jit
+def amax_kernel(
+    GATE_UP, AMAX, n, f,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Raise AMAX to the largest magnitude of silu(gate) * up."""
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.zeros([ROWS, BLOCK], tl.float32)
+    for loop in range(LOOPS):
+        rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
+        inside = (rows[:, None] < n) & (columns[None, :] < f)
+        g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
+        u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+        largest = tl.maximum(largest, tl.abs(g * tl.sigmoid(g) * u))
+    tl.atomic_max(AMAX, tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def forward_kernel(
+    GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Write silu(gate) * up in both layouts."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows[:, None] < n) & (columns[None, :] < f)
+    g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
+    u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+    scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
+    _store(g * tl.sigmoid(g) * u, OUT, TRANSPOSED, rows, columns, n, f, inside, scale, LARGEST)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(SCALE, scale)
+
+
+@triton.jit
+def backward_amax_kernel(
+    D, GATE_UP, AMAX, n, f,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Raise AMAX to the largest magnitude of the gradients of gate and up."""
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.zeros([ROWS, BLOCK], tl.float32)
+    for loop in range(LOOPS):
+        rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
+        inside = (rows[:, None] < n) & (columns[None, :] < f)
+        d = _loaded(D, rows, columns, f, inside)
+        g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
+        u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+        dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
+        largest = tl.maximum(largest, tl.maximum(tl.abs(dg), tl.abs(du)))
+    tl.atomic_max(AMAX, tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def backward_kernel(
+    D, GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of gate and up in both layouts, as halves of one tensor."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows[:, None] < n) & (columns[None, :] < f)
+    d = _loaded(D, rows, columns, f, inside)
+    g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
+    u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+    dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
+    scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
+    _store(dg, OUT, TRANSPOSED, rows, columns, n, 2 * f, inside, scale, LARGEST)
+    _store(du, OUT, TRANSPOSED, rows, columns + f, n, 2 * f, inside, scale, LARGEST)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(SCALE, scale)

@@ -1,0 +1,68 @@
+"""fp8 feed-forward part: casts to fp8 fused into SwiGLU and its gradient, forward and backward.
+
+Of ``precision: fp8`` with the native decoder. Rounding is the same as without: one scale a tensor, from its
+largest magnitude. Saved for backward, beside the input and the gate-up product: SwiGLU's output in 8 bits.
+"""
+
+import random
+from functools import partial
+
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import check_device
+from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
+from trainfit.techniques.draft import Draft
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse other precisions and transformers' models."""
+    if recipe.precision != "fp8":
+        raise refusal(
+            recipe, "block_kernels", "the kernels write fp8", "use block_kernels: triton, or precision: fp8"
+        )
+    if recipe.model.implementation != "native":
+        problem = "the kernels replace the native decoder's feed-forward part"
+        raise refusal(
+            recipe, "block_kernels", problem, "use block_kernels: standard, or model.implementation: native"
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Replace the feed-forward parts before ``precision: fp8`` converts the other layers."""
+    from trainfit.models.fp8_feed_forward import use_fp8_feed_forward
+
+    use_fp8_feed_forward(draft.model, emulated=draft.runs_on_cpu(recipe))
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    model = {
+        "implementation": "native",
+        "config": chance.choice(("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b")),
+    }
+    return {
+        "block_kernels": "fp8",
+        "precision": "fp8",
+        "compile": chance.choice((False, "block")),
+        "model": model,
+    }
+
+
+TECHNIQUE = Technique(
+    name="fp8_feed_forward",
+    order=55,
+    title="fp8 feed-forward part",
+    covers={"block_kernels": ("fp8",)},
+    triton={"block_kernels": ("fp8",)},
+    check=check,
+    check_device=partial(check_device, field="block_kernels"),
+    apply=apply,
+    describe=lambda recipe: "fp8 feed-forward kernels",
+    needs={"precision": "fp8", "compile": "block", "model": {"implementation": "native"}},
+    draw=Draw(alone=_draw),
+    offers=lambda recipe: (
+        (Offer({"block_kernels": "fp8"}, Expected(time=0.9), is_slow=True),)
+        if recipe.precision == "fp8"
+        and recipe.model.implementation == "native"
+        and recipe.block_kernels == "standard"
+        else ()
+    ),
+)
