@@ -44,10 +44,14 @@ from trainfit.spec.recipe import Recipe
 COMMON = [
     "model.implementation=native", "compile=block", "loss=fused", "batch.seq=1024", "batch.accumulate=8",
 ]  # fmt: skip
+KINDS = {
+    "bf16": ["precision=bf16"], "fp8": ["precision=fp8"], 
+    "fp8-kernels": ["precision=fp8", "block_kernels=fp8"],
+}  # fmt: skip
 RECIPES = {
-    f"{size}-{precision}": (f"qwen2.5-{size}", [f"batch.micro={micro}", f"precision={precision}"])
+    f"{size}-{kind}": (f"qwen2.5-{size}", [f"batch.micro={micro}", *settings])
     for size, micro in (("0.5b", 32), ("7b", 4), ("1.5b", 32), ("3b", 16))
-    for precision in ("bf16", "fp8")
+    for kind, settings in KINDS.items()
 }
 """Micro-batches that fit an H100 without recomputation."""
 TINY = {
@@ -80,12 +84,13 @@ class Row:
 
 
 def recipe_of(name: str, gpu: str, *, tiny: bool = False) -> Recipe:
-    """Return a recipe; ``tiny``: of a few thousand parameters and tokens, to try the script without a GPU."""
+    """Return a recipe; ``tiny``: of few parameters and tokens, not compiled, to try the script on a CPU."""
     model, settings = RECIPES[name]
     recipe, _ = read(model, [*COMMON, *settings, f"hardware.gpu={gpu}"])
     if not tiny:
         return recipe
-    changed = {"model": {"config": model_config(model) | TINY}, "batch": {"micro": 1, "seq": 64}}
+    config = model_config(model) | TINY
+    changed = {"model": {"config": config}, "batch": {"micro": 1, "seq": 64}, "compile": False}
     return recipe_from(merge(recipe.content(), changed))
 
 
@@ -98,6 +103,8 @@ def kind_of_op(op: Op, *, updates: bool) -> str:
         return "matrix products" if part == "products" else part
     if op.name.startswith("triton_"):
         return f"compiled, {'fp8 casts' if '_scaled_mm' in op.name else 'other'}"
+    if "swiglu" in op.name:
+        return "SwiGLU in fp8"
     return "loss" if "cross_entropy" in op.name else "other"
 
 
@@ -105,6 +112,8 @@ def kind_of_measured(name: str) -> str:
     """Return the kind of a kernel by its name; compiled ones, and their casts to fp8, are kinds apart."""
     if name.startswith(("triton_poi", "triton_red", "triton_per")):
         return f"compiled, {'fp8 casts' if '_scaled_mm' in name else 'other'}"
+    if "swiglu" in name:
+        return "SwiGLU in fp8"
     kind = kind_of_kernel(name)
     if kind in ("matrix products", "attention", "optimizer"):
         return kind

@@ -47,7 +47,7 @@ def test_products_are_counted_once_with_the_ledgers_flops(
 def test_recipes_and_table() -> None:
     for name in RECIPES:
         recipe = recipe_of(name, "h100-sxm", tiny=True)
-        assert (recipe.batch.micro, recipe.precision) == (1, name.partition("-")[2])
+        assert (recipe.batch.micro, recipe.precision) == (1, name.split("-")[1])
     kind = {"name": "attention", "seconds": 0.1, "expected_s": 0.2, "share": 0.5, "num_kernels": 1234}
     row = {"name": "7b-fp8", "tokens_per_s": 1e4, "step_s": 1.0, "predicted_s": 2.0, "clock": ""}
     assert table([row | {"kinds": [kind]}]).splitlines()[1:] == [

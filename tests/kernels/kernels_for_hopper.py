@@ -39,6 +39,7 @@ from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
 from trainfit.kernels.sampling import op as sampling
 from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
+from trainfit.kernels.swiglu import fp8 as swiglu_fp8
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.optim import adafactor, adamw
 
@@ -195,6 +196,22 @@ def gates(dtype: torch.dtype, n: int, f: int) -> Call:
     return run
 
 
+def gates_in_fp8(n: int, f: int) -> Call:
+    both, gradient, amax = empty(n, 2 * f), empty(n, f), empty(1, dtype=FP32)
+
+    def run(step: int) -> None:
+        # The kernels that look for the largest magnitude: without their launchers' zeros on a device.
+        for kernel, tensors in (
+            ("swiglu_amax_kernel", (both,)),
+            ("swiglu_backward_amax_kernel", (gradient, both)),
+        ):
+            swiglu_fp8._launch(kernel, both, *tensors, amax, loops=swiglu_fp8.LOOPS)
+        swiglu_fp8.triton_forward(both, amax)
+        swiglu_fp8.triton_backward(gradient, both, amax)
+
+    return run
+
+
 def rotation(dtype: torch.dtype, b: int, n: int, d: int, r: int) -> Call:
     q, k = empty(b, n, 32, d, dtype=dtype).transpose(1, 2), empty(b, n, 8, d, dtype=dtype).transpose(1, 2)
     angles = empty(n, r // 2, dtype=FP32)
@@ -257,6 +274,8 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)
         yield f"rotation {name}", rotation(dtype, 2, 4096, 128, 128)
+    yield "gates in fp8", gates_in_fp8(32768, 4864)
+    yield "gates in fp8, large", gates_in_fp8(2**18, 14336)
     yield "norm large and odd", norm(BF16, 2**20, 2049)
     yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
     yield "gates large", gates(BF16, 2**18, 14337)

@@ -17,6 +17,7 @@ from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
 from trainfit.kernels.sampling import op as sampling
 from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
+from trainfit.kernels.swiglu import fp8 as swiglu_fp8
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.optim import adafactor, adamw
 
@@ -31,6 +32,7 @@ def test_operators_keep_the_rules_of_pytorch():
         gradients_in_forward,
         rms_norm,
         swiglu,
+        swiglu_fp8,
         rope,
         decode_attention,
         sampling,
@@ -56,6 +58,10 @@ def test_operators_keep_the_rules_of_pytorch():
         ("own_rms_norm_backward", x, x, w, scale),
         ("swiglu", x, x),
         ("swiglu_backward", x, x, x),
+        ("swiglu_amax", x),
+        ("swiglu_fp8", x, w[:1].abs()),
+        ("swiglu_backward_amax", x[:, :4].contiguous(), x),
+        ("swiglu_backward_fp8", x[:, :4].contiguous(), x, w[:1].abs()),
         ("rotate_pairs", q, k, angles, angles, True),
         ("decode_attention", q[..., 0, :], q, q, torch.tensor([1, 4], dtype=torch.int32), 0, None),
         (

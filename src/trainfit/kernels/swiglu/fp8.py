@@ -85,28 +85,29 @@ def _transposed(codes: Tensor) -> Tensor:
 def triton_amax(gate_up: Tensor) -> Tensor:
     """Compute ``reference_amax`` in one kernel."""
     amax = torch.zeros(1, dtype=torch.float32, device=gate_up.device)
-    _launch("amax_kernel", gate_up, gate_up, amax, loops=LOOPS)
+    _launch("swiglu_amax_kernel", gate_up, gate_up, amax, loops=LOOPS)
     return amax
 
 
 def triton_forward(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``reference_forward`` in one kernel."""
     out = _fake_forward(gate_up, amax)
-    _launch("forward_kernel", gate_up, gate_up, amax, *out, LARGEST=torch.finfo(E4M3).max)
+    _launch("swiglu_fp8_kernel", gate_up, gate_up, amax, *out, LARGEST=torch.finfo(E4M3).max)
     return out
 
 
 def triton_backward_amax(gradient: Tensor, gate_up: Tensor) -> Tensor:
     """Compute ``reference_backward_amax`` in one kernel."""
     amax = torch.zeros(1, dtype=torch.float32, device=gate_up.device)
-    _launch("backward_amax_kernel", gate_up, gradient, gate_up, amax, loops=LOOPS)
+    _launch("swiglu_backward_amax_kernel", gate_up, gradient, gate_up, amax, loops=LOOPS)
     return amax
 
 
 def triton_backward(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``reference_backward_fp8`` in one kernel."""
     out = _fake_backward(gradient, gate_up, amax)
-    _launch("backward_kernel", gate_up, gradient, gate_up, amax, *out, LARGEST=torch.finfo(E5M2).max)
+    tensors = gradient, gate_up, amax, *out
+    _launch("swiglu_backward_fp8_kernel", gate_up, *tensors, LARGEST=torch.finfo(E5M2).max)
     return out
 
 

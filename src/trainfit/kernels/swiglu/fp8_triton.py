@@ -28,7 +28,7 @@ def _store(X, OUT, TRANSPOSED, rows, columns, n, width, inside, scale, LARGEST: 
 
 
 @triton.jit
-def amax_kernel(
+def swiglu_amax_kernel(
     GATE_UP, AMAX, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def amax_kernel(
 
 
 @triton.jit
-def forward_kernel(
+def swiglu_fp8_kernel(
     GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_amax_kernel(
+def swiglu_backward_amax_kernel(
     D, GATE_UP, AMAX, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def backward_amax_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def swiglu_backward_fp8_kernel(
     D, GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip

@@ -1,0 +1,112 @@
+"""SwiGLU rounded to fp8 in both layouts, in Triton's interpreter, against fp64.
+
+The interpreter's cast to fp8 (Triton 3.7) loses a carry into the exponent. So what the kernels round is
+compared as they store it in fp32, and the codes only where no carry is; tests/gpu compares all of them.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_runs import interpreted_loops
+from trainfit.kernels.swiglu import fp8
+from trainfit.kernels.swiglu.fp8 import E4M3, E5M2
+
+pytestmark = interpreted_loops
+SHAPES = [(48, 80), (300, 144), (1, 16), (130, 256)]
+
+
+def given(n: int, f: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(n, 2 * f).to(dtype), torch.randn(n, f).to(dtype)
+
+
+def hidden(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, 1)
+    return gate * gate.sigmoid() * up
+
+
+def gradients(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    """Autograd's, in fp64."""
+    leaf = gate_up.double().requires_grad_()
+    return torch.autograd.grad(hidden(leaf), leaf, gradient.double())[0]
+
+
+def in_fp32(kernel: str, *tensors: Tensor, columns: int, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch a kernel with outputs in fp32, which it does not round."""
+    gate_up = tensors[-2]
+    n = len(gate_up)
+    out = gate_up.new_empty(n, columns, dtype=torch.float32)
+    transposed, scale = out.new_empty(columns, n), out.new_empty(1)
+    fp8._launch(kernel, gate_up, *tensors, out, transposed, scale, LARGEST=largest)
+    return out, transposed, scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_compute_what_is_rounded(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up, gradient = given(*shape, dtype)
+    cases = (
+        ("swiglu_fp8_kernel", (gate_up,), hidden(gate_up), fp8.triton_amax(gate_up), E4M3),
+        ("swiglu_backward_fp8_kernel", (gradient, gate_up), gradients(gradient, gate_up),
+         fp8.triton_backward_amax(gradient, gate_up), E5M2),
+    )  # fmt: skip
+    for kernel, tensors, expected, amax, code in cases:
+        torch.testing.assert_close(amax.double(), expected.abs().amax().reshape(1), rtol=1e-6, atol=0)
+        largest = torch.finfo(code).max
+        out, transposed, scale = in_fp32(kernel, *tensors, amax, columns=expected.shape[1], largest=largest)
+        torch.testing.assert_close(scale, amax / largest)
+        off = (out.double() * scale.double() - expected).abs().max() / expected.abs().max()
+        assert off < 1e-6, kernel
+        assert torch.equal(transposed, out.t())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_are_the_nearest_where_no_carry_is(shape: tuple[int, int]) -> None:
+    gate_up, gradient = given(*shape, torch.bfloat16)
+    amax, d_amax = fp8.triton_amax(gate_up), fp8.triton_backward_amax(gradient, gate_up)
+    pairs = (
+        (fp8.triton_forward(gate_up, amax), fp8.reference_forward(gate_up, amax)),
+        (fp8.triton_backward(gradient, gate_up, d_amax),
+         fp8.reference_backward_fp8(gradient, gate_up, d_amax)),
+    )  # fmt: skip
+    for (codes, transposed, scale), (expected, expected_t, expected_scale) in pairs:
+        assert codes.dtype == expected.dtype
+        assert torch.equal(transposed.float(), codes.float().t())
+        assert torch.equal(expected_t.float(), expected.float().t())
+        assert torch.equal(scale, expected_scale)
+        # A carry makes the nearest code a power of two. Few values lie so near the middle of two codes
+        # that the last bit of fp32 decides.
+        carries = expected.float().abs().log2().frac() == 0
+        steps = codes.view(torch.uint8).int() - expected.view(torch.uint8).int()
+        assert steps[~carries].abs().max() <= 1
+        assert (steps[~carries] != 0).float().mean() < 0.005
+
+
+def test_the_nearest_codes_are_within_half_a_step() -> None:
+    """Of the reference: e4m3 has 3 fraction bits, e5m2 has 2; the largest magnitude is the largest code."""
+    gate_up, gradient = given(64, 128, torch.float32)
+    codes, _, scale = fp8.reference_forward(gate_up, fp8.reference_amax(gate_up))
+    exact = hidden(gate_up)
+    assert codes.float().abs().max() == torch.finfo(E4M3).max
+    normal = exact.abs() > 2**-6 * scale.double()
+    off = (codes.double() * scale.double() - exact).abs() / exact.abs()
+    assert off[normal].max() <= 2**-4 + 1e-6
+    d_codes, _, d_scale = fp8.reference_backward_fp8(
+        gradient, gate_up, fp8.reference_backward_amax(gradient, gate_up)
+    )
+    exact = gradients(gradient, gate_up)
+    normal = exact.abs() > 2**-14 * d_scale.double()
+    off = (d_codes.double() * d_scale.double() - exact).abs() / exact.abs()
+    assert off[normal].max() <= 2**-3 + 1e-6
+
+
+def test_zeros_and_larger_values_than_expected() -> None:
+    """A tensor of zeros has codes of 0; what is beyond the given magnitude becomes the largest code."""
+    zeros = torch.zeros(16, 32)
+    codes, _, scale = fp8.triton_forward(zeros, fp8.triton_amax(zeros))
+    assert scale > 0
+    assert not codes.float().any()
+    gate_up, _ = given(16, 32, torch.float32)
+    codes, _, _ = fp8.triton_forward(gate_up, fp8.reference_amax(gate_up) / 4)
+    assert codes.float().abs().max() == torch.finfo(E4M3).max
