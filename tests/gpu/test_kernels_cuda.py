@@ -14,6 +14,7 @@ from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
+from trainfit.kernels.swiglu import fp8 as swiglu_fp8
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
@@ -94,6 +95,27 @@ def test_block_kernels_round_fp64s_answers_once(name: str, dtype: torch.dtype):
         assert ((got.double() - want).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("shape", [(257, 1543), (4096, 4864)], ids=str)
+def test_swiglu_in_fp8_has_the_nearest_codes_in_both_layouts(shape: tuple[int, int]):
+    """The last bit of fp32 decides where a value lies in the middle of two codes."""
+    n, f = shape
+    torch.manual_seed(1)
+    gate_up, gradient = (torch.randn(n, width, device=CARD).to(torch.bfloat16) for width in (2 * f, f))
+    amax, d_amax = swiglu_fp8.triton_amax(gate_up), swiglu_fp8.triton_backward_amax(gradient, gate_up)
+    torch.testing.assert_close(amax, swiglu_fp8.reference_amax(gate_up))
+    torch.testing.assert_close(d_amax, swiglu_fp8.reference_backward_amax(gradient, gate_up))
+    given, d_given = (gate_up, amax), (gradient, gate_up, d_amax)
+    for (codes, transposed, scale), (expected, _, expected_scale) in (
+        (swiglu_fp8.triton_forward(*given), swiglu_fp8.reference_forward(*given)),
+        (swiglu_fp8.triton_backward(*d_given), swiglu_fp8.reference_backward_fp8(*d_given)),
+    ):
+        torch.testing.assert_close(scale, expected_scale)
+        assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
+        steps = (codes.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+        assert steps[expected.float() != 0].max() <= 1
+        assert (steps != 0).float().mean() < 0.005
+
+
 # -- memory
 
 LLAMA = {
@@ -107,6 +129,7 @@ RECIPES: list[dict[str, Any]] = [
     {"block_kernels": "triton", "model": {"implementation": "hf"}},
     {"loss_terms": TERMS, "block_kernels": "triton", "model": {"implementation": "native"},
      "precision": "amp-bf16"},
+    {"precision": "fp8", "block_kernels": "fp8", "model": {"implementation": "native"}},
 ]  # fmt: skip
 
 

@@ -56,7 +56,7 @@ TECHNIQUE = Technique(
     check_device=partial(check_device, field="block_kernels"),
     apply=apply,
     describe=lambda recipe: "fp8 feed-forward kernels",
-    needs={"precision": "fp8", "compile": "block", "model": {"implementation": "native"}},
+    needs={"precision": "fp8", "model": {"implementation": "native"}},
     draw=Draw(alone=_draw),
     offers=lambda recipe: (
         (Offer({"block_kernels": "fp8"}, Expected(time=0.9), is_slow=True),)
