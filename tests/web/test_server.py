@@ -42,12 +42,14 @@ def test_the_first_answer_is_traced_and_the_second_is_kept(server: Server) -> No
         taken.append(time.monotonic() - began)
         assert again.headers["content-type"] == "application/json"
         assert again.answer == first.answer
-    assert min(taken) < 0.1, taken
+    assert min(taken) < max(0.1, traced / 4), (traced, taken)  # On an idle machine the first holds.
 
 
 def test_a_kept_ledger_is_answered_without_a_trace(server: Server) -> None:
     """The price is no part of a ledger, and so the answer to it is not kept, but its ledger is."""
+    began = time.monotonic()
     server.ask("predict", {"recipe": TINY})
+    traced = time.monotonic() - began
     taken = []
     for price in (1.25, 1.5, 1.75, 2.0):
         recipe = {**TINY, "hardware": {"gpu": "h100-sxm", "price_per_hour": price}}
@@ -56,7 +58,7 @@ def test_a_kept_ledger_is_answered_without_a_trace(server: Server) -> None:
         taken.append(time.monotonic() - began)
         assert reply.headers["content-type"] == "application/json"
         assert reply.answer["estimate"]["cost"]["price_per_gpu_hour"] == price
-    assert min(taken) < 0.1, taken
+    assert min(taken) < max(0.1, traced / 4), (traced, taken)  # On an idle machine the first holds.
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
