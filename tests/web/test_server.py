@@ -29,7 +29,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_the_first_answer_is_traced_and_the_second_is_kept(server: Server) -> None:
+@pytest.fixture(scope="module")
+def traced_s(server: Server) -> float:
+    """Seconds of an answer that needs a trace, on this machine beside what else it does now."""
+    began = time.monotonic()
+    server.ask("predict", {"recipe": {**TINY, "batch": {"micro": 3, "seq": 48}}})
+    return time.monotonic() - began
+
+
+def test_the_first_answer_is_traced_and_the_second_is_kept(server: Server, traced_s: float) -> None:
     first = server.ask("predict", {"recipe": TINY})
     assert first.status == 200
     assert first.headers["content-type"].startswith("text/event-stream")
@@ -42,14 +50,12 @@ def test_the_first_answer_is_traced_and_the_second_is_kept(server: Server) -> No
         taken.append(time.monotonic() - began)
         assert again.headers["content-type"] == "application/json"
         assert again.answer == first.answer
-    assert min(taken) < max(0.1, traced / 4), (traced, taken)  # On an idle machine the first holds.
+    assert min(taken) < max(0.1, traced_s / 4), (traced_s, taken)  # On an idle machine the first holds.
 
 
-def test_a_kept_ledger_is_answered_without_a_trace(server: Server) -> None:
+def test_a_kept_ledger_is_answered_without_a_trace(server: Server, traced_s: float) -> None:
     """The price is no part of a ledger, and so the answer to it is not kept, but its ledger is."""
-    began = time.monotonic()
     server.ask("predict", {"recipe": TINY})
-    traced = time.monotonic() - began
     taken = []
     for price in (1.25, 1.5, 1.75, 2.0):
         recipe = {**TINY, "hardware": {"gpu": "h100-sxm", "price_per_hour": price}}
@@ -58,7 +64,7 @@ def test_a_kept_ledger_is_answered_without_a_trace(server: Server) -> None:
         taken.append(time.monotonic() - began)
         assert reply.headers["content-type"] == "application/json"
         assert reply.answer["estimate"]["cost"]["price_per_gpu_hour"] == price
-    assert min(taken) < max(0.1, traced / 4), (traced, taken)  # On an idle machine the first holds.
+    assert min(taken) < max(0.1, traced_s / 4), (traced_s, taken)  # On an idle machine the first holds.
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
