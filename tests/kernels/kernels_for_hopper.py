@@ -137,6 +137,11 @@ def byte_rows(codes: torch.dtype, dtype: torch.dtype, r: int, c: int) -> Call:
     return lambda step: rows.triton_dequantize(like, stored, scales)
 
 
+def transposed(r: int, c: int) -> Call:
+    like, codes = empty(0), empty(r, c, dtype=rows.FP8)
+    return lambda step: rows.triton_transpose(like, codes)
+
+
 def attention(dtype: torch.dtype, d: int, n: int, b: int = 1) -> Call:
     q, k = empty(b, 8, n, d, dtype=dtype), empty(b, 2, n, d, dtype=dtype)
     lse = empty(b, 8, n, dtype=FP32)
@@ -268,6 +273,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "nf4 large", normal_floats(BF16, LARGE // 1024, 1024)
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
+    yield "transposed codes", transposed(4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
     yield "attention odd, of many sequences", attention(BF16, 80, 1000, b=2**16)
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
