@@ -72,7 +72,9 @@ def test_draws_are_allowed_ask_for_the_technique_and_vary(technique: str) -> Non
         assert len(recipes) >= (30 if not combined else 8)
         assert all(registry.techniques()[technique].applies(recipe) for recipe in recipes)
         assert len({recipe.model.config for recipe in recipes if isinstance(recipe.model.config, str)}) >= 6
-        assert {recipe.model.implementation for recipe in recipes} == {"hf", "native"}
+        needed = registry.techniques()[technique].needs.get("model", {}).get("implementation")
+        implementations = {needed} if needed else {"hf", "native"}
+        assert {recipe.model.implementation for recipe in recipes} == implementations
     others = [
         name
         for name, other in registry.techniques().items()

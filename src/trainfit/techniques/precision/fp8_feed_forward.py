@@ -7,6 +7,8 @@ largest magnitude. Saved for backward, beside the input and the gate-up product:
 import random
 from functools import partial
 
+from trainfit.catalog.families import FAMILIES
+from trainfit.catalog.model_types import native_types
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
@@ -34,16 +36,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
-    model = {
-        "implementation": "native",
-        "config": chance.choice(("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b")),
-    }
-    return {
-        "block_kernels": "fp8",
-        "precision": "fp8",
-        "compile": chance.choice((False, "block")),
-        "model": model,
-    }
+    """Draw models of Llama's form; others are refused, but only once they are built."""
+    family = chance.choice([kind for kind in native_types() if kind in FAMILIES])
+    model = {"implementation": "native", "config": chance.choice(FAMILIES[family])}
+    compiled = chance.choice((False, "block"))
+    return {"block_kernels": "fp8", "precision": "fp8", "compile": compiled, "model": model}
 
 
 TECHNIQUE = Technique(
