@@ -52,7 +52,7 @@ def test_what_a_fixed_budget_costs() -> None:
     )
     doubled = [loss[2**power] for power in range(10, 16)]
     assert doubled == sorted(doubled)
-    check(PAGE, "the fastest for its loss by far: # % worse", (100 * (loss[16384] / best - 1),))
+    check(PAGE, "the batch of 16,384 ends # % worse than that of 1,024", (100 * (loss[16384] / best - 1),))
     by_rate = {(int(one.point["batch"]), float(one.point["rate"])): number(one, "loss") or 0.0
                for one in batch_size._losses(batch_size.RATE)}  # fmt: skip
     assert by_rate[32768, 0.5] < 4 < 5.4 < by_rate[32768, 1.0]

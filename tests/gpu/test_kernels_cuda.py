@@ -116,6 +116,18 @@ def test_swiglu_in_fp8_has_the_nearest_codes_in_both_layouts(shape: tuple[int, i
         assert (steps != 0).float().mean() < 0.005
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_swiglu_in_fp8_does_not_hide_what_is_not_finite(value: float):
+    """A gate of inf times 0 is NaN, too; products of such a part are NaN, as its scale is infinite."""
+    gate_up, gradient = torch.zeros(256, 1024, device=CARD), torch.ones(256, 512, device=CARD)
+    gate_up[3, 5] = value
+    amax = swiglu_fp8.triton_amax(gate_up)
+    assert not amax.isfinite().any()
+    assert not swiglu_fp8.triton_backward_amax(gradient, gate_up).isfinite().any()
+    codes, _, scale = swiglu_fp8.triton_forward(gate_up, amax)
+    assert (codes.float() * scale).isnan().all()
+
+
 # -- memory
 
 LLAMA = {

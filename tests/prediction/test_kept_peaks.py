@@ -43,7 +43,7 @@ def test_a_damaged_file_is_replayed_and_written_again(cache_folder: Path) -> Non
     first = predict(recipe())
     (path,) = cache_folder.glob(f"*{kept_peaks.ENDING}")
     whole = path.read_bytes()
-    for damaged in (b"", whole[:-7], b"[]", b'{"fits": true, "peaks": [{}]}'):
+    for damaged in (b"", whole[:-7], b"[]", b'{"fits": true, "peaks": []}', b'{"fits": true, "peaks": [{}]}'):
         path.write_bytes(damaged)
         assert predict(recipe()) == first
         assert path.read_bytes() == whole
@@ -57,5 +57,10 @@ def test_other_settings_of_the_allocator_and_another_ledger_are_replayed(
     with pytest.raises(AssertionError, match="replayed"):
         predict(recipe(recompute="full"))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(AssertionError, match="replayed"):
+        predict(recipe())
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    predict(recipe())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # torch reads it first.
     with pytest.raises(AssertionError, match="replayed"):
         predict(recipe())

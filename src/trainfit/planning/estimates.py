@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.planning.workers import CAN_FORK, Answer, Workers
 from trainfit.prediction import cache as ledgers
@@ -415,13 +416,12 @@ def _read(recipe: Recipe, data: dict[str, Any]) -> Result:
 
 
 def _path(request: Request, calibration: OwnCalibration | None) -> Path:
-    allocator = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     parts = [
         ledgers.key(request.recipe),
         request.recipe.content(),
         request.key,
         ledgers.estimate_version(),
-        allocator,
+        allocator_settings(os.environ).expandable_segments,
         "" if calibration is None else calibration.digest,
     ]
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]

@@ -33,7 +33,7 @@ NOT_OF_AN_ESTIMATE = (
 NOT_OF_A_LEDGER = (
     *NOT_OF_AN_ESTIMATE, "catalog/calibrations/", "catalog/rates.", "flops/", "planning/", "user/",
     "prediction/bounds.py", "prediction/communication.py", "prediction/compilation.py",
-    "prediction/device_overhead.py",
+    "prediction/device_overhead.py", "prediction/kept_peaks.py",
     "prediction/estimate.py", "prediction/evaluation.py", "prediction/evaluation_code.py",
     "prediction/pipeline/", "prediction/machine.py", "prediction/predict.py", "prediction/time/",
     "prediction/user_step.py", "rl/estimate/estimate.py", "rl/estimate/lengths.py",

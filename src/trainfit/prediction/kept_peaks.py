@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Peaks
 from trainfit.prediction import cache
@@ -34,7 +35,8 @@ def load(ledger: Ledger, gpu: Gpu) -> tuple[Sequence[Peaks], bool] | None:
         if path.stat().st_mtime_ns < (cache_folder() / ledger.kept_in).stat().st_mtime_ns:
             return None  # The ledger was traced anew.
         data = parse_json(path.read_bytes())
-        return [_read(one) for one in data["peaks"]], bool(data["fits"])
+        found = [_read(one) for one in data["peaks"]]
+        return (found, bool(data["fits"])) if found else None
     except (OSError, ValueError, LookupError, TypeError):
         return None  # Not kept, or damaged: it is replayed again.
 
@@ -60,7 +62,7 @@ def _read(data: dict[str, Any]) -> Peaks:
 
 
 def _path(ledger: Ledger, gpu: Gpu) -> Path:
-    allocator = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    parts = [ledger.kept_in, gpu.model_dump(mode="json"), cache.estimate_version(), allocator]
+    segments = allocator_settings(os.environ).expandable_segments
+    parts = [ledger.kept_in, gpu.model_dump(mode="json"), cache.estimate_version(), segments]
     name = hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
     return cache_folder() / f"{name}{ENDING}"

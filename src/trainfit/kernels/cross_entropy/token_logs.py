@@ -215,7 +215,7 @@ class _Chunks:
 
 
 class _Fused(_Chunks):
-    """The same with the kernel of fused.py: logits are read twice and written once, and none are in fp32."""
+    """The same with the kernel of fused.py: none of the logits are in fp32."""
 
     def __init__(self, hidden: Tensor, head: Head, temperature: float, rows: int | None, dtype: torch.dtype):
         assert head.bias is None

@@ -52,19 +52,22 @@ def quantize_tokens(x_ti: Tensor) -> Rows:
     return Rows((x_ti / scales).to(FP8), scales)
 
 
-def fp8_product(x: Rows, w_oi: Tensor, w_scales: Tensor, dtype: torch.dtype, *, emulated: bool) -> Tensor:
+def fp8_product(
+    x: Rows, w_oi: Tensor, w_scales: Tensor, dtype: torch.dtype, *, emulated: bool, fast: bool = True
+) -> Tensor:
     """Return x W^T, [t, o], of operands in e4m3 with a scale for each row of both.
 
     Args:
         x: [t, i], scales [t, 1].
         w_scales: fp32 [o].
         emulated: multiply in fp32, on a device without fp8 products.
+        fast: sum in the tensor cores' own precision; False, as torchao does for gradients: in fp32.
     """
     if emulated:
         return (F.linear(x.codes.float(), w_oi.float()) * x.scales * w_scales).to(dtype)
     # Row-wise scales are for results in bf16 alone.
     y = torch._scaled_mm(
-        x.codes, w_oi.t(), x.scales, w_scales[None], out_dtype=torch.bfloat16, use_fast_accum=True
+        x.codes, w_oi.t(), x.scales, w_scales[None], out_dtype=torch.bfloat16, use_fast_accum=fast
     )
     return y.to(dtype)
 

@@ -20,6 +20,12 @@ def _gradients(d, g, u):
 
 
 @triton.jit
+def _magnitude(x):
+    """Return |x|, and inf of NaN, which ``tl.maximum`` drops: an infinite scale makes all products NaN."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def _store(X, OUT, TRANSPOSED, rows, columns, n, width, inside, scale, LARGEST: tl.constexpr):
     """Round a tile and store it in both layouts, [n, width] and [width, n]."""
     codes = tl.minimum(tl.maximum(X / scale, -LARGEST), LARGEST).to(OUT.dtype.element_ty)
@@ -40,7 +46,7 @@ def swiglu_amax_kernel(
         inside = (rows[:, None] < n) & (columns[None, :] < f)
         g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
         u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
-        largest = tl.maximum(largest, tl.abs(g * tl.sigmoid(g) * u))
+        largest = tl.maximum(largest, _magnitude(g * tl.sigmoid(g) * u))
     tl.atomic_max(AMAX, tl.max(tl.max(largest, 1), 0))
 
 
@@ -76,7 +82,7 @@ def swiglu_backward_amax_kernel(
         g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
         u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
         dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
-        largest = tl.maximum(largest, tl.maximum(tl.abs(dg), tl.abs(du)))
+        largest = tl.maximum(largest, tl.maximum(_magnitude(dg), _magnitude(du)))
     tl.atomic_max(AMAX, tl.max(tl.max(largest, 1), 0))
 
 

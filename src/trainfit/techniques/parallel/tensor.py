@@ -36,6 +36,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "compile": (False, "block"),
     "adapter.kind": (None, "lora"),
     "adapter.dora": (None, False),
+    "adapter.dropout": (None, 0.0),  # Ranks with one seed would drop the same places of different shares.
     "adapter.modules_to_save": (None, ()),
     "optimizer.clip_norm": (None,),
     "optimizer.in_backward": (False,),
