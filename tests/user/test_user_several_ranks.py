@@ -121,7 +121,7 @@ def test_ddp_takes_weights_gradients_and_buckets() -> None:
     assert sent(found) == {"all_reduce": (2, gradients)}  # A ring over two sends each byte once.
     assert "each of 2 x h200" in str(found)
     assert "on 2 x h200" in str(found)
-    assert "allocated of one GPU" in found._repr_html_()
+    assert "each of 2 x h200" in found._repr_html_()
 
 
 def fsdp_script() -> None:

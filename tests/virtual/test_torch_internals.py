@@ -32,7 +32,7 @@ LIBRARIES = {*private_names.CHECKED, "diffusers", "datasets"}
 STANDARD_LIBRARY = {"_asdict", "_replace", "_make", "_fields", "_exit", "_getframe", "_SimpleCData"}
 OWN_STRINGS = set(
     """
-    _s _mean_s _std_s _max _fp4 _nf4 _mult _enabled _generator _init
+    _TRAINFIT_COMPLETE _s _mean_s _std_s _max _fp4 _nf4 _mult _enabled _generator _init
     _fused _fused_ _foreach _foreach_ _amp_foreach _amp_foreach_ _compile
     _c10d_functional _c10d_functional_autograd
     _amp _scaled_dot_product_

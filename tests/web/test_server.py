@@ -222,7 +222,10 @@ def test_no_other_address_than_the_servers_own_is_named() -> None:
     ],
 )
 def test_the_door(server: Server, headers: dict[str, str], status: int) -> None:
-    reply = server.ask("predict", {"recipe": TINY}, **headers)
+    try:
+        reply = server.ask("predict", {"recipe": TINY}, **headers)
+    except ConnectionResetError:  # It does not read what it refuses, and closed before its answer was read.
+        reply = server.ask("predict", {"recipe": TINY}, **headers)
     assert reply.status == status
     assert "error" in reply.data
 

@@ -30,6 +30,8 @@ from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.virtual.quiet_torchao import LOGGERS
 
 EXIT_USAGE, EXIT_BUG = 2, 70
+COMPLETION = "_TRAINFIT_COMPLETE"
+"""Environment variable by which a shell asks typer for the names that complete a line."""
 
 UsageError = typer.BadParameter.__bases__[0]
 """Wrong usage, as typer raises it: its own class or click's, by version."""
@@ -124,9 +126,9 @@ def _run(words: list[str]) -> object:
             raise InputError("has a NUL character in it", "remove it", value=word)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
-    if not words:
+    if not words and COMPLETION not in os.environ:
         return welcome.show()
-    if (answer := answer_verb(words[0])) is not None:
+    if words and (answer := answer_verb(words[0])) is not None:
         raise UsageError(answer)
     try:
         code = app()(words, standalone_mode=False, prog_name="trainfit", obj=words)

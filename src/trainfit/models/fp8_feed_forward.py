@@ -46,7 +46,7 @@ def use_fp8_feed_forward(model: nn.Module, *, emulated: bool) -> None:
     for module in model.modules():
         if isinstance(module, FeedForward):
             module.__class__ = Fp8FeedForward
-            module.emulated = emulated  # pyright: ignore[reportAttributeAccessIssue]
+            module.emulated = emulated  # pyright: ignore
             module.up.__class__ = module.down.__class__ = HeldLinear
 
 

@@ -25,6 +25,15 @@ from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
 
 
+def has_pre_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run before the module's forward; the handle of one more has all of them."""
+    handle = module.register_forward_pre_hook(lambda *_: None)
+    try:
+        return len(handle.hooks_dict_ref() or ()) > 1
+    finally:
+        handle.remove()
+
+
 class VirtualCompiler:
     """``compiler(module)`` compiles a module in place, as ``module.compile()`` does on a GPU.
 
@@ -51,7 +60,7 @@ class VirtualCompiler:
     def __call__(self, module: nn.Module, **settings: Any) -> None:
         self._begin()
         self._signatures.add(signature(module))
-        self._num_hooked += bool(module._forward_pre_hooks)
+        self._num_hooked += has_pre_hooks(module)
         module.compile(backend=self._backend, **settings)
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = partial(self._run, module, compiled)
