@@ -29,15 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def traced_s(server: Server) -> float:
-    """Seconds of an answer that needs a trace, on this machine beside what else it does now."""
-    began = time.monotonic()
-    server.ask("predict", {"recipe": {**TINY, "batch": {"micro": 3, "seq": 48}}})
-    return time.monotonic() - began
-
-
-def test_the_first_answer_is_traced_and_the_second_is_kept(server: Server, traced_s: float) -> None:
+def test_the_first_answer_is_traced_and_the_second_is_kept(server: Server) -> None:
     first = server.ask("predict", {"recipe": TINY})
     assert first.status == 200
     assert first.headers["content-type"].startswith("text/event-stream")
@@ -50,10 +42,10 @@ def test_the_first_answer_is_traced_and_the_second_is_kept(server: Server, trace
         taken.append(time.monotonic() - began)
         assert again.headers["content-type"] == "application/json"
         assert again.answer == first.answer
-    assert min(taken) < max(0.1, traced_s / 4), (traced_s, taken)  # On an idle machine the first holds.
+    assert min(taken) < 0.1, taken
 
 
-def test_a_kept_ledger_is_answered_without_a_trace(server: Server, traced_s: float) -> None:
+def test_a_kept_ledger_is_answered_without_a_trace(server: Server) -> None:
     """The price is no part of a ledger, and so the answer to it is not kept, but its ledger is."""
     server.ask("predict", {"recipe": TINY})
     taken = []
@@ -64,7 +56,7 @@ def test_a_kept_ledger_is_answered_without_a_trace(server: Server, traced_s: flo
         taken.append(time.monotonic() - began)
         assert reply.headers["content-type"] == "application/json"
         assert reply.answer["estimate"]["cost"]["price_per_gpu_hour"] == price
-    assert min(taken) < max(0.1, traced_s / 4), (traced_s, taken)  # On an idle machine the first holds.
+    assert min(taken) < 0.1, taken
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
