@@ -1,11 +1,13 @@
 """Processes that answer requests, some of them with a lower priority."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainfit.planning.room import Room
 from trainfit.planning.workers import CAN_FORK, NICENESS, Answer, Workers
 
 
@@ -22,5 +24,69 @@ def test_requests_ahead_have_processes_of_a_lower_priority(monkeypatch: pytest.M
         ahead, now = workers.ask({"number": 1}, ahead=True), workers.ask({"number": 2})
         assert ahead.result(120) == {"number": 1, "plan": 7, "niceness": min(19, os.nice(0) + NICENESS)}
         assert now.result(120) == {"number": 2, "plan": 7, "niceness": os.nice(0)}
+    finally:
+        workers.close()
+
+
+def growing(shared: dict[str, Any]) -> Answer:
+    """Keep as many MiB as a request asks for; the first with a path to ``kill`` is killed."""
+    kept: list[bytes] = []
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        kill = Path(request.get("kill", ""))
+        if "kill" in request and not kill.exists():
+            kill.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        kept.append(os.urandom(request.get("mib", 0) << 20))
+        return {"process": os.getpid(), "kept": len(kept)}
+
+    return answer
+
+
+def ending(shared: dict[str, Any]) -> Answer:
+    """End at a request, by an error."""
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        raise SystemExit(1)
+
+    return answer
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
+def test_a_process_that_keeps_much_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr("trainfit.planning.room.HELD_BYTES", 128 << 20)
+    room = Room(lambda: 64 << 30)
+    workers = Workers(1, f"{Path(__file__).stem}:growing", [], shared={}, room=room)
+    try:
+        first, second, third = (workers.ask({"mib": mib}).result(120) for mib in (1, 700, 1))
+        assert (first["process"], second["kept"]) == (second["process"], 2)
+        assert third["process"] != first["process"]
+        assert third["kept"] == 1
+        assert 700 << 20 < room.trace_bytes < 1000 << 20
+    finally:
+        workers.close()
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
+def test_a_request_whose_process_was_killed_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    workers = Workers(2, f"{Path(__file__).stem}:growing", [], shared={})
+    try:
+        found = [workers.ask(each) for each in ({"kill": str(tmp_path / "once")}, {})]
+        assert [one.result(120)["kept"] for one in found] == [1, 1]
+    finally:
+        workers.close()
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
+def test_a_process_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    workers = Workers(1, f"{Path(__file__).stem}:ending", [], shared={})
+    try:
+        with pytest.raises(RuntimeError, match="ended unexpectedly"):
+            workers.ask({}).result(120)
     finally:
         workers.close()

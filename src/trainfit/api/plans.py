@@ -173,9 +173,10 @@ def plan_recipe(
             if smaller.found:
                 found, of_pretraining = _without_master(smaller), None
         found = _with_eager(found, estimates)
+        notes = (estimates.room.note,) if estimates.room.note else ()
     precision = (of_pretraining or recipe).precision
     not_given = assumed(as_given, varies_batch=True, precision=precision)
-    return Plan.model_construct(**{**dict(found), "run_tokens": tokens, "assumed": not_given})
+    return Plan.model_construct(**{**dict(found), "run_tokens": tokens, "assumed": not_given, "notes": notes})
 
 
 def _with_eager(found: values.Plan, estimates: "Estimates") -> values.Plan:

@@ -116,10 +116,10 @@ def _say(say: "Callable[[str], None]", name: str, text: str) -> None:
 
 
 def _show(found: "list[Plan]", path: Path | None, *, json: bool) -> None:
-    from trainfit.report.plan_text import compare, random_base_notes, show
+    from trainfit.report.plan_text import compare, random_base_notes, search_notes, show
 
     if json:
-        options.print_notes(f"note: {note}" for note in random_base_notes(found))
+        options.print_notes(f"note: {note}" for note in (*random_base_notes(found), *search_notes(found)))
         content = [{"best": one.found[0].recipe if one.found else None, **one.model_dump(mode="json")}
                    for one in found]  # fmt: skip
         options.print_json(content[0] if len(found) == 1 else {"plans": content})

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
+from trainfit.planning.room import Room
 from trainfit.planning.workers import CAN_FORK, Answer, Workers
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.estimate import cost, estimate
@@ -132,6 +133,8 @@ class Estimates:
         self._known: dict[tuple[str, bool], Result] = {}
         self.later: list[Recipe] = []
         """Recipes whose like may be requested later: what their traces import is imported meanwhile."""
+        self.room = Room()
+        """Limits the traces at once, of all processes, by free memory."""
         self._workers: dict[bool, Workers] = {}
         """Processes for recipes that are not compiled and for those that are."""
         self._futures: dict[tuple[str, bool], Future[dict[str, Any]]] = {}
@@ -221,7 +224,7 @@ class Estimates:
                 # Compiled ones take longest: those ahead have the priority of all others.
                 num_ahead = 0 if kind or self.processes < 2 else NUM_AHEAD
                 self._workers[kind] = Workers(
-                    self.processes, ANSWERS, list(imports), num_ahead, shared=self._shared()
+                    self.processes, ANSWERS, list(imports), num_ahead, shared=self._shared(), room=self.room
                 )
 
     def _shared(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) ->
         if len(plan.found) > 1:
             heading(out, "Next best")
             rows(out, [_line(plan, one) for one in plan.found[1:]], "right", "right", "right", "wrap")
-    notes(out, "Notes", (*config_notes(given), *random_base_notes([plan])))
+    notes(out, "Notes", (*config_notes(given), *random_base_notes([plan]), *plan.notes))
     heading(out, f"Memory against speed, of {plan.num_traced} traced recipes")
     rows(out, _frontier(out, plan), "right", "right", "left", "wrap")
     if plan.rejected:
@@ -79,7 +79,7 @@ def compare(plans: Sequence[Plan], *, out: Console | None = None) -> None:
     heading(out, "Changes")
     rows(out, [[_hardware(one), ", ".join(one.found[0].changes) if one.found else _least(one)]
                for one in ordered], "left", "wrap")  # fmt: skip
-    notes(out, "Notes", (*config_notes(given), *random_base_notes(plans)))
+    notes(out, "Notes", (*config_notes(given), *random_base_notes(plans), *search_notes(plans)))
     out.print("\nName one GPU and one count for the full plan and plan.yaml.", style="dim")
 
 
@@ -87,6 +87,11 @@ def random_base_notes(plans: Sequence[Plan]) -> tuple[str, ...]:
     """Return a warning where the best recipes train an adapter on random weights."""
     found = (note for plan in plans if plan.found for note in random_base_note(plan.found[0].as_recipe()))
     return tuple(dict.fromkeys(found))
+
+
+def search_notes(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """Return what the searches themselves met."""
+    return tuple(dict.fromkeys(note for plan in plans for note in plan.notes))
 
 
 def _columns(plans: Sequence[Plan]) -> list[Column]:

@@ -64,6 +64,8 @@ class Plan(Value):
     """Where nothing fits: the fastest recipe that the device holds and the host's limit alone forbids."""
     assumed: str = ""
     """Line on what was not given, such as the GPU, and is at its default."""
+    notes: tuple[str, ...] = ()
+    """What the search itself met, such as too little free memory for several processes."""
 
     @property
     def usable_bytes(self) -> int:
