@@ -6,12 +6,15 @@ from functools import cache
 from typing import NamedTuple
 
 from evidence.scripts.tables.joined import RESULTS
+from trainfit.catalog.load import gpu, model_config
+from trainfit.flops.closed_form import product_step_flops
+from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.records import Record, read_jsonl
 from trainfit.report.table import markdown_grid
 from trainfit.spec.objective import Policy
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Estimate, Loop, Measurement
+from trainfit.spec.result import Estimate, Loop, LoopTime, Measurement
 from trainfit.spec.units import GIB
 
 FOLDER = RESULTS / "rl-phases"
@@ -71,10 +74,13 @@ class Pair(NamedTuple):
 
     def trains(self) -> str:
         """Return what trains, in words."""
-        recipe = self.recipe
-        if recipe.adapter is None:
-            return "all weights"
-        return "LoRA" if recipe.quantize is None else f"LoRA on {recipe.quantize}"
+        return _trains(self.recipe)
+
+
+def _trains(recipe: Recipe) -> str:
+    if recipe.adapter is None:
+        return "all weights"
+    return "LoRA" if recipe.quantize is None else f"LoRA on {recipe.quantize}"
 
 
 @cache
@@ -94,7 +100,7 @@ def pairs(name: str) -> tuple[Pair, ...]:
 
 def settings() -> tuple[Pair, ...]:
     """Return the loops on one and two GPUs that ran to their end."""
-    every = (*pairs("one-gpu"), *pairs("two-gpus"), *pairs("updates-14b-h100"))
+    every = (*pairs("one-gpu"), *pairs("two-gpus"), *pairs("updates-14b-h100"), *pairs("updates-14b-h200"))
     return tuple(one for one in every if one.measured.loop is not None)
 
 
@@ -159,23 +165,71 @@ def summary() -> str:
 def updates() -> str:
     """Return one update of 14B on two GPUs, of a policy and of training on data, measured and predicted."""
     rows = []
-    for one in pairs("updates-14b-h100"):
+    for one in (*pairs("updates-14b-h100"), *pairs("updates-14b-h200")):
         measured, predicted, recipe = one.measured, one.predicted, one.recipe
         if measured.step_s is None or predicted.step_s is None or predicted.mfu is None:
             continue
         longer = predicted.step_s / measured.step_s
         assert predicted.hfu is not None
         rows.append((
-            recipe.objective.name, one.trains(), one.record.recipe["recompute"],
-            f"{recipe.batch.micro} x {recipe.batch.seq}", f"{measured.step_s:.2f} ({longer - 1:+.1%})",
+            recipe.hardware.gpu[:4].upper(), recipe.objective.name, one.trains(),
+            one.record.recipe["recompute"], recipe.loss, f"{recipe.batch.micro} x {recipe.batch.seq}",
+            f"{measured.step_s:.2f} ({longer - 1:+.1%})",
             f"{measured.tokens_per_s or 0.0:,.0f}", f"{predicted.mfu * longer:.1%}",
-            f"{predicted.hfu * longer:.1%}", _share(measured.busy), _share(measured.memory_access),
+            f"{predicted.hfu * longer:.1%}", _as_full_training(one), _share(measured.busy),
+            _share(measured.memory_access),
         ))  # fmt: skip
     heads = (
-        "objective", "trains", "recomputed", "micro-batch", "an update, s", "tokens/s", "MFU", "HFU", "busy",
-        "memory access",
+        "GPUs", "objective", "trains", "recomputed", "loss", "micro-batch", "an update, s", "tokens/s", "MFU",
+        "HFU", "both by 6N", "busy", "memory access",
     )  # fmt: skip
-    return markdown_grid(heads, rows, 4) if rows else NOT_MEASURED
+    return markdown_grid(heads, rows, 6) if rows else NOT_MEASURED
+
+
+def _as_full_training(one: Pair) -> str:
+    """Return MFU and HFU as if every weight were trained, from the measured time."""
+    recipe, step_s = one.recipe, one.measured.step_s
+    assert step_s
+    name = recipe.hardware.gpu
+    assert name is not None
+    peak = peak_flops_per_s(gpu(name), "bf16") * recipe.hardware.count
+    counted = product_step_flops(
+        model_config(one.model), seq=recipe.batch.seq,
+        batch=recipe.batch.micro * recipe.batch.accumulate * recipe.hardware.count,
+        recomputed="full" if recipe.recompute == "full" else "none",
+    )  # fmt: skip
+    shares = [flops / step_s / peak for flops in (counted.model_flops, counted.hardware_flops)]
+    return ", ".join(f"{share:.1%}" for share in shares)
+
+
+def own_lengths() -> tuple[tuple[str, str, LoopTime, LoopTime], ...]:
+    """Return model, what trains, and a loop with a run's own lengths, predicted and measured by that run."""
+    found = []
+    for one in read_jsonl(FOLDER / "own-lengths.jsonl"):
+        assert one.estimate is not None
+        loop = one.estimate.loop
+        assert loop is not None
+        assert loop.expected is not None
+        assert loop.recorded is not None
+        recipe = recipe_from(one.recipe)
+        found.append((str(one.recipe["model"]["config"]), _trains(recipe), loop.expected, loop.recorded))
+    return tuple(found)
+
+
+def lengths() -> str:
+    """Return the seconds of loops with lengths of their own, measured, with the errors of the predictions."""
+    rows = []
+    for model, trains, ours, theirs in own_lengths():
+        scoring, update = (
+            tuple(next(part.seconds for part in time.parts if part.name == name) for time in (ours, theirs))
+            for name in ("scoring", "update")
+        )
+        whole = (ours.seconds, theirs.seconds)
+        rollout = tuple(a - b - c for a, b, c in zip(whole, scoring, update, strict=True))
+        cells = [f"{b:.2f} ({a / b - 1:+.1%})" for a, b in (whole, rollout, scoring, update)]
+        rows.append((model, trains, f"{theirs.mean_new:.1f}", *cells))
+    heads = ("model", "trains", "tokens of a completion", "loop, s", "rollout", "scoring", "update")
+    return markdown_grid(heads, rows, 2)
 
 
 def utilisation() -> str:
