@@ -56,6 +56,38 @@ def test_a_cached_repository_is_its_config(cache: Path) -> None:
     )
 
 
+def test_a_recipe_names_a_cached_repository(cache: Path, tmp_path: Path) -> None:
+    named = trainfit.load_recipe("owner/tiny", seq=16)
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {config: owner/tiny}\nbatch: {seq: 16}\n")
+    assert trainfit.load_recipe(file) == named
+    assert trainfit.load_recipe({"model": {"config": "owner/tiny"}, "batch": {"seq": 16}}) == named
+    assert trainfit.load_recipe("gpt2", set={"model.config": "owner/tiny", "batch.seq": 16}) == named
+    file.write_text("model: {config: owner/tiny, name: mine}\n")
+    assert trainfit.load_recipe(file).model.display_name == "mine"
+    file.write_text("model: {weights: owner/tiny}\n")
+    assert trainfit.load_recipe(file).model.config == TINY_LLAMA
+
+
+def test_a_file_goes_before_a_cached_repository(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "own" / "owner" / "tiny"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps({**TINY_LLAMA, "vocab_size": 640}))
+    file = tmp_path / "own" / "recipe.yaml"
+    file.write_text("model: {config: owner/tiny}\n")
+    config = trainfit.load_recipe(file).model.config
+    assert isinstance(config, dict)
+    assert config["vocab_size"] == 640
+
+
+def test_a_recipe_that_names_an_absent_repository_says_how_to_fetch_it(cache: Path) -> None:
+    with pytest.raises(InputError, match="no such file") as refused:
+        trainfit.load_recipe({"model": {"config": "owner/absent"}})
+    assert "hf download owner/absent config.json" in refused.value.remedy
+
+
 def test_a_name_of_the_catalog_is_the_catalogs(cache: Path) -> None:
     put(cache, "Qwen/Qwen3-8B", json.dumps(TINY_LLAMA))
     assert trainfit.load_recipe("Qwen/Qwen3-8B").model.config == "qwen3-8b"

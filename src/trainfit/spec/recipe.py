@@ -57,6 +57,11 @@ def names() -> Any:
     return importlib.import_module("trainfit.catalog.names")
 
 
+def hub() -> Any:
+    """Return ``trainfit.catalog.hub``, imported on use as ``names`` is."""
+    return importlib.import_module("trainfit.catalog.hub")
+
+
 RANDOM = "random"
 """``model.weights`` of a model that is initialised."""
 

@@ -5,6 +5,8 @@ a rebound DNS name is not), the origin this page's own, and what is sent JSON, w
 send.
 """
 
+import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -23,6 +25,8 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
+
+DISCARD_S = 2.0
 
 
 class TooLargeError(Exception):
@@ -44,6 +48,7 @@ class Guard:
             return
         refusal = refused(scope["method"], Headers(scope=scope))
         if refusal is not None:
+            await _discarded(receive)
             await _respond(send, *refusal)
             return
         began = False
@@ -101,6 +106,18 @@ def _counted(receive: Receive) -> Receive:
         return message
 
     return counting
+
+
+async def _discarded(receive: Receive) -> None:
+    """Read the body of a refused request, at most its largest size and for DISCARD_S.
+
+    A connection that closes with unread bytes is reset, and the client may never read the answer.
+    """
+    counted = _counted(receive)
+    with contextlib.suppress(TooLargeError, TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while (await counted()).get("more_body"):
+                pass
 
 
 def _headers() -> list[tuple[bytes, bytes]]:

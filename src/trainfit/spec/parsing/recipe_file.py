@@ -14,7 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.parse import parse
 from trainfit.spec.parsing.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_config, read_yaml
 from trainfit.spec.parsing.synonyms import main_key, with_exact_choices, written_out
-from trainfit.spec.recipe import RANDOM, Recipe, names
+from trainfit.spec.recipe import RANDOM, Recipe, hub, names
 
 MAX_CHAIN = 32
 MAX_LINES_BYTES = 100 * 10**6
@@ -284,8 +284,9 @@ def with_data_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return ``data`` with a model.config that is a path, relative to ``folder``, replaced by its mapping.
 
-    A model's name on the Hub (``Qwen/Qwen3-8B``) is no path, unless there is such a file. A path of
-    ``model.weights`` is made absolute.
+    A model's name on the Hub (``Qwen/Qwen3-8B``) is no path, unless there is such a file; of one that the
+    catalog lacks, the config.json in this machine's cache of the Hub is taken. A path of ``model.weights``
+    is made absolute.
     """
     model = data.get("model")
     if not isinstance(model, dict):
@@ -313,6 +314,10 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         config = read_config(path)
     except (FileNotFoundError, NotADirectoryError):
+        if (cached := hub().cached_model(text)) is not None:
+            return {**data, "model": {**cached, **model, "config": cached["config"]}}
+        if fetch := hub().how_to_fetch(text):
+            remedy = f"{remedy}; or {fetch}"
         raise InputError(problem, remedy, field="model.config", value=text) from None
     if not isinstance(config, dict):
         remedy = "write a config.json's object"
