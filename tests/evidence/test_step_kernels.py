@@ -1,10 +1,12 @@
 """Kernels of a recorded step beside its ledger's."""
 
+import gzip
 import json
 
 import pytest
 
 from evidence.scripts.step_kernels import RECIPES, compared, recipe_of, table
+from evidence.scripts.step_products import expected, measured, rows_of
 from page_claims import ROOT
 from trainfit.prediction.predict import ledger_of
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -42,6 +44,23 @@ def test_products_are_counted_once_with_the_ledgers_flops(
     flops = sum(ledger.times(op) * op.causal_flops for op in products)
     assert rows["matrix products"]["flops"] == pytest.approx(flops, rel=1e-6)
     assert rows["matrix products"]["num_kernels"] >= sum(map(ledger.times, products))
+
+
+def test_products_by_shape_are_those_of_the_ledger(recipe: Recipe) -> None:
+    with gzip.open(TRACES / f"{NAME}.json.gz", "rt") as file:
+        found = measured(json.load(file))
+    calls = dict[tuple[int, ...], int]()
+    for shape, row in found.items():
+        calls[shape[:3]] = calls.get(shape[:3], 0) + row["num_calls"]
+    known = expected(ledger_of(recipe), recipe)
+    assert calls == {shape: count for shape, (count, _) in known.items()}
+
+
+def test_products_by_shape_are_sorted_and_below_the_peak(recipe: Recipe) -> None:
+    rows = list(rows_of(TRACES / f"{NAME}.json.gz", recipe))
+    assert all(0 < row["share"] < 1 for row in rows)
+    assert any(row["adds"] for row in rows)  # The loss adds to the head's gradient.
+    assert rows[0]["measured_s"] == max(row["measured_s"] for row in rows)
 
 
 def test_recipes_and_table() -> None:
