@@ -80,6 +80,10 @@ CASES = {
     "block kernels": Case({"block_kernels": "triton"}, codes=BOTH),
     "block kernels compiled": Case({"block_kernels": "triton", "compile": "block"}),
     "accumulation": Case({"batch": {"accumulate": 2}}),
+    "fused accumulation": Case({"batch": {"accumulate": 2}, "accumulation": "fused"}, codes=BOTH),
+    "fused accumulation compiled": Case(
+        {"batch": {"accumulate": 2}, "accumulation": "fused", "compile": "block"}
+    ),
     "adafactor": Case({"optimizer": {"name": "adafactor", "implementation": "fused"}}),
     "adafactor of torch": Case({"optimizer": {"name": "adafactor"}}, waits=True),
     "8 bits": Case({"optimizer": {"name": "adamw8bit"}}),

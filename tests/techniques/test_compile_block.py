@@ -49,6 +49,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"loss": "chunked"}, 1),
     ({"precision": "amp-bf16", "optimizer": IN_BACKWARD}, 1),
     ({"attention": "eager", "batch": Batch(micro=1, seq=16, accumulate=2)}, 1),
+    ({"accumulation": "fused", "batch": Batch(micro=1, seq=16, accumulate=2)}, 1),
 ]
 
 

@@ -281,6 +281,8 @@ def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
             live.assign([parameter.grad], "gradients")
 
     trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    for parameter in trained:  # Gradients that are kept from step to step.
+        is_gradient(parameter)
     return [prepend_grad_hook(parameter, is_gradient) for parameter in trained]
 
 

@@ -364,6 +364,8 @@ class Recipe(Value):
     attention: Annotated[Attention, Extensible("attention")] = "sdpa"
     block_kernels: Annotated[BlockKernels, Extensible("block_kernels")] = "standard"
     """Whose norms, gates and rotations the blocks run: the model's own code, or our kernels."""
+    accumulation: Annotated[Literal["standard", "fused"], Extensible("accumulation")] = "standard"
+    """Whether the gradients of micro-batches are added by kernels of their own, or by the products."""
     loss: Annotated[Loss, Extensible("loss")] = "standard"
     loss_terms: LossTerms = LossTerms()
     objective: Objective = Pretrain()

@@ -56,6 +56,8 @@ class VirtualGpu:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self.tracer.live.watch_gradient(parameter, self.scope_of(parameter))
+            if parameter.grad is not None:  # Kept from step to step.
+                self.tracer.live.own(parameter.grad, "gradients", self.scope_of(parameter))
         self.tracer.live.built()
 
     @contextmanager

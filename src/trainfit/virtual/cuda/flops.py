@@ -93,6 +93,12 @@ for _names, _count in _PRODUCTS.items():
     )
 
 
+@flop_rule("trainfit::add_weight_gradient_")
+def weight_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
+    """Count gradient^T x, of [n, o] and [n, i] (kernels/weight_gradient/op.py)."""
+    return plain(2 * args[1].numel() * args[2].shape[1])
+
+
 @flop_rule("aten::convolution", "aten::_convolution", "aten::convolution_overrideable")
 def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
     """Count one filter over its group's channels per output point (transposed: per input point)."""

@@ -17,6 +17,8 @@ PRODUCTS = {
     "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0,
 }  # fmt: skip
 """Name of an operation of aten -> position of the first factor."""
+WEIGHT_GRADIENT = "trainfit::add_weight_gradient_"
+"""The product of the transposed second argument and the third, added to the first."""
 CONVOLUTIONS = {"convolution": (0, 1, 6), "convolution_backward": (1, 2, 7)}
 """Name of an operation of aten -> positions of input, weight and whether it is transposed; the number of
 groups comes two after that."""
@@ -134,6 +136,8 @@ def _has_channels_last(x: Tensor) -> bool:
 
 def _factors(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
     namespace, _, name = func._schema.name.partition("::")
+    if func._schema.name == WEIGHT_GRADIENT:
+        return args[1].t(), args[2]
     at = PRODUCTS.get(name) if namespace == "aten" else None
     if at is None or len(args) < at + 2:
         return None

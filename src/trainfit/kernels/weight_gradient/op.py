@@ -1,0 +1,62 @@
+"""A linear layer whose backward adds its weight's gradient where it is kept, within the matrix product.
+
+Autograd computes the gradient of each micro-batch into memory of its own and adds it by a kernel that reads
+both and writes one. cuBLAS adds to the result as it writes it (beta = 1), so this kernel and the memory are
+saved, and the sum is rounded once instead of the product and the sum apart. Megatron-LM calls it gradient
+accumulation fusion.
+
+Shapes: n tokens, i inputs, o outputs. torch.compile knows the operator by the argument that it writes, so
+that it neither copies the sum nor drops the operator.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainfit.kernels.custom_op import declare, refuse_second_derivative
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor) -> Tensor:
+    """Return ``x W^T + b``; the backward adds the weight's gradient to ``kept`` and gives autograd none.
+
+    Call ``register`` before.
+
+    Args:
+        x: [..., i].
+        weight: [o, i], of the dtype of ``x``.
+        bias: [o], or None.
+        kept: [o, i], of the same dtype; the sum of gradients so far.
+    """
+    return _Linear.apply(x, weight, bias, kept)  # pyright: ignore[reportReturnType]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # Not saved: its version changes before the backward where a weight is used twice.
+        ctx.kept, ctx.has_bias = kept, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative()
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0]
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        gradient_no = gradient.flatten(0, -2)
+        torch.ops.trainfit.add_weight_gradient_(ctx.kept, gradient_no, x.flatten(0, -2))
+        return of_x, None, gradient_no.sum(0) if ctx.has_bias else None, None
+
+
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.add_weight_gradient_``: ``kept += gradient^T x``."""
+    declare("add_weight_gradient_", _run, lambda *_: None, mutates=("kept",))
+
+
+def _run(kept: Tensor, gradient: Tensor, x: Tensor) -> None:
+    kept.addmm_(gradient.t(), x)

@@ -1,0 +1,63 @@
+"""Linear layers of a model's blocks whose weights' gradients are added by the product that computes them.
+
+Their gradients' memory is kept from step to step, and is zero when a step begins: the first micro-batch adds
+to it too.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.kernels.weight_gradient import op
+from trainfit.models.layers import require_blocks
+
+
+class KeptGradientLinear(nn.Linear):
+    """A linear layer that adds to ``kept``, its weight's gradient."""
+
+    kept: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return op.linear(input, self.weight, self.bias, self.kept)
+
+
+class KeptGradients:
+    """Memory of the gradients of linear layers' weights."""
+
+    def __init__(self, modules: list[nn.Linear]):
+        of_weight: dict[Tensor, Tensor] = {}
+        for module in modules:
+            weight = module.weight
+            if weight not in of_weight:
+                of_weight[weight] = torch.zeros_like(weight, requires_grad=False)
+            module.__class__ = KeptGradientLinear
+            module.kept = of_weight[weight]  # pyright: ignore
+        self._of_weight = of_weight
+        self._attach()
+
+    def begin_step(self) -> None:
+        """Set the gradients to zero, and give them back to weights that have lost them."""
+        torch._foreach_zero_(list(self._of_weight.values()))
+        self._attach()
+
+    def _attach(self) -> None:
+        for weight, kept in self._of_weight.items():
+            weight.grad = kept
+
+
+def keep_gradients(model: nn.Module) -> KeptGradients:
+    """Replace the forward of trained linear layers of the model's blocks; others keep autograd's.
+
+    Raises:
+        InputError: the model has no repeated blocks.
+    """
+    op.register()  # torch.compile cannot trace this.
+    blocks = require_blocks(model, "accumulation", "fused", "use accumulation: standard")
+    modules = [module for block in blocks for module in block.modules() if _is_plain(module)]
+    return KeptGradients(modules)  # pyright: ignore
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is a trained linear layer with nn.Linear's own forward."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    return module.weight.requires_grad

@@ -1,0 +1,146 @@
+"""Fused accumulation: the gradients, updates, FLOPs and bytes of a sum that products write themselves."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiny_recipe import tiny_recipe
+from trainfit.kernels.weight_gradient import op
+from trainfit.measurement.run import measure
+from trainfit.models.kept_gradients import KeptGradientLinear
+from trainfit.prediction.predict import ledger_of, predict
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Recipe
+from trainfit.spec.recompute import Every, LayerRun, Layers
+from trainfit.step import Step, assemble
+from trainfit.techniques import registry
+from trial_start import forked
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = 3
+CASES: dict[str, dict[str, Any]] = {
+    "native": {},
+    "hf": {"implementation": "hf"},
+    "fused loss": {"loss": "fused"},
+    "all recomputed": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "every second block": {"recompute": Every(every=2)},
+    "by block": {"recompute": Layers(layers=(LayerRun(recompute="elementwise"), LayerRun(recompute="none")))},
+    "compiled": {"compile": "block"},
+    "compiled whole": {"compile": "model"},
+    "compiled and recomputed": {"compile": "block", "recompute": "full"},
+}
+
+
+def recipe(accumulation: str = "fused", *, implementation: str = "native", **fields: Any) -> Recipe:
+    batch = Batch(micro=2, seq=16, accumulate=MICRO_BATCHES)
+    return tiny_recipe(implementation, **{"batch": batch, "accumulation": accumulation, **fields})
+
+
+def step_of(wanted: Recipe) -> Step:
+    return assemble(wanted, CPU, compiler=lambda module: module.compile(backend="aot_eager"))
+
+
+def weights(step: Step) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", CASES)
+def test_two_updates_are_those_of_gradients_added_apart(name: str) -> None:
+    found = list[dict[str, Tensor]]()
+    for accumulation in ("standard", "fused"):
+        step = step_of(recipe(accumulation, **CASES[name]))
+        for seed in range(2):
+            step(step.random_batches(seed))
+        found.append(weights(step))
+        kept = [module for module in step.model.modules() if isinstance(module, KeptGradientLinear)]
+        assert bool(kept) == (accumulation == "fused")
+    for name_of_weight, expected in found[0].items():
+        # AdamW's first updates are the gradients' signs times the rate, so that none may differ.
+        torch.testing.assert_close(found[1][name_of_weight], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_sum_in_bf16_is_nearer_to_that_in_fp64() -> None:
+    op.register()
+    torch.manual_seed(0)
+    pairs = [(torch.randn(64, 48).bfloat16(), torch.randn(64, 32).bfloat16()) for _ in range(16)]
+    exact, apart = torch.zeros(48, 32, dtype=torch.float64), torch.zeros(48, 32, dtype=torch.bfloat16)
+    kept = apart.clone()
+    for gradient, x in pairs:
+        exact += gradient.double().T @ x.double()
+        apart += gradient.T @ x
+        torch.ops.trainfit.add_weight_gradient_(kept, gradient, x)
+    errors = [float((found.double() - exact).norm() / exact.norm()) for found in (kept, apart)]
+    assert errors[0] < errors[1] < 0.02
+
+
+def test_gradients_of_a_layer_are_those_in_fp64() -> None:
+    op.register()
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((2, 8, 16), (24, 16), (24,)))
+    kept, d = torch.ones(24, 16), torch.randn(2, 8, 24)
+    op.linear(x, weight, bias, kept).backward(d)
+    d_no, x_ni = d.double().flatten(0, 1), x.detach().double().flatten(0, 1)
+    assert x.grad is not None
+    assert bias.grad is not None
+    assert weight.grad is None
+    torch.testing.assert_close(kept.double(), 1 + d_no.T @ x_ni, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        x.grad.double().flatten(0, 1), d_no @ weight.detach().double(), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(bias.grad.double(), d_no.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_begin_at_zero_and_are_kept() -> None:
+    step = step_of(recipe())
+    module = next(one for one in step.model.modules() if isinstance(one, KeptGradientLinear))
+    for seed in range(2):
+        assert module.weight.grad is module.kept
+        assert not module.kept.any()
+        step(step.random_batches(seed))
+
+
+@pytest.mark.parametrize("compiled", [False, "block"])
+def test_a_ledger_has_the_same_flops_and_no_sums(compiled: Any) -> None:
+    fields = {"compile": compiled, "precision": "bf16", "hardware": Hardware(gpu="h100-sxm")}
+    plain, fused = (ledger_of(recipe(kind, layers=4, **fields)) for kind in ("standard", "fused"))
+    flops = [sum(one.times(op) * op.causal_flops for op in one.steady_ops) for one in (plain, fused)]
+    assert flops[0] == flops[1]
+
+    def calls(ledger: Any, name: str) -> int:
+        return sum(ledger.times(op) * op.calls for op in ledger.steady_ops if op.name.startswith(name))
+
+    num_weights = 4 * 4  # qkv, output, gate-up and down of each block
+    assert calls(fused, "trainfit.add_weight_gradient_") == MICRO_BATCHES * num_weights
+    assert (
+        calls(plain, "aten.add_.Tensor") - calls(fused, "aten.add_.Tensor")
+        == (MICRO_BATCHES - 1) * num_weights
+    )
+
+
+@pytest.mark.parametrize("implementation", ["native", "hf"])
+def test_predicted_and_measured_bytes_are_equal(implementation: str) -> None:
+    on_cpu = recipe(implementation=implementation, hardware=Hardware(gpu="cpu"))
+    predicted, measured = predict(on_cpu), measure(on_cpu, steps=0, device="cpu", start=forked)
+    assert measured.status == "done", measured.message
+    assert predicted.phases == measured.phases
+    assert predicted.breakdown.gradients == measured.breakdown.gradients
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one micro-batch": ({"batch": Batch(micro=2, seq=16)}, "nothing to add to"),
+    "autocast": ({"precision": "amp-bf16"}, "another dtype"),
+    "several GPUs": ({"hardware": Hardware(count=2)}, "several ranks"),
+    "an adapter": ({"adapter": Adapter(kind="lora")}, "no gradients"),
+    "offload": ({"recompute": "full", "offload": Offload(activations=True)}, "to the host"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_refuses(case: str) -> None:
+    fields, words = REFUSED[case]
+    with pytest.raises(InputError, match=words):
+        registry.check(recipe(**fields))
