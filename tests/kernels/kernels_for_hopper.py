@@ -280,7 +280,8 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)
         yield f"rotation {name}", rotation(dtype, 2, 4096, 128, 128)
-    yield "gates in fp8, large", gates_in_fp8(2**18, 14336)  # One binary for all sizes.
+    yield "gates in fp8, large", gates_in_fp8(2**18, 14336)
+    yield "gates in fp8, odd", gates_in_fp8(257, 1543)
     yield "norm large and odd", norm(BF16, 2**20, 2049)
     yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
     yield "gates large", gates(BF16, 2**18, 14337)
@@ -342,7 +343,11 @@ def main() -> None:
             "compiled_later": len(set(made) - before - first),
             "largest_grid": [max(sizes) for sizes in zip(*grids, strict=True)],
             "ptx": {kernel.name: counts(kernel.asm["ptx"]) for kernel in kernels},
-            "sass": machine_code(kernels[0]) if name.startswith("reads") else "",
+            "sass": {
+                kernel.name: machine_code(kernel)
+                for kernel in kernels
+                if name.startswith("reads") or "fp8_kernel" in kernel.name
+            },
             "shared_bytes": max((kernel.metadata.shared for kernel in kernels), default=0),
         }
     json.dump(report, sys.stdout)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kernel_runs import loops
+from machine_bytes import stored_in_shared
 
 TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src/trainfit"
@@ -67,7 +68,18 @@ def test_reads_are_not_taken_out_of_their_loop(compiled: dict[str, dict]):
     """Else what is timed as the bandwidth of a cache is that of registers. 8192 fp32 by 256 threads: 8 reads
     of 16 bytes."""
     for name, kind in (("through", r"LDG\.E\.128 "), ("past", r"LDG\.E\.128\.STRONG\.GPU ")):
-        (body,) = loops(compiled[f"reads {name} L1"]["sass"])
+        (code,) = compiled[f"reads {name} L1"]["sass"].values()
+        (body,) = loops(code)
         assert len(re.findall(kind, body)) == 8
         assert body.count("LDG") == 8
         assert body.count("FADD") == 32
+
+
+@pytest.mark.parametrize("sizes", ["large", "odd"])
+def test_each_byte_that_is_transposed_was_converted_before(compiled: dict[str, dict], sizes: str):
+    """ptxas 12.8 and 12.9 read a byte before its conversion where nothing stands between them."""
+    codes = compiled[f"gates in fp8, {sizes}"]["sass"]
+    for name, of_thread in (("swiglu_fp8_kernel", 32), ("swiglu_backward_fp8_kernel", 64)):
+        found = [byte for stored in stored_in_shared(codes[name]) for byte in stored]
+        assert set(map(type, found)) == {tuple}, name
+        assert len(set(found)) == of_thread, name

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare, triton_kernels
+from trainfit.kernels.custom_op import declare, interprets_triton, triton_kernels
 from trainfit.kernels.swiglu.op import reference_backward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -116,6 +116,8 @@ def _launch(kernel: str, gate_up: Tensor, *tensors: Tensor, loops: int = 1, **co
     if gate_up.numel():
         if loops > 1:
             constants["LOOPS"] = loops
+        else:
+            constants["WORDS"] = not interprets_triton()
         getattr(triton_kernels(TRITON), kernel)[(-(-n // (ROWS * loops)), -(-f // BLOCK))](
             *tensors, n, f, ROWS=ROWS, BLOCK=BLOCK, LEAST=LEAST, num_warps=8, **constants
         )

@@ -26,9 +26,25 @@ def _magnitude(x):
 
 
 @triton.jit
-def _store(X, OUT, TRANSPOSED, rows, columns, n, width, inside, scale, LARGEST: tl.constexpr):
-    """Round a tile and store it in both layouts, [n, width] and [width, n]."""
-    codes = tl.minimum(tl.maximum(X / scale, -LARGEST), LARGEST).to(OUT.dtype.element_ty)
+def _store(
+    X, OUT, TRANSPOSED, rows, columns, n, width, inside, inverse, LARGEST: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Round a tile and store it in both layouts, [n, width] and [width, n].
+
+    Args:
+        inverse: multiplies the tile; 1 / scale.
+        WORDS: keep ptxas from taking packed conversions apart; the interpreter has no instruction for it.
+    """
+    dtype = OUT.dtype.element_ty
+    codes = tl.maximum(X * inverse, -LARGEST, tl.PropagateNan.ALL)
+    codes = tl.minimum(codes, LARGEST, tl.PropagateNan.ALL).to(dtype)
+    if WORDS:
+        # ptxas 12.8 and 12.9 read one of two codes that an instruction has made together before it is made,
+        # if both layouts are stored (triton-lang/triton#11111). A word of four codes that an instruction has
+        # written, as far as ptxas sees, is not merged with the conversions.
+        codes = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [codes.to(tl.uint8, bitcast=True)], dtype=tl.uint8, is_pure=False, pack=4
+        ).to(dtype, bitcast=True)  # fmt: skip
     tl.store(OUT + rows[:, None] * width + columns[None, :], codes, mask=inside)
     tl.store(TRANSPOSED + columns[:, None] * n + rows[None, :], tl.trans(codes), mask=tl.trans(inside))
 
@@ -53,7 +69,7 @@ def swiglu_amax_kernel(
 @triton.jit
 def swiglu_fp8_kernel(
     GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write silu(gate) * up in both layouts."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -62,7 +78,8 @@ def swiglu_fp8_kernel(
     g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
     u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
     scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
-    _store(g * tl.sigmoid(g) * u, OUT, TRANSPOSED, rows, columns, n, f, inside, scale, LARGEST)
+    hidden = g * tl.sigmoid(g) * u
+    _store(hidden, OUT, TRANSPOSED, rows, columns, n, f, inside, 1.0 / scale, LARGEST, WORDS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
 
@@ -89,7 +106,7 @@ def swiglu_backward_amax_kernel(
 @triton.jit
 def swiglu_backward_fp8_kernel(
     D, GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of gate and up in both layouts, as halves of one tensor."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -100,7 +117,7 @@ def swiglu_backward_fp8_kernel(
     u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
     dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
     scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
-    _store(dg, OUT, TRANSPOSED, rows, columns, n, 2 * f, inside, scale, LARGEST)
-    _store(du, OUT, TRANSPOSED, rows, columns + f, n, 2 * f, inside, scale, LARGEST)
+    _store(dg, OUT, TRANSPOSED, rows, columns, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
+    _store(du, OUT, TRANSPOSED, rows, columns + f, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
