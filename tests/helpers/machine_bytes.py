@@ -12,6 +12,7 @@ Byte = tuple[int, int] | int | None
 """(number of the conversion, 0 or 1), the constant 0, or unknown."""
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s+([^;]*);")
 REGISTER = re.compile(r"\bR(\d+|Z)\b")
+SHIFTS = [["RZ", by] for by in ("0x8", "0x10", "0x18")]  # By whole bytes
 UNKNOWN: list[Byte] = [None] * 4
 
 
@@ -77,7 +78,7 @@ def result(number: int, operation: str, operands: list[str], state: Registers) -
     if operation == "PRMT" and operands[2].startswith("0x"):
         eight = state.read(operands[1]) + state.read(operands[3])
         return [eight[int(operands[2], 16) >> 4 * place & 7] for place in range(4)]
-    if operation.startswith("SHF.R.U32.HI") and operands[1] == "RZ" and operands[2] in ("0x8", "0x10", "0x18"):
+    if operation.startswith("SHF.R.U32.HI") and operands[1:3] in SHIFTS:
         shift = int(operands[2], 16) // 8
         return state.read(operands[3])[shift:] + [0] * shift
     if operation == "LOP3.LUT" and "0xc0" in operands and operands[2] in ("0xff", "0xffff"):
