@@ -42,9 +42,9 @@ def _store(
         # ptxas 12.8 and 12.9 read one of two codes that an instruction has made together before it is made,
         # if both layouts are stored (triton-lang/triton#11111). A word of four codes that an instruction has
         # written, as far as ptxas sees, is not merged with the conversions.
-        codes = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [codes.to(tl.uint8, bitcast=True)], dtype=tl.uint8, is_pure=False, pack=4
-        ).to(dtype, bitcast=True)  # fmt: skip
+        words = [codes.to(tl.uint8, bitcast=True)]
+        words = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", words, tl.uint8, is_pure=False, pack=4)
+        codes = words.to(dtype, bitcast=True)
     tl.store(OUT + rows[:, None] * width + columns[None, :], codes, mask=inside)
     tl.store(TRANSPOSED + columns[:, None] * n + rows[None, :], tl.trans(codes), mask=tl.trans(inside))
 
