@@ -11,7 +11,7 @@ from trainfit.api.planned import planned
 from trainfit.cli.main import main
 from trainfit.cli.options import read_recipe
 from trainfit.measurement.nvml import Nvml
-from trainfit.planning.attention import choose
+from trainfit.planning.attention import choose, fastest_kernels
 from trainfit.prediction.predict import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
@@ -196,3 +196,32 @@ def test_a_device_of_no_such_form_is_one_line(device: str, capsys: pytest.Captur
     assert main(["measure", "tiny-cpu", "--set", "attention=best", "--device", device]) == 65
     (line,) = capsys.readouterr().err.splitlines()
     assert f"device = {device}" in line.replace("'", "")
+
+
+def test_a_gpu_without_measurements_takes_those_of_its_compute_capability() -> None:
+    """An H100 has the multiprocessors and kernels of an H200; an A100 and a B200 have others."""
+    for gpu in ("h100-sxm", "gh200-96gb"):
+        chosen = choose(recipe(hardware={"gpu": gpu}), runs=TABLE)
+        assert chosen.recipe.attention == "cudnn", gpu
+        assert "measured 2026-11-21 on h200" in chosen.note
+    for gpu in ("a100-sxm4-80gb", "b200"):
+        assert choose(recipe(hardware={"gpu": gpu}), runs=TABLE).recipe.attention == "sdpa"
+    own = (*TABLE, run_of({"seconds": {"flash": 1e-3, "cudnn": 2e-3}}, gpu="h100-sxm"))
+    assert choose(recipe(hardware={"gpu": "h100-sxm"}), runs=own).recipe.attention == "flash"
+
+
+def test_a_plan_does_not_try_kernels_that_are_far_behind() -> None:
+    """In fp32 ours takes 4 to 30 times as long as PyTorch's efficient kernel."""
+    for head in (64, 128):
+        wide = recipe(LLAMA | {"head_dim": head}, hardware={"gpu": "h100-sxm"}, batch={"seq": 2048})
+        assert {"cudnn", "triton"} <= set(fastest_kernels(wide))
+        assert fastest_kernels(wide.model_copy(update={"precision": "fp32"})) == ["sdpa"]
+
+
+def test_deterministic_algorithms_exclude_cudnn() -> None:
+    """``train`` has them by default, and would fail in its first step."""
+    chosen = choose(recipe(), runs=TABLE, deterministic=True)
+    assert chosen.recipe.attention == "flash"
+    assert "cudnn is refused: the enabled SDPA backends have no kernel for bfloat16" in chosen.note
+    assert "with deterministic algorithms" in chosen.note
+    assert choose(recipe(), runs=TABLE).recipe.attention == "cudnn"

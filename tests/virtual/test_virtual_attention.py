@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import MIDDLE, Ledger
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -79,6 +80,22 @@ CHOICES: list[tuple[str, Query, tuple[int, int], str]] = [
 )
 def test_choice(case: str, requested: Query, capability: tuple[int, int], backend: str) -> None:
     assert choose_backend(requested, capability, prefers_cudnn=capability in (H100, B200)) == backend
+
+
+def test_cudnn_has_no_deterministic_attention() -> None:
+    """Whether its backward would run or not; a warning alone changes nothing (check_cudnn_deterministic)."""
+    for trains in (True, False):
+        with deterministic_kernels():
+            assert choose_backend(query(trains=trains), H100, prefers_cudnn=True) == "flash"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert choose_backend(query(), H100, prefers_cudnn=True) == "cudnn"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    only_cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    refused = pytest.raises(InputError, match="with deterministic algorithms.*or no deterministic algorithms")
+    with deterministic_kernels(), only_cudnn, refused:
+        choose_backend(query(), H100, prefers_cudnn=True)
 
 
 def test_switches_are_obeyed() -> None:

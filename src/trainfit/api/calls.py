@@ -268,7 +268,7 @@ def train(
         if not resume:  # A resumed run has its own copy.
             documents.require_first(options.data, options.eval_data, pairs=chosen.has_pairs)
     with errors_name(recipe, section):
-        built, notes = planned(chosen, device)
+        built, notes = planned(chosen, device, deterministic=deterministic)
         notes += (*random_base_note(chosen), *unread_weights(recipe, chosen))
         return train_built(
             built, notes, options, peak_flops, progress=progress, observers=observers, force=force

@@ -17,7 +17,11 @@ UNNAMED_GPU = "this GPU, whose name NVML does not report,"
 
 
 def planned(
-    recipe: Recipe, device: str | None = None, machine: "Machine | None" = None
+    recipe: Recipe,
+    device: str | None = None,
+    machine: "Machine | None" = None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Recipe, tuple[str, ...]]:
     """Return the recipe with ``recompute: {budget_gib: x}`` and ``attention: best`` planned, and notes.
 
@@ -26,6 +30,7 @@ def planned(
     Args:
         device: where a real step will run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None for a prediction.
         machine: of the recipe's ``hardware``; None: with the catalog's calibration.
+        deterministic: the step runs with deterministic algorithms, as ``train`` does by default.
 
     Raises:
         InputError: no plan is within the budget, or ``model.weights`` do not fit the model.
@@ -44,7 +49,7 @@ def planned(
         from trainfit.planning.attention import choose
 
         place = {} if device is None else _place(device)
-        recipe, note = choose(recipe, machine, **place)
+        recipe, note = choose(recipe, machine, deterministic=deterministic, **place)
         notes += (note,)
     from trainfit.planning.recompute import resolve
 

@@ -179,7 +179,7 @@ def _train(
     out = Path(given["out"])
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):
         with one_report():
-            built, notes = planned(requested, given["device"])
+            built, notes = planned(requested, given["device"], deterministic=given["deterministic"])
         notes += (*random_base_note(requested), *unread_weights(recipe, requested))
         options.print_notes(notes if first else ())
         summary = train_built(
@@ -204,7 +204,7 @@ def _dry_run(
     with options.work(recipe, settings, json=json, record=None):
         requested = options.read_recipe(recipe, settings)
         wanted = train_options(data, requested.data, weights=requested.model.weights, **given)
-        built, notes = planned(requested, given["device"])
+        built, notes = planned(requested, given["device"], deterministic=given["deterministic"])
         options.print_notes(notes)
         with progress(f"reading the data, and predicting a step of {requested.model.display_name}"):
             found = data_plan(built, wanted)
@@ -252,7 +252,8 @@ def _check_memory(recipe: str, settings: list[str] | None, device: str, determin
     with options.work(recipe, settings, json=False, record=None):
         requested = options.read_recipe(recipe, settings)
         with progress(f"predicting whether {requested.model.display_name} fits here"):
-            check_memory(planned(requested, device)[0], device, deterministic=deterministic)
+            built, _ = planned(requested, device, deterministic=deterministic)
+            check_memory(built, device, deterministic=deterministic)
 
 
 def _launch(words: list[str], gpus: int, device: str, out: Path, check: Callable[[], None] | None) -> int:

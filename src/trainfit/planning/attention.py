@@ -1,5 +1,7 @@
 """Choose a kernel for ``attention: best``: the fastest measured one that supports the recipe.
 
+A GPU without measurements takes those of a GPU of the same compute capability.
+
 Support is decided by the recipe's own checks and by a trace on the virtual GPU. Where nothing is measured
 the choice is PyTorch's own (``sdpa``). Kernels whose times differ by less than they scatter count as tied;
 of those the one with the lowest predicted peak is taken.
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainfit.catalog.attention import AttentionRun, Dtype, Found, attention_runs, nearest
-from trainfit.catalog.load import model_config
+from trainfit.catalog.load import gpus, model_config
 from trainfit.catalog.names import CPU
 from trainfit.flops.shape import shape_of
 from trainfit.ledger.ledger import Ledger
@@ -26,6 +28,9 @@ COMPARED_WITH: tuple[AttentionKernel, ...] = (
 )  # fmt: skip
 """Kernels to compare with: the first that was measured together with the chosen one is reported."""
 
+FAR_BEHIND = 3.0
+"""Times the fastest kernel's time above which a plan does not try another (ours in fp32: 4 to 30)."""
+
 
 class Choice(NamedTuple):
     """The recipe with a kernel in place of ``best``, and one line with the reason."""
@@ -41,6 +46,7 @@ def choose(
     gpu: str | None = None,
     device_type: str | None = None,
     runs: Sequence[AttentionRun] | None = None,
+    deterministic: bool = False,
 ) -> Choice:
     """Return the recipe with the fastest kernel that supports it.
 
@@ -50,6 +56,7 @@ def choose(
         device_type: of the real device that runs it, which is checked too; None: a prediction. For ``cpu`` no
             measurement applies.
         runs: None: the catalog's.
+        deterministic: the step runs with deterministic algorithms, which cuDNN's attention does not have.
 
     Raises:
         InputError: an unknown model or GPU.
@@ -66,7 +73,7 @@ def choose(
     for kernel in sorted(found.shape.seconds, key=lambda one: found.shape.seconds[one]):
         if right and not found.shape.are_equal(next(iter(right)), kernel):
             break
-        tried = _tried(recipe, kernel, machine, device_type)
+        tried = _tried(recipe, kernel, machine, device_type, deterministic)
         if isinstance(tried, Ledger):
             right[kernel] = tried
         else:
@@ -81,12 +88,15 @@ def choose(
 def fastest_kernels(recipe: Recipe) -> list[AttentionKernel]:
     """Return the kernels measured for the recipe's heads on its GPU, the fastest first; none: no entry.
 
-    Whether they support the recipe is not checked.
+    Left out are those that take over ``FAR_BEHIND`` times as long as the fastest. Whether the others support
+    the recipe is not checked.
     """
     found = _measured(recipe, recipe.hardware.gpu, None, attention_runs())
     if isinstance(found, str):
         return []
-    return sorted(found.shape.seconds, key=lambda kernel: found.shape.seconds[kernel])
+    seconds = found.shape.seconds
+    near = [kernel for kernel in seconds if seconds[kernel] <= FAR_BEHIND * min(seconds.values())]
+    return sorted(near, key=lambda kernel: seconds[kernel])
 
 
 def _smallest(right: dict[AttentionKernel, Ledger], gpu: Gpu) -> tuple[AttentionKernel, list[str]]:
@@ -121,12 +131,27 @@ def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[
     head = shape.head_dim
     if shape.value_dim != head:
         return f"nothing is measured for heads of {head} with values of {shape.value_dim}"
-    found = nearest(runs, gpu=gpu, dtype=dtype, head=head, seq=recipe.batch.seq)
-    return found or f"nothing is measured on {gpu} for {dtype} and head size {head}"
+    for measured in (gpu, *_equal_gpus(gpu, runs)):
+        found = nearest(runs, gpu=measured, dtype=dtype, head=head, seq=recipe.batch.seq)
+        if found is not None:
+            return found
+    return f"nothing is measured on {gpu} for {dtype} and head size {head}"
+
+
+def _equal_gpus(name: str, runs: Sequence[AttentionRun]) -> list[str]:
+    """Return the measured GPUs of this one's compute capability: they run the same kernels.
+
+    An H100 has an H200's multiprocessors, and attention is bound by them rather than by memory.
+    """
+    row = gpus().get(name)
+    if row is None or row.compute_capability is None:
+        return []
+    measured = dict.fromkeys(run.gpu for run in runs if run.shapes and run.gpu != name)
+    return [other for other in measured if gpus()[other].compute_capability == row.compute_capability]
 
 
 def _tried(
-    recipe: Recipe, kernel: AttentionKernel, machine: Machine, device_type: str | None
+    recipe: Recipe, kernel: AttentionKernel, machine: Machine, device_type: str | None, deterministic: bool
 ) -> Ledger | str:
     """Return the ledger of the recipe with this kernel, or why such a step cannot be built or run."""
     hardware = recipe.hardware.model_copy(update={"gpu": machine.row.name})
@@ -135,7 +160,7 @@ def _tried(
         registry.check(tried, machine.row)
         if device_type is not None:
             registry.check_device(tried, device_type)
-        return ledger_of(tried, machine)
+        return ledger_of(tried, machine, deterministic=deterministic)
     except InputError as error:
         return error.problem.rstrip(". ")
 

@@ -58,9 +58,10 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
     kind = f"{str(query.q.dtype).removeprefix('torch.')}, head size {query.q.shape[-1]}"
     kind += ", a mask" if query.mask is not None else ""
     kind += "" if query.heads_match else ", grouped key heads"
+    kind += ", with deterministic algorithms" if _must_repeat() else ""
     raise InputError(
         f"the enabled SDPA backends have no kernel for {kind}",
-        "use attention: sdpa or math",
+        "use attention: sdpa or math" + (", or no deterministic algorithms" if _must_repeat() else ""),
         field="attention",
     )
 
@@ -112,8 +113,16 @@ def _efficient_can(query: Query, capability: tuple[int, int]) -> bool:
     return q.shape[-1] == k.shape[-1] and q.shape[-1] % alignment == 0 and v.shape[-1] % alignment == 0
 
 
+def _must_repeat() -> bool:
+    """Return whether operations without a deterministic implementation are refused, not only warned of."""
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warns_only
+
+
 def _cudnn_can(query: Query, capability: tuple[int, int]) -> bool:
     q, k, v = query.q, query.k, query.v
+    if _must_repeat():  # check_cudnn_deterministic: even for a forward alone
+        return False
     if capability < (8, 0) or q.dtype not in HALVES or not _common(query) or not _heads_fit(query, True):
         return False
     if query.mask is not None and query.mask.requires_grad:
