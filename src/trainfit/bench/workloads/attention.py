@@ -1,7 +1,7 @@
 """Attention: bodies by name, their work, and rows of forward and backward timed apart.
 
-Shapes: q, k, v [b, h, n, d]; b batch, h heads, n sequence, d head size. Every body gets the same q, k, v and
-gradient.
+Shapes: q, k, v [b, h, n, d]; b batch, h heads (of k and v maybe fewer), n sequence, d head size. Every body
+gets the same q, k, v and gradient.
 """
 
 import math
@@ -62,16 +62,22 @@ class Case:
     head: int
     is_causal: bool
     mask: MaskKind | None = None  # None: the row's point has no key mask
+    kv_heads: int | None = None  # None: as many as heads, and the row's point has no such key
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (self.batch, self.heads, self.seq, self.head)
 
     @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.kv_heads or self.heads, self.seq, self.head)
+
+    @property
     def point(self) -> Point:
         masked: Point = {} if self.mask is None else {"mask": self.mask}
+        grouped: Point = {} if self.kv_heads is None else {"kv_heads": self.kv_heads}
         return {
-            "dtype": self.dtype, "batch": self.batch, "heads": self.heads, "head": self.head,
+            "dtype": self.dtype, "batch": self.batch, "heads": self.heads, **grouped, "head": self.head,
             "causal": self.is_causal, **masked, "seq": self.seq, "body": self.body,
         }  # fmt: skip
 
@@ -91,16 +97,21 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None = None) -> Tensor:
     """Run the kernel that PyTorch chooses."""
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+    grouped = q.shape[1] != k.shape[1]
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
+    )
 
 
 def backend(name: str, mask: Tensor | None = None) -> Body:
-    """Return attention by one backend of PyTorch."""
+    """Return attention by one backend of PyTorch; efficient takes no grouped heads, so they are repeated."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     allowed = getattr(SDPBackend, BACKENDS[name])
 
     def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        if name == "efficient" and q.shape[1] != k.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         with sdpa_kernel(allowed):
             return pytorch(q, k, v, is_causal, mask)
 
@@ -206,10 +217,11 @@ def flops(case: Case, products: int) -> float:
     return 2.0 * products * case.batch * case.heads * case.head * pairs
 
 
-def _work(case: Case, which: str) -> Work:
+def work_of(case: Case, which: str) -> Work:
     """Return the least work; what the forward has just read is no cold read of the backward."""
     peak: PeakDtype = "bf16" if case.dtype == "bf16" else "fp32"
-    cold_bytes = 0 if which == "backward" else 3 * math.prod(case.shape) * DTYPES[case.dtype].itemsize
+    elements = math.prod(case.shape) + 2 * math.prod(case.kv_shape)
+    cold_bytes = 0 if which == "backward" else elements * DTYPES[case.dtype].itemsize
     return Work(flops(case, LEAST_PRODUCTS[which]), peak, cold_bytes)
 
 
@@ -245,7 +257,7 @@ def rows(bench: Bench, case: Case) -> Iterator[BenchRow]:
     def part(which: str) -> Part:
         rates, mine = of_work(flops(case, PRODUCTS[which])), held if which == "forward" else {}
         point: Point = {**case.point, "pass": which}
-        return Part(point, LAP[which], _work(case, which), rates, mine, has_host_time=True)
+        return Part(point, LAP[which], work_of(case, which), rates, mine, has_host_time=True)
 
     def build() -> Callable[[Lap], object]:
         check(case, bench.device)
@@ -261,7 +273,7 @@ def rows(bench: Bench, case: Case) -> Iterator[BenchRow]:
 def unsynchronised(bench: Bench, case: Case) -> Iterator[BenchRow]:
     """Yield the forward by the host's clock without waiting for the GPU: wrong on purpose."""
     rule = Rule(warmup=1, min_samples=6, max_samples=6, flush=False)
-    part = Part({**case.point, "pass": NOT_SYNCHRONISED}, "forward", _work(case, "forward"))
+    part = Part({**case.point, "pass": NOT_SYNCHRONISED}, "forward", work_of(case, "forward"))
 
     def build() -> Callable[[Lap], object]:
         check(case, bench.device)
@@ -283,7 +295,8 @@ def tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, T
     generator = torch.Generator(device).manual_seed(case.seq + case.head)
     dtype = DTYPES[case.dtype]
     q, k, v, gradient = (
-        torch.randn(case.shape, dtype=dtype, device=device, generator=generator) for _ in range(4)
+        torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        for shape in (case.shape, case.kv_shape, case.kv_shape, case.shape)
     )
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), gradient
 
