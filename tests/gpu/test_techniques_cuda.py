@@ -79,6 +79,8 @@ CASES = {
     "fused loss terms": Case({"loss": "fused", "loss_terms": TERMS}),
     "block kernels": Case({"block_kernels": "triton"}, codes=BOTH),
     "block kernels compiled": Case({"block_kernels": "triton", "compile": "block"}),
+    "SwiGLU kernels": Case({"block_kernels": "swiglu"}, codes=BOTH),
+    "SwiGLU kernels compiled": Case({"block_kernels": "swiglu", "compile": "block"}),
     "accumulation": Case({"batch": {"accumulate": 2}}),
     "fused accumulation": Case({"batch": {"accumulate": 2}, "accumulation": "fused"}, codes=BOTH),
     "fused accumulation compiled": Case(

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
+from trainfit.models.block_kernels import KernelFeedForward
 from trainfit.models.layers import decoder_blocks
 from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
+from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Recipe
 from trainfit.step import assemble
 from virtual_runs import recipe_of, steady, steady_sum
 
@@ -39,10 +40,9 @@ def trained(recipe: Recipe, compiler: Any = None) -> tuple[list[float], dict[str
     return [step(batches).item() for _ in range(3)], dict(step.model.state_dict())
 
 
-def same(recipe: Recipe, rel: float = 1e-5, compiler: Any = None) -> None:
+def same(recipe: Recipe, rel: float = 1e-5, compiler: Any = None, kernels: str = "triton") -> None:
     runs = [
-        trained(recipe.model_copy(update={"block_kernels": kernels}), compiler)
-        for kernels in ("standard", "triton")
+        trained(recipe.model_copy(update={"block_kernels": one}), compiler) for one in ("standard", kernels)
     ]
     (expected, before), (found, after) = runs
     assert found == pytest.approx(expected, rel=rel)
@@ -72,15 +72,30 @@ def test_with_other_techniques(code: Any, fields: dict[str, Any]):
     same(tiny_recipe(code, **{"optimizer": SGD, **fields}), 1e-3 if "bf16" in str(fields) else 1e-5)
 
 
+@pytest.mark.parametrize("kernels", ["triton", "swiglu"])
 @pytest.mark.parametrize(("code", "unit"), [("hf", "model"), ("native", "block")])
-def test_they_compile(code: Any, unit: Any):
+def test_they_compile(code: Any, unit: Any, kernels: str):
     """The blocks without a break."""
     torch._dynamo.reset()
     whole = unit == "block"
     same(
         tiny_recipe(code, 1 if unit == "model" else 2, compile=unit, optimizer=SGD),
         compiler=lambda module: module.compile(backend="aot_eager", fullgraph=whole),
+        kernels=kernels,
     )
+
+
+@pytest.mark.parametrize("code", ["hf", "native"])
+def test_swiglu_alone_leaves_norms_and_rotations(code: Any):
+    same(tiny_recipe(code, optimizer=SGD), kernels="swiglu")
+    fields = {"compile": "block", "batch": Batch(micro=1, seq=32), "hardware": Hardware(gpu="h100-sxm")}
+    ledger = trace(recipe_of({**TINY_LLAMA, "num_hidden_layers": 5}, code, block_kernels="swiglu", **fields))
+    names = {name for op in steady(ledger) for name in op.name.split(".")[1:2]}
+    assert names & {*OURS, "rotate_pairs_backward"} == {"swiglu"}
+    assert "swiglu_backward" in names
+    compiled = {op.name for op in steady(ledger) if op.name.startswith("triton_")}
+    assert not any("silu" in name for name in compiled)
+    assert any("rsqrt" in name or "rms_norm" in name for name in compiled)
 
 
 def test_qk_norms_and_unfused_spellings_of_native():
@@ -168,3 +183,30 @@ def test_blocks_modules_keep_their_kind():
     for ours, theirs in zip(decoder_blocks(step.model), decoder_blocks(plain.model), strict=True):
         for one, other in zip(ours.modules(), theirs.modules(), strict=True):
             assert isinstance(one, type(other))
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        (TINY_LLAMA | {"hidden_act": "gelu"}, "hf", "has no gated SiLU feed-forward part like Llama's"),
+        (TINY_LLAMA | {"hidden_act": "gelu"}, "native", "support hidden_act silu or silu_unfused"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "gated_mlp": False}, "native", "gated_mlp True"),
+    ],
+    ids=str,
+)
+def test_feed_forward_parts_of_other_forms_are_refused(config: dict[str, Any], code: Any, words: str):
+    with pytest.raises(InputError, match=words) as caught:
+        assemble(recipe_of(config, code, block_kernels="swiglu"), torch.device("meta"))
+    assert "block_kernels = 'swiglu'" in str(caught.value)
+
+
+def test_swiglu_alone_needs_no_norm_like_llamas():
+    config = {
+        **TINY_LLAMA,
+        "model_type": "trainfit",
+        "norm": "layernorm",
+        "hidden_act": "silu",
+        "gated_mlp": True,
+    }
+    step = assemble(recipe_of(config, "native", block_kernels="swiglu"), torch.device("meta"))
+    assert any(isinstance(module, KernelFeedForward) for module in step.model.modules())

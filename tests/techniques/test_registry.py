@@ -156,16 +156,15 @@ def test_lora_without_peft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_order_of_application() -> None:
     assert [technique.name for technique in registry.in_order()] == [
-        "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8_feed_forward", "fp8",
-        "tensor_parallel", "context_parallel", "expert_parallel", "fused_accumulation",
-            "recompute_full", "recompute_every",
-        "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss",
-        "loss_terms", "preference_loss", "policy_loss", "pipeline_parallel", "compile_block",
-        "compile_model", "offload_weights", "offload_activations", "precision", "attention",
-        "packed_documents", "accumulation", "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit",
-        "adamw_bitsandbytes", "adamw_torchao", "sgd", "adafactor", "muon",
-        "stochastic_rounding", "decay_groups", "optimizer_in_backward", "offload_optimizer",
-        "gradient_clipping", "data_parallel",
+            "block_kernels", "swiglu_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning",
+            "fp8_feed_forward", "fp8", "tensor_parallel", "context_parallel", "expert_parallel",
+            "fused_accumulation", "recompute_full", "recompute_every", "recompute_selective",
+            "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss", "loss_terms",
+            "preference_loss", "policy_loss", "pipeline_parallel", "compile_block", "compile_model",
+            "offload_weights", "offload_activations", "precision", "attention", "packed_documents",
+            "accumulation", "loader", "empty_cache", "fsdp", "adamw", "adamw_low_bit", "adamw_bitsandbytes",
+            "adamw_torchao", "sgd", "adafactor", "muon", "stochastic_rounding", "decay_groups",
+            "optimizer_in_backward", "offload_optimizer", "gradient_clipping", "data_parallel",
     ]  # fmt: skip
 
 

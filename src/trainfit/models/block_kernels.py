@@ -6,7 +6,7 @@ has to equal Llama's (attention also Mistral's, Qwen2's or Qwen3's).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from trainfit.spec.errors import InputError
 
 SILU = ("silu", "silu_unfused")
 RMS = ("rmsnorm", "rmsnorm_unfused")
+GATED = "gated SiLU feed-forward part"
 REMEDY = "use block_kernels: standard"
 
 
@@ -28,8 +29,21 @@ def use_block_kernels(model: nn.Module) -> None:
     """Replace the forward of norms, feed-forward parts and attention; models unlike Llama are refused."""
     for kernel in (rms_norm, swiglu, rope):
         kernel.register()  # torch.compile cannot trace this.
-    replacements = dict(_of_native(model) if isinstance(model, NativeDecoder) else _of_transformers(model))
-    for module, replacement in replacements.items():
+    _replace(_of_native(model) if isinstance(model, NativeDecoder) else _of_transformers(model))
+
+
+def use_swiglu_kernels(model: nn.Module) -> None:
+    """Replace the forward of feed-forward parts alone.
+
+    Raises:
+        InputError: a feed-forward part of another form than Llama's.
+    """
+    swiglu.register()  # torch.compile cannot trace this.
+    _replace(_swiglu_of_native(model) if isinstance(model, NativeDecoder) else _swiglu_of_transformers(model))
+
+
+def _replace(replacements: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
+    for module, replacement in dict(replacements).items():
         module.__class__ = replacement
 
 
@@ -63,17 +77,27 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+SUPPORTED = {"norm": RMS, "hidden_act": SILU, "gated_mlp": (True,), "position_embedding": ("rope",)}
+"""Field of a native config -> its values that the kernels support."""
+OF_SWIGLU = ("hidden_act", "gated_mlp")
+
+
+def _check_native(model: NativeDecoder, fields: Iterable[str], kernels: str) -> None:
+    for field in fields:
+        if (value := getattr(model.config, field)) not in SUPPORTED[field]:
+            supported = " or ".join(map(str, SUPPORTED[field]))
+            raise _refusal(f"the kernels support {field} {supported}, and this model has {value}", kernels)
+
+
+def _swiglu_of_native(model: NativeDecoder) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    _check_native(model, OF_SWIGLU, "swiglu")
+    for module in model.modules():
+        if isinstance(module, FeedForward):
+            yield module, KernelFeedForward
+
+
 def _of_native(model: NativeDecoder) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
-    config = model.config
-    for field, value, known in (
-        ("norm", config.norm, RMS),
-        ("hidden_act", config.hidden_act, SILU),
-        ("gated_mlp", config.gated_mlp, (True,)),
-        ("position_embedding", config.position_embedding, ("rope",)),
-    ):
-        if value not in known:
-            supported = " or ".join(map(str, known))
-            raise _refusal(f"the kernels support {field} {supported}, and this model has {value}")
+    _check_native(model, SUPPORTED, "triton")
     for module in model.modules():
         for kind, replacement in NATIVE.items():
             if isinstance(module, kind):
@@ -154,7 +178,7 @@ class _Forms:
         if code == self.norm:
             return "norm", _subclass(kind, _norm_forward)
         if code == self.mlp and isinstance(getattr(module, "act_fn", None), _silus()):
-            return "gated SiLU feed-forward part", _subclass(kind, _mlp_forward)
+            return GATED, _subclass(kind, _mlp_forward)
         rotation = inspect.unwrap(kind.forward).__globals__.get("apply_rotary_pos_emb")
         if code in self.attention and rotation is not None and _code(rotation) == self.rotation:
             return "attention", _subclass(kind, _attention_forward, self.attention[code])
@@ -193,7 +217,7 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Modu
                 parts.add(found[0])
             elif "Norm" in type(module).__name__:
                 raise _refusal(f"{type(module).__name__} is no norm like Llama's")
-        for part in ("norm", "attention", "gated SiLU feed-forward part"):
+        for part in ("norm", "attention", GATED):
             if part not in parts:
                 raise _refusal(f"{type(block).__name__} has no {part} like Llama's")
     for module in model.modules():
@@ -202,5 +226,15 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Modu
             yield module, found[1]
 
 
-def _refusal(problem: str) -> InputError:
-    return InputError(problem, REMEDY, field="block_kernels", value="triton")
+def _swiglu_of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    forms = _Forms()
+    for block in require_blocks(model, "block_kernels", "swiglu", REMEDY):
+        found = {module: forms.replacement(module) for module in block.modules()}
+        gated = [(module, one[1]) for module, one in found.items() if one is not None and one[0] == GATED]
+        if not gated:
+            raise _refusal(f"{type(block).__name__} has no {GATED} like Llama's", "swiglu")
+        yield from gated
+
+
+def _refusal(problem: str, kernels: str = "triton") -> InputError:
+    return InputError(problem, REMEDY, field="block_kernels", value=kernels)
