@@ -6,7 +6,8 @@ Qwen2.5 from scratch as llm.q's benchmark trains it (1,024 tokens a sequence, mo
 blocks and fused loss, 8 micro-batches a step. FOLDER gets NAME.json.gz, the trace of a step, and in
 step-kernels.jsonl a line a recipe: seconds of steps without the profiler, then for each kind of kernels and
 each of the longest kernels its seconds, launches, FLOPs or bytes, and the share of its roofline. Ledgers are
-traced first, several at a time; no recipe begins after ``--limit`` seconds.
+traced first, several at a time; no recipe begins after ``--limit`` seconds. With ``--predict`` nothing runs,
+and predicted.jsonl gets what is predicted.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import device_seconds
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
+from trainfit.spec.provenance import commit, now
 from trainfit.spec.recipe import Recipe
 
 COMMON = [
@@ -47,6 +49,10 @@ COMMON = [
 KINDS = {
     "bf16": ["precision=bf16"], "fp8": ["precision=fp8"], 
     "fp8-kernels": ["precision=fp8", "block_kernels=fp8"],
+    "bf16-fused": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu"],
+    "bf16-attention": [
+        "precision=bf16", "accumulation=fused", "block_kernels=swiglu", "attention=triton",
+    ],
 }  # fmt: skip
 RECIPES = {
     f"{size}-{kind}": (f"qwen2.5-{size}", [f"batch.micro={micro}", *settings])
@@ -104,7 +110,7 @@ def kind_of_op(op: Op, *, updates: bool) -> str:
     if op.name.startswith("triton_"):
         return f"compiled, {'fp8 casts' if '_scaled_mm' in op.name else 'other'}"
     if "swiglu" in op.name:
-        return "SwiGLU in fp8"
+        return "SwiGLU"
     return "loss" if "cross_entropy" in op.name else "other"
 
 
@@ -113,7 +119,7 @@ def kind_of_measured(name: str) -> str:
     if name.startswith(("triton_poi", "triton_red", "triton_per")):
         return f"compiled, {'fp8 casts' if '_scaled_mm' in name else 'other'}"
     if "swiglu" in name:
-        return "SwiGLU in fp8"
+        return "SwiGLU"
     kind = kind_of_kernel(name)
     if kind in ("matrix products", "attention", "optimizer"):
         return kind
@@ -223,6 +229,21 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return row | (compared(path, ledger, recipe) if device.type == "cuda" else {})
 
 
+def prediction(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is predicted of a recipe, to be committed before it is measured."""
+    recipe = recipe_of(name, options.gpu, tiny=options.tiny)
+    ledger, found = ledger_of(recipe), predict(recipe)
+    kinds, _ = expected(ledger, recipe)
+    bounds = found.bounds["step_s"]
+    return {
+        "name": name, "commit": commit(), "created_at": now(), "recipe": recipe.content(),
+        "versions": found.versions, "step_s": found.step_s, "bounds_s": [bounds.low, bounds.high],
+        "tokens_per_s": found.tokens_per_s, "peak_allocated_bytes": found.peak_allocated_bytes,
+        "peak_device_bytes": found.peak_device_bytes, "fits": found.fits,
+        "kinds": [asdict(row) for row in sorted(kinds.values(), key=lambda row: -row.expected_s)],
+    }  # fmt: skip
+
+
 def clock() -> str:
     """Return the GPU's clock and power after the steps, as nvidia-smi prints them; empty without one."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
@@ -283,12 +304,19 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(RECIPES), help="names, with commas between them")
     parser.add_argument("--limit", type=float, default=450.0, help="seconds after which no recipe begins")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try it without a GPU")
+    parser.add_argument("--predict", action="store_true", help="predict alone, into predicted.jsonl")
     parser.add_argument("--trace", action="store_true", help="trace the ledger alone")
     parser.add_argument("--here", action="store_true", help="run one recipe in this process")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     names = options.only.split(",")
-    if options.trace:
+    if options.predict:
+        with (options.folder / "predicted.jsonl").open("a", encoding="utf-8") as file:
+            for name in names:
+                row = prediction(name, options)
+                print(f"{name}: {1e3 * row['step_s']:,.0f} ms, {row['tokens_per_s']:,.0f} tokens/s")
+                file.write(json.dumps(row) + "\n")
+    elif options.trace:
         ledger_of(recipe_of(names[0], options.gpu, tiny=options.tiny))
     elif options.here:
         row = run(names[0], options)
