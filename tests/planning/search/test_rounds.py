@@ -9,7 +9,7 @@ import pytest
 from planned_recipe import recipe
 from trainfit.planning.estimates import Estimates, Result
 from trainfit.planning.search.candidate import Candidate, Goal, Key, Traced
-from trainfit.planning.search.plan import TIE
+from trainfit.planning.search.plan import TIE, best_of, without_each
 from trainfit.planning.search.ranking import Batches, Sizes
 from trainfit.planning.search.search import MAX_ROUNDS, NUM_TRACED, WORTH_TRACING, Search
 from trainfit.planning.search.space import Option, Options
@@ -89,3 +89,17 @@ def test_structures_that_differ_in_one_of_several_choices_are_alike(rounds: Roun
     assert alike((SHARED, SMALLER, flash), (SHARED, SMALLER))
     assert not alike((SHARED, SMALLER, flash), (cudnn,))
     assert not alike((SMALLER, flash), (SHARED, SMALLER, cudnn))
+
+
+def test_an_option_that_gains_less_than_a_tie_is_left_out(rounds: Rounds) -> None:
+    kernel, seed = KERNELS[-1], SEEDS[0]
+    rounds._trace([((SMALLER, kernel, seed), rounds.ranking.level, 1, 1)])
+    best = best_of(rounds.combinations)
+    assert best is not None
+    assert seed in best.candidate.options
+    wanted = without_each(rounds.ranking, best)
+    assert [set(options) for options, *_ in wanted] == [{SMALLER, kernel}]  # The other two gain more.
+    rounds._trace(wanted)
+    simplest = best_of(rounds.combinations)
+    assert simplest is not None
+    assert set(simplest.candidate.options) == {SMALLER, kernel}

@@ -10,6 +10,7 @@ exact traces of those that rank highest.
    recomputation, and ranked with the others; the best is traced with the largest batch that fits, too.
 7. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
    long as ten other traces.
+8. The best is traced without each option that it may only have for a larger batch, whose gain is small.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +18,16 @@ from contextlib import suppress
 
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.candidate import MIX, Candidate, Combinations, Goal, Key, Traced
-from trainfit.planning.search.plan import TIE, assembled, best_of, discounted, fastest, frontier, simpler
+from trainfit.planning.search.plan import (
+    TIE,
+    assembled,
+    best_of,
+    discounted,
+    fastest,
+    frontier,
+    simpler,
+    without_each,
+)
 from trainfit.planning.search.ranking import Batches, Ranking, sizes_of_traced
 from trainfit.planning.search.space import OWN_FAMILY, Option, Options, agree, changed
 from trainfit.rl.shares import check_counts
@@ -99,6 +109,7 @@ class Search:
         if self._trace_highest(WORTH_TRACING, mixed=True):
             best = best_of(self.combinations)
             self._trace([simpler(self.ranking, best.candidate.key)] if best else [])
+        self._trace(without_each(self.ranking, best_of(self.combinations)))
         if best_of(self.combinations) is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
             self._trace(frontier(self.ranking))
