@@ -12,6 +12,7 @@ from driver_addresses import differences, measured_runs, predictions
 from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
 from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.cross_entropy.terms import Terms
+from trainfit.kernels.fp8_cast import op as fp8_cast
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
 from trainfit.kernels.swiglu import fp8 as swiglu_fp8
@@ -128,6 +129,25 @@ def test_swiglu_in_fp8_does_not_hide_what_is_not_finite(value: float):
     assert (codes.float() * scale).isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(257, 1543), (4608, 3584)], ids=str)
+def test_weights_in_fp8_have_the_nearest_codes_in_both_layouts(shape: tuple[int, int]):
+    torch.manual_seed(1)
+    x = torch.randn(shape, device=CARD).to(torch.bfloat16)
+    amax = fp8_cast.magnitude(x).reshape(1)
+    assert amax == x.abs().max()
+    (wanted, scale), found = fp8_cast.rounded(x, amax, fp8_cast.E4M3), torch.empty_like(amax)
+    expected = wanted.view(torch.uint8)
+    for turned in (torch.empty(shape[::-1], dtype=wanted.dtype, device=CARD), wanted.new_empty(0)):
+        codes = torch.empty_like(wanted)
+        fp8_cast.triton_cast(x, amax, codes, turned, found)
+        torch.testing.assert_close(found, scale)
+        steps = (codes.view(torch.uint8).int() - expected.int()).abs()
+        assert steps.max() <= 1
+        assert (steps != 0).float().mean() < 0.005
+        if turned.numel():
+            assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
+
+
 # -- memory
 
 LLAMA = {
@@ -142,6 +162,10 @@ RECIPES: list[dict[str, Any]] = [
     {"loss_terms": TERMS, "block_kernels": "triton", "model": {"implementation": "native"},
      "precision": "amp-bf16"},
     {"precision": "fp8", "block_kernels": "fp8", "model": {"implementation": "native"}},
+    {"precision": "fp8", "block_kernels": "fp8", "fp8_weights": "codes",
+     "model": {"implementation": "native"}},
+    {"precision": "fp8", "block_kernels": "fp8", "fp8_weights": "both-layouts", "compile": "block",
+     "model": {"implementation": "native"}},
 ]  # fmt: skip
 
 

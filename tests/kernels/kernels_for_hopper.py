@@ -32,6 +32,7 @@ from trainfit.kernels.flash_attention import triton_launch as flash_attention_la
 from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
 from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
 from trainfit.kernels.flash_attention.hopper import schedule as flash_attention_schedule
+from trainfit.kernels.fp8_cast import op as fp8_cast
 from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
 from trainfit.kernels.quantize.codebook import BLOCK
@@ -217,6 +218,17 @@ def gates_in_fp8(n: int, f: int) -> Call:
     return run
 
 
+def weights_in_fp8(o: int, i: int) -> Call:
+    codes, turned, none = (empty(*shape, dtype=fp8_cast.E4M3) for shape in ((o, i), (i, o), (0,)))
+    weight, amax = empty(o, i), empty(1, dtype=FP32)
+
+    def run(step: int) -> None:
+        for transposed in (turned, none):
+            fp8_cast.triton_cast(weight, amax, codes, transposed, amax)
+
+    return run
+
+
 def rotation(dtype: torch.dtype, b: int, n: int, d: int, r: int) -> Call:
     q, k = empty(b, n, 32, d, dtype=dtype).transpose(1, 2), empty(b, n, 8, d, dtype=dtype).transpose(1, 2)
     angles = empty(n, r // 2, dtype=FP32)
@@ -282,6 +294,8 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"rotation {name}", rotation(dtype, 2, 4096, 128, 128)
     yield "gates in fp8, large", gates_in_fp8(2**18, 14336)
     yield "gates in fp8, odd", gates_in_fp8(257, 1543)
+    for sizes, shape in (("large", (2**21, 1040)), ("odd", (257, 1543))):
+        yield f"weights in fp8, {sizes}", weights_in_fp8(*shape)
     yield "norm large and odd", norm(BF16, 2**20, 2049)
     yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
     yield "gates large", gates(BF16, 2**18, 14337)

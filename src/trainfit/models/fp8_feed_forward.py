@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainfit.kernels.fp8_cast.op import E4M3, E5M2
 from trainfit.kernels.swiglu import fp8
-from trainfit.kernels.swiglu.fp8 import E4M3, E5M2
+from trainfit.models.fp8_weights import Kept, kept_of, largest, product, transposed
 from trainfit.models.native.decoder import FeedForward, Linear, NativeDecoder
 from trainfit.spec.errors import InputError
 
@@ -63,68 +64,41 @@ class Fp8FeedForward(FeedForward):
     emulated: bool
 
     def forward(self, x_bse: Tensor) -> Tensor:
-        return _FeedForward.apply(x_bse, self.up.weight, self.down.weight, self.emulated)  # pyright: ignore
+        return _FeedForward.apply(  # pyright: ignore
+            x_bse, self.up.weight, self.down.weight, self.emulated, *kept_of(self.up), *kept_of(self.down)
+        )
 
 
 class _FeedForward(torch.autograd.Function):
-    """(x [..., e], weights [2f, e] and [e, f], emulated) -> [..., e]."""
+    """(x [..., e], weights [2f, e] and [e, f], emulated, *Kept of both) -> [..., e]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
         # Dynamo decides by the number of parameters whether a function takes ctx.
-        w_up, w_down, emulated = others
+        w_up, w_down, emulated, *kept = others
         ctx.emulated = emulated
+        up, down = Kept(*kept[:4]), Kept(*kept[4:])
         x_ne = x.flatten(0, -2)
-        gate_up = _product(_rounded(x_ne, E4M3), _rounded(w_up, E4M3), x.dtype, emulated, fast=True)
-        codes, transposed, scale = torch.ops.trainfit.swiglu_fp8(
-            gate_up, torch.ops.trainfit.swiglu_amax(gate_up)
-        )
-        y_ne = _product((codes, scale), _rounded(w_down, E4M3), x.dtype, emulated, fast=True)
-        ctx.save_for_backward(x_ne, w_up, w_down, gate_up, transposed, scale)
+        gate_up = product(largest(x_ne, E4M3), up.for_forward(w_up), x.dtype, emulated=emulated, fast=True)
+        codes, turned, scale = torch.ops.trainfit.swiglu_fp8(gate_up, torch.ops.trainfit.swiglu_amax(gate_up))
+        y_ne = product((codes, scale), down.for_forward(w_down), x.dtype, emulated=emulated, fast=True)
+        ctx.save_for_backward(x_ne, w_up, w_down, gate_up, turned, scale, *kept)
         return y_ne.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x_ne, w_up, w_down, gate_up, hidden, scale = ctx.saved_tensors
+        x_ne, w_up, w_down, gate_up, hidden, scale, *kept = ctx.saved_tensors
         gradient, emulated, dtype = gradients[0], ctx.emulated, x_ne.dtype
-        d_ne = _rounded(gradient.flatten(0, -2), E5M2)
-        d_hidden = _product(d_ne, _transposed(_rounded(w_down, E4M3)), dtype, emulated)
-        dw_down = _product(_transposed(d_ne), (hidden, scale), dtype, emulated)
+        up, down = Kept(*kept[:4]), Kept(*kept[4:])
+        d_ne = largest(gradient.flatten(0, -2), E5M2)
+        d_hidden = product(d_ne, down.for_backward(w_down, gradient), dtype, emulated=emulated)
+        dw_down = product(transposed(d_ne), (hidden, scale), dtype, emulated=emulated)
         amax = torch.ops.trainfit.swiglu_backward_amax(d_hidden, gate_up)
-        codes, transposed, d_scale = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, amax)
+        codes, turned, d_scale = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, amax)
         del d_hidden
-        dx = _product((codes, d_scale), _transposed(_rounded(w_up, E4M3)), dtype, emulated)
-        dw_up = _product((transposed, d_scale), _transposed(_rounded(x_ne, E4M3)), dtype, emulated)
-        return dx.view(gradient.shape), dw_up, dw_down, None
-
-
-def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round a matrix by its largest magnitude; compiled, this is a part of what computes it."""
-    return fp8.rounded(x, x.abs().amax(), dtype)
-
-
-def _transposed(x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    codes, scale = x
-    return codes.t().contiguous(), scale
-
-
-def _product(
-    a: tuple[Tensor, Tensor],
-    b: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    emulated: bool,
-    *,
-    fast: bool = False,
-) -> Tensor:
-    """Return A B^T of codes [m, k] and [n, k] with their scales.
-
-    Args:
-        fast: sums of the products are rounded within the tensor cores, as torchao does in the forward.
-    """
-    (a_codes, a_scale), (b_codes, b_scale) = a, b
-    if emulated:
-        return (F.linear(a_codes.float(), b_codes.float()) * (a_scale * b_scale)).to(dtype)
-    return torch._scaled_mm(a_codes, b_codes.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+        dx = product((codes, d_scale), up.for_backward(w_up, gradient), dtype, emulated=emulated)
+        dw_up = product((turned, d_scale), transposed(largest(x_ne, E4M3)), dtype, emulated=emulated)
+        return dx.view(gradient.shape), dw_up, dw_down, None, *[None] * len(kept)
 
 
 def _refusal(problem: str) -> InputError:

@@ -364,6 +364,10 @@ class Recipe(Value):
     attention: Annotated[Attention, Extensible("attention")] = "sdpa"
     block_kernels: Annotated[BlockKernels, Extensible("block_kernels")] = "standard"
     """Whose norms, gates and rotations the blocks run: the model's own code, or our kernels."""
+    fp8_weights: Annotated[
+        Literal["each-use", "scales", "codes", "both-layouts"], Extensible("fp8_weights")
+    ] = "each-use"
+    """What of a weight's rounding to fp8 is computed once a step, and kept; ``each-use``: nothing."""
     accumulation: Annotated[Literal["standard", "fused"], Extensible("accumulation")] = "standard"
     """Whether the gradients of micro-batches are added by kernels of their own, or by the products."""
     loss: Annotated[Loss, Extensible("loss")] = "standard"

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.custom_op import declare, interprets_triton, triton_kernels
+from trainfit.kernels.fp8_cast.op import E4M3, E5M2, LEAST, rounded, transposed_bytes
 from trainfit.kernels.swiglu.op import reference_backward
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 1e-12
-"""The least magnitude that a scale is of, as torchao's."""
 TRITON = "kernels.swiglu.fp8_triton"
 ROWS, BLOCK = 64, 128  # Tokens and columns of a program's tile
 LOOPS = 4  # Tiles of a program that looks for the largest magnitude: an atomic operation each
@@ -36,17 +34,6 @@ def register() -> None:
     declare("swiglu_backward_fp8", reference_backward_fp8, _fake_backward, triton=triton_backward)
 
 
-def rounded(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round a tensor to fp8; the largest code stands for ``amax``, and larger values are cut off.
-
-    Returns:
-        The codes, and the scale [1] by which they are multiplied, fp32.
-    """
-    largest = torch.finfo(dtype).max
-    scale = amax.float().reshape(1).clamp(min=LEAST) / largest
-    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
-
-
 def reference_amax(gate_up: Tensor) -> Tensor:
     """Return the largest magnitude of silu(gate) * up, fp32 [1]."""
     return _hidden(gate_up).abs().amax().reshape(1)
@@ -55,7 +42,7 @@ def reference_amax(gate_up: Tensor) -> Tensor:
 def reference_forward(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return silu(gate) * up in e4m3 as [n, f] and as [f, n], and their scale, fp32 [1]."""
     codes, scale = rounded(_hidden(gate_up), amax, E4M3)
-    return codes, _transposed(codes), scale
+    return codes, transposed_bytes(codes), scale
 
 
 def reference_backward_amax(gradient: Tensor, gate_up: Tensor) -> Tensor:
@@ -66,7 +53,7 @@ def reference_backward_amax(gradient: Tensor, gate_up: Tensor) -> Tensor:
 def reference_backward_fp8(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of ``gate_up`` in e5m2 as [n, 2f] and as [2f, n], and its scale, fp32 [1]."""
     codes, scale = rounded(_gradients(gradient, gate_up), amax, E5M2)
-    return codes, _transposed(codes), scale
+    return codes, transposed_bytes(codes), scale
 
 
 def _hidden(gate_up: Tensor) -> Tensor:
@@ -76,10 +63,6 @@ def _hidden(gate_up: Tensor) -> Tensor:
 
 def _gradients(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return reference_backward(gradient.float(), *gate_up.float().chunk(2, 1))
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
 
 
 def triton_amax(gate_up: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trainfit.kernels.fp8_cast.triton import store_both
+
 
 @triton.jit
 def _loaded(X, rows, columns, stride, inside):
@@ -23,30 +25,6 @@ def _gradients(d, g, u):
 def _magnitude(x):
     """Return |x|, and inf of NaN, which ``tl.maximum`` drops: an infinite scale makes all products NaN."""
     return tl.where(x == x, tl.abs(x), float("inf"))
-
-
-@triton.jit
-def _store(
-    X, OUT, TRANSPOSED, rows, columns, n, width, inside, inverse, LARGEST: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """Round a tile and store it in both layouts, [n, width] and [width, n].
-
-    Args:
-        inverse: multiplies the tile; 1 / scale.
-        WORDS: keep ptxas from taking packed conversions apart; the interpreter has no instruction for it.
-    """
-    dtype = OUT.dtype.element_ty
-    codes = tl.maximum(X * inverse, -LARGEST, tl.PropagateNan.ALL)
-    codes = tl.minimum(codes, LARGEST, tl.PropagateNan.ALL).to(dtype)
-    if WORDS:
-        # ptxas 12.8 and 12.9 read one of two codes that an instruction has made together before it is made,
-        # if both layouts are stored (triton-lang/triton#11111). A word of four codes that an instruction has
-        # written, as far as ptxas sees, is not merged with the conversions.
-        words = [codes.to(tl.uint8, bitcast=True)]
-        words = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", words, tl.uint8, is_pure=False, pack=4)
-        codes = words.to(dtype, bitcast=True)
-    tl.store(OUT + rows[:, None] * width + columns[None, :], codes, mask=inside)
-    tl.store(TRANSPOSED + columns[:, None] * n + rows[None, :], tl.trans(codes), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -79,7 +57,7 @@ def swiglu_fp8_kernel(
     u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
     scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
     hidden = g * tl.sigmoid(g) * u
-    _store(hidden, OUT, TRANSPOSED, rows, columns, n, f, inside, 1.0 / scale, LARGEST, WORDS)
+    store_both(hidden, OUT, TRANSPOSED, rows, columns, n, f, inside, 1.0 / scale, LARGEST, WORDS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
 
@@ -117,7 +95,7 @@ def swiglu_backward_fp8_kernel(
     u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
     dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
     scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
-    _store(dg, OUT, TRANSPOSED, rows, columns, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
-    _store(du, OUT, TRANSPOSED, rows, columns + f, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
+    store_both(dg, OUT, TRANSPOSED, rows, columns, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
+    store_both(du, OUT, TRANSPOSED, rows, columns + f, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)

@@ -95,7 +95,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     config = float8.Float8LinearConfig(emulate=draft.runs_on_cpu(recipe))
     lists = layer_lists(draft.model)
-    is_gained = recipe.block_kernels == "fp8"  # By the feed-forward parts (fp8_feed_forward.py)
+    # By the feed-forward parts (fp8_feed_forward.py), or layers of our own (fp8_weights.py)
+    is_gained = recipe.block_kernels == "fp8" or recipe.fp8_weights != "each-use"
     if not is_gained and not any(gains(module) for _, blocks in lists for module in blocks.modules()):
         problem = (
             "no layer of the decoder blocks is converted: that needs a plain nn.Linear with sizes that are "

@@ -1,0 +1,70 @@
+"""Round a matrix to fp8 into memory that is kept, in the layout of the matrix and, if wanted, transposed.
+
+Shapes: [o, i]. One scale a tensor, from its largest magnitude (Micikevicius et al., arXiv:2209.05433).
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from trainfit.kernels.custom_op import declare, interprets_triton, triton_kernels
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST = 1e-12
+"""The least magnitude that a scale is of, as torchao's."""
+ROWS, BLOCK = 64, 128  # Of a program's tile
+
+
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.fp8_cast_``."""
+    mutates = ("codes", "transposed", "scale")
+    declare("fp8_cast_", reference_cast, lambda *_: None, triton=triton_cast, mutates=mutates)
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """Return the largest magnitude of a tensor, fp32 []; NaN if it holds one. It is read once."""
+    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+
+
+def rounded(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round a tensor to fp8; the largest code stands for ``amax``, and larger values are cut off.
+
+    Returns:
+        The codes, and the scale [1] by which they are multiplied, fp32.
+    """
+    largest = torch.finfo(dtype).max
+    scale = amax.float().reshape(1).clamp(min=LEAST) / largest
+    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
+
+
+def transposed_bytes(codes: Tensor) -> Tensor:
+    """Return codes [o, i] as contiguous [i, o]."""
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+def reference_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor) -> None:
+    """Write a matrix's codes and scale.
+
+    Args:
+        amax: the largest magnitude, fp32 [1].
+        codes: e4m3 [o, i].
+        transposed: e4m3 [i, o], or [0]: not written.
+        scale: fp32 [1].
+    """
+    found, of_codes = rounded(x, amax, codes.dtype)
+    codes.copy_(found)
+    scale.copy_(of_codes)
+    if transposed.numel():
+        transposed.copy_(transposed_bytes(codes))
+
+
+def triton_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor) -> None:
+    """Compute ``reference_cast`` in one kernel."""
+    rows, columns = x.shape
+    triton_kernels("kernels.fp8_cast.triton").fp8_cast_kernel[(-(-rows // ROWS), -(-columns // BLOCK))](
+        x, amax, codes, transposed, scale, rows, columns,
+        ROWS=ROWS, BLOCK=BLOCK, LEAST=LEAST, LARGEST=torch.finfo(codes.dtype).max,
+        BOTH=transposed.numel() > 0, WORDS=not interprets_triton(), num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""The cast of a matrix to fp8 in Triton's interpreter, which rounds to fp8 wrongly: outputs in fp32."""
+
+import pytest
+import torch
+
+from kernel_runs import interpreted_loops
+from trainfit.kernels.custom_op import triton_kernels
+from trainfit.kernels.fp8_cast import op
+
+pytestmark = interpreted_loops
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("shape", [(48, 80), (130, 256), (1, 16)], ids=str)
+def test_the_kernel_computes_what_is_rounded(shape: tuple[int, int], both: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape).bfloat16()
+    amax, largest = op.magnitude(x).reshape(1), torch.finfo(op.E4M3).max
+    codes, turned = torch.empty(shape), torch.full(shape[::-1] if both else (0,), -1.0)
+    scale = torch.empty(1)
+    triton_kernels("kernels.fp8_cast.triton").fp8_cast_kernel[(-(-shape[0] // 64), -(-shape[1] // 128))](
+        x, amax, codes, turned, scale, *shape, ROWS=64, BLOCK=128, LEAST=op.LEAST, LARGEST=largest,
+        BOTH=both, WORDS=False,
+    )  # fmt: skip
+    _, of_codes = op.rounded(x, amax, op.E4M3)
+    torch.testing.assert_close(scale, of_codes)
+    torch.testing.assert_close(codes, x.float() / of_codes, rtol=1e-6, atol=0)
+    assert codes.abs().max().item() == pytest.approx(largest)
+    if both:
+        assert torch.equal(turned, codes.t())
+
+
+def test_nan_reaches_each_code() -> None:
+    x = torch.zeros(16, 32)
+    x[3, 5] = float("nan")
+    codes, scale = torch.empty(16, 32, dtype=op.E4M3), torch.empty(1)
+    op.triton_cast(x, op.magnitude(x).reshape(1), codes, codes.new_empty(0), scale)
+    assert scale.isnan()
