@@ -137,15 +137,15 @@ def test_weights_in_fp8_have_the_nearest_codes_in_both_layouts(shape: tuple[int,
     assert amax == x.abs().max()
     (wanted, scale), found = fp8_cast.rounded(x, amax, fp8_cast.E4M3), torch.empty_like(amax)
     expected = wanted.view(torch.uint8)
-    for turned in (torch.empty(shape[::-1], dtype=wanted.dtype, device=CARD), wanted.new_empty(0)):
+    for other in (torch.empty(shape[::-1], dtype=wanted.dtype, device=CARD), wanted.new_empty(0)):
         codes = torch.empty_like(wanted)
-        fp8_cast.triton_cast(x, amax, codes, turned, found)
+        fp8_cast.triton_cast(x, amax, codes, other, found)
         torch.testing.assert_close(found, scale)
         steps = (codes.view(torch.uint8).int() - expected.int()).abs()
         assert steps.max() <= 1
         assert (steps != 0).float().mean() < 0.005
-        if turned.numel():
-            assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
+        if other.numel():
+            assert torch.equal(other.view(torch.uint8), codes.view(torch.uint8).t())
 
 
 # -- memory

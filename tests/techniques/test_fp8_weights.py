@@ -176,5 +176,3 @@ def test_a_model_without_products_in_fp8_is_refused() -> None:
     small = recipe("codes").model_copy(update={"model": model_of(LLAMA | {"intermediate_size": 512})})
     with pytest.raises(InputError, match="no layer of the decoder blocks multiplies in fp8"):
         assemble(small, CPU)
-
-
