@@ -75,6 +75,12 @@ class AttentionRate(_Shape):
     def key(self) -> tuple[Kernel, str, int, int, bool]:
         return (self.kernel, self.dtype, self.head, self.seq, self.masked)
 
+    @property
+    def seconds_of_an_element(self) -> float:
+        """Seconds of forward and backward for each pair of positions and column of a head."""
+        pairs = self.seq * (self.seq + 1) / 2 if self.causal else self.seq**2
+        return (self.forward + self.backward) / (self.batch * self.heads * pairs * self.head)
+
     def flops_per_s(self, *, backward: bool) -> float:
         """Return the FLOP/s, masked pairs not counted."""
         products = BACKWARD_PRODUCTS[self.kernel] if backward else FORWARD_PRODUCTS

@@ -18,6 +18,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import replay_on
 from trainfit.prediction.machine import Machine, machine_of
 from trainfit.prediction.predict import ledger_of
+from trainfit.prediction.time.attention_time import FAR_BEHIND
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import AttentionKernel, Recipe
@@ -27,9 +28,6 @@ COMPARED_WITH: tuple[AttentionKernel, ...] = (
     "flash", "sdpa", "cudnn", "triton", "efficient", "eager", "math",
 )  # fmt: skip
 """Kernels to compare with: the first that was measured together with the chosen one is reported."""
-
-FAR_BEHIND = 3.0
-"""Times the fastest kernel's time above which a plan does not try another (ours in fp32: 4 to 30)."""
 
 
 class Choice(NamedTuple):

@@ -65,6 +65,7 @@ def of_recipe(
                 *found.warnings,
                 *communication.large_hosts(machine),
                 *(_emulated(recipe, machine.gpu) if time else ()),
+                *(attention_time.far_behind(ledger, machine.gpu) if time and _is_forced(recipe) else ()),
             ),
         }
     )
@@ -256,6 +257,11 @@ def _little_headroom(gpu: Gpu, found: Estimate) -> tuple[str, ...]:
         f"less than {gpu.least_headroom:.0%} of the device is free, {format_bytes(found.headroom_bytes)}: "
         "another process on it, or a longer batch, is enough to run out of memory",
     )
+
+
+def _is_forced(recipe: Recipe) -> bool:
+    """Return whether the recipe names one kernel of attention."""
+    return recipe.attention not in ("sdpa", "eager", "math")
 
 
 def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:

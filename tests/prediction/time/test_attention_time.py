@@ -122,6 +122,36 @@ def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_
     )
 
 
+def test_a_kernel_far_behind_another_is_told_and_no_other() -> None:
+    """Ours in fp32 is; in bf16 none of ours, cuDNN's or flash's is."""
+    for kernel, dtype, head, seq in (
+        ("plain", "fp32", 128, 2048), ("efficient", "fp32", 128, 2048), ("efficient", "bf16", 256, 8192),
+        ("gluon", "bf16", 128, 8192), ("flash", "bf16", 128, 8192), ("cudnn", "bf16", 64, 1024),
+    ):  # fmt: skip
+        ops = [op_of(rate_of(kernel, dtype, head, seq), backward=backward) for backward in (False, True)]
+        ledger = Ledger(segments=[Segment("steady", "forward")], ops=ops)
+        lines = attention_time.far_behind(ledger, H200)
+        both = [
+            rate_of(one, dtype, head, seq) for one in (kernel, "efficient" if dtype == "fp32" else "cudnn")
+        ]
+        times = (both[0].forward + both[0].backward) / (both[1].forward + both[1].backward)
+        assert len(lines) == (times > 3)
+        for line in lines:
+            assert f"heads of {head} takes about {times:.0f} times as long by the {kernel} kernel" in line
+        masked = [op._replace(masked=True) for op in ops]
+        assert not attention_time.far_behind(Ledger(segments=ledger.segments, ops=masked), H200)
+
+
+def test_a_recipe_that_names_a_kernel_far_behind_is_warned() -> None:
+    ours, pytorch = (
+        heads_of_128(name, precision="fp32", batch=Batch(micro=4, seq=2048)) for name in ("triton", "sdpa")
+    )
+    (warning,) = [line for line in predict(ours).warnings if "attention" in line]
+    assert "17 times as long by the plain kernel as by efficient, as measured on h200" in warning
+    assert warning.endswith("use attention: sdpa")
+    assert not any("attention" in line for line in predict(pytorch).warnings)
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), [("cudnn", "bf16"), ("efficient", "fp32")])
 def test_a_measured_mask_takes_what_it_took(kernel: str, dtype: str, made_up: list[AttentionRate]) -> None:
     made_up += [

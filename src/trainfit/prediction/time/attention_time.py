@@ -6,8 +6,9 @@ column ``attention_rates_of`` names.
 """
 
 from functools import cache
+from typing import get_args
 
-from trainfit.catalog.attention import AttentionRate, Dtype, attention_runs, nearest_rate
+from trainfit.catalog.attention import AttentionRate, Dtype, Kernel, attention_runs, nearest_rate
 from trainfit.catalog.constants import constants
 from trainfit.catalog.load import attention_gpu
 from trainfit.ledger.ledger import Ledger, Op
@@ -15,6 +16,8 @@ from trainfit.prediction.time.op_times import OpTimes
 from trainfit.spec.hardware import Gpu
 
 DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
+FAR_BEHIND = 3.0
+"""Multiple of the fastest kernel's time above which one is far behind (trainfit's in fp32: 4 to 30)."""
 
 
 def compute_share(op: Op, gpu: Gpu) -> float:
@@ -41,6 +44,38 @@ def assumptions(ledger: Ledger, gpu: Gpu, times: OpTimes | None = None) -> tuple
         if op.kernel and (times is None or times.seconds(op) is None)
     }
     return tuple(dict.fromkeys(_origin(gpu, *measured) for measured in sorted(ops)))
+
+
+def far_behind(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
+    """Return a line for each kernel of the steady step that another is measured far ahead of.
+
+    Masked attention is left out, which some kernels do not take.
+    """
+    ops = {
+        (op.kernel, op.dtype, _computed_head(op), op.head, op.seq)
+        for op in ledger.steady_ops
+        if op.kernel and not op.masked and "backward" in op.name
+    }
+    found: dict[str, None] = {}
+    for kernel, dtype, computed, head, seq in sorted(ops):
+        rates = [
+            rate
+            for one in get_args(Kernel)
+            if (rate := _rate(gpu.attention_rates_of, one, dtype, computed, seq, False)) is not None
+        ]
+        own = next((rate for rate in rates if rate.kernel == kernel), None)
+        if own is None:
+            continue
+        equal = [rate for rate in rates if (rate.head, rate.seq) == (own.head, own.seq)]
+        fastest = min(equal, key=lambda rate: rate.seconds_of_an_element)
+        times = own.seconds_of_an_element / fastest.seconds_of_an_element
+        if times > FAR_BEHIND:
+            found[
+                f"attention in {dtype} with heads of {head} takes about {times:.0f} times as long by the "
+                f"{kernel} kernel as by {fastest.kernel}, as measured on {gpu.attention_rates_of}: use "
+                "attention: sdpa"
+            ] = None
+    return tuple(found)
 
 
 def _origin(gpu: Gpu, kernel: str, dtype: str, computed: int, head: int, seq: int, masked: bool) -> str:
