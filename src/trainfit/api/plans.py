@@ -173,10 +173,18 @@ def plan_recipe(
             if smaller.found:
                 found, of_pretraining = _without_master(smaller), None
         found = _with_eager(found, estimates)
+        if tokens_per_step is None and not {"batch", "batch.accumulate"} & {*given, *vary}:
+            found = _with_accumulation(found, estimates)
         notes = (estimates.room.note,) if estimates.room.note else ()
     precision = (of_pretraining or recipe).precision
     not_given = assumed(as_given, varies_batch=True, precision=precision)
     return Plan.model_construct(**{**dict(found), "run_tokens": tokens, "assumed": not_given, "notes": notes})
+
+
+LONG_UPDATE = 0.05
+"""Share of a step that the update takes, from which more micro-batches a step are worth a line."""
+MICRO_BATCHES = 8
+"""Micro-batches of that line."""
 
 
 def _with_eager(found: values.Plan, estimates: "Estimates") -> values.Plan:
@@ -194,6 +202,36 @@ def _with_eager(found: values.Plan, estimates: "Estimates") -> values.Plan:
     estimate = compilation.compared(best.estimate, result.estimate)
     best = best.model_copy(update={"estimate": estimate})
     return found.model_copy(update={"found": (best, *others)})
+
+
+def _with_accumulation(found: values.Plan, estimates: "Estimates") -> values.Plan:
+    """Return the plan with what more micro-batches gain its best recipe, if its update takes long.
+
+    Nothing else is said of the tokens of a step, so the search compares single micro-batches. Where memory is
+    short these are small, and each pays for an update.
+    """
+    from trainfit.planning.estimates import Request
+    from trainfit.planning.search.space import changed
+    from trainfit.spec.objective import Policy
+
+    best = found.found[0] if found.found else None
+    if best is None or best.estimate.time is None or not best.estimate.step_s:
+        return found
+    recipe, share = best.as_recipe(), best.estimate.time.optimizer_s / best.estimate.step_s
+    if recipe.batch.accumulate > 1 or share < LONG_UPDATE or isinstance(recipe.objective, Policy):
+        return found
+    try:
+        more = changed(recipe, {"batch.accumulate": MICRO_BATCHES})
+    except InputError:
+        return found
+    (result,) = estimates.of([Request(more)])
+    one, rate = result.estimate, best.estimate.tokens_per_s or 0.0
+    if one is None or not one.fits or one.highest.device > found.usable_bytes:
+        return found
+    if one.host_bytes > found.host_limit_bytes or (one.tokens_per_s or 0.0) < (1 + LONG_UPDATE / 2) * rate:
+        return found
+    fields = {"recipe": more.content(), "changes": values.changed_fields(recipe, more), "estimate": one}
+    return found.model_copy(update={"accumulated": best.model_copy(update=fields)})
 
 
 def _with_master(recipe: Recipe) -> Recipe | None:

@@ -184,6 +184,15 @@ def answer_lines(plan: Plan, best: Found) -> list[list[str]]:
     if plan.largest is not None:
         most = plan.largest.as_recipe().batch.micro
         lines.append(["batch", f"fastest: batch.micro {recipe.batch.micro}; largest that fits: {most}"])
+    if plan.accumulated is not None:
+        more, tokens = plan.accumulated.estimate, plan.accumulated.as_recipe().step_tokens
+        lines.append(
+            [
+                "batch",
+                f"{tokens:,} tokens a step: {more.tokens_per_s:,.0f} tokens/s, "
+                f"{format_bytes(more.highest.device)} ({', '.join(plan.accumulated.changes)})",
+            ]
+        )
     lines.append(["precision", meaning(recipe)])
     lines += (
         [["model", parameters(estimate)]] if estimate.active_params not in (None, estimate.params) else []

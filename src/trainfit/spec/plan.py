@@ -51,6 +51,8 @@ class Plan(Value):
     """Recipes of which none is both smaller and faster, by memory; also those over the limit."""
     largest: Found | None = None
     """Where only the batch varies: the largest micro-batch that fits."""
+    accumulated: Found | None = None
+    """If a step's tokens are free and its update takes long: the best, with more micro-batches."""
     least: Found | None = None
     """Where nothing fits: the recipe with the lowest memory."""
     rejected: tuple[Rejection, ...]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import counted_calls
-from planned_recipe import MODEL, VARIED, recipe
+from planned_recipe import CONFIG, MODEL, VARIED, recipe
 from trainfit.api.plans import Plan as PrintedPlan
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
@@ -261,3 +261,21 @@ def test_a_number_of_micro_batches_alone_leaves_their_size_free() -> None:
     assert found.best.batch.tokens * 3 >= 2**14
     fixed = recipe(batch={"micro": 2, "seq": 64, "accumulate": 3}, precision="bf16")
     assert plan_recipe(fixed, (*given, "batch.micro"), processes=0).best.batch == fixed.batch
+
+
+def test_a_best_whose_update_takes_long_is_also_shown_with_more_micro_batches() -> None:
+    """Nearly all of the time of so few tokens is the update of wide weights."""
+    wide = {**MODEL, "config": {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192}}
+    small = recipe(model=wide, batch={"seq": 64}, precision="bf16")
+    given = ("batch.micro", "optimizer", "compile", "attention", "precision", "offload", "recompute", "loss")
+    found = plan_recipe(small, given, processes=0)
+    best, more = found.found[0].estimate, found.accumulated
+    assert more is not None
+    assert more.as_recipe().batch.accumulate == 8
+    whole = predict(more.as_recipe())
+    assert more.estimate.peak_device_bytes == whole.peak_device_bytes
+    assert more.estimate.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-6)
+    assert (more.estimate.tokens_per_s or 0) > 1.05 * (best.tokens_per_s or 0)
+    assert "512 tokens a step: " in str(found)
+    asked = plan_recipe(small, given, processes=0, tokens_per_step=64)
+    assert asked.accumulated is None
