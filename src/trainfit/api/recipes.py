@@ -54,6 +54,8 @@ class FieldsButData(TypedDict, total=False):
     precision: str
     attention: str
     block_kernels: str
+    fp8_weights: str
+    accumulation: str
     loss: str
     loss_terms: Mapping[str, float]
     objective: str | Mapping[str, Any]
