@@ -49,9 +49,10 @@ COMMON = [
 KINDS = {
     "bf16": ["precision=bf16"], "fp8": ["precision=fp8"], 
     "fp8-kernels": ["precision=fp8", "block_kernels=fp8"],
-    "bf16-fused": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu"],
+    "bf16-swiglu": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu"],
+    "bf16-fused": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu-rope"],
     "bf16-attention": [
-        "precision=bf16", "accumulation=fused", "block_kernels=swiglu", "attention=triton",
+        "precision=bf16", "accumulation=fused", "block_kernels=swiglu-rope", "attention=triton",
     ],
 }  # fmt: skip
 RECIPES = {

@@ -80,6 +80,8 @@ CASES = {
     "block kernels": Case({"block_kernels": "triton"}, codes=BOTH),
     "block kernels compiled": Case({"block_kernels": "triton", "compile": "block"}),
     "SwiGLU kernels": Case({"block_kernels": "swiglu"}, codes=BOTH),
+    "SwiGLU and rotation": Case({"block_kernels": "swiglu-rope"}),
+    "SwiGLU and rotation compiled": Case({"block_kernels": "swiglu-rope", "compile": "block"}),
     "SwiGLU kernels compiled": Case({"block_kernels": "swiglu", "compile": "block"}),
     "accumulation": Case({"batch": {"accumulate": 2}}),
     "fused accumulation": Case({"batch": {"accumulate": 2}, "accumulation": "fused"}, codes=BOTH),

@@ -38,6 +38,7 @@ from trainfit.kernels.quantize import rowwise as rows
 from trainfit.kernels.quantize.codebook import BLOCK
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
+from trainfit.kernels.rope import split
 from trainfit.kernels.sampling import op as sampling
 from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
 from trainfit.kernels.swiglu import fp8 as swiglu_fp8
@@ -235,6 +236,16 @@ def rotation(dtype: torch.dtype, b: int, n: int, d: int, r: int) -> Call:
     return lambda step: [rope.triton_rotate(q, k, angles, angles, back) for back in (False, True)]
 
 
+def split_rotation(dtype: torch.dtype, b: int, n: int, d: int) -> Call:
+    qkv, angles = empty(b, n, (14 + 2 * 2) * d, dtype=dtype), empty(n, d // 2, dtype=dtype)
+
+    def run(step: int) -> None:
+        parts = split.triton_forward(qkv, angles, angles, 14, 2)
+        split.triton_backward(*parts, angles, angles)
+
+    return run
+
+
 def chain(dtype: torch.dtype, n: int, f: int) -> Call:
     x, weight, y = empty(n, 2 * f, dtype=dtype), empty(2 * f, dtype=dtype), empty(n, f, dtype=dtype)
     return lambda step: normed_swiglu.triton_into(x, weight, y)
@@ -292,6 +303,7 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)
         yield f"rotation {name}", rotation(dtype, 2, 4096, 128, 128)
+        yield f"split {name}", split_rotation(dtype, 2, 1024, 64)
     yield "gates in fp8, large", gates_in_fp8(2**18, 14336)
     yield "gates in fp8, odd", gates_in_fp8(257, 1543)
     for sizes, shape in (("large", (2**21, 1040)), ("odd", (257, 1543))):
@@ -299,6 +311,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "norm large and odd", norm(BF16, 2**20, 2049)
     yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
     yield "gates large", gates(BF16, 2**18, 14337)
+    yield "split, large", split_rotation(BF16, 2**8, 4096, 128)
     yield "rotation of a part, large", rotation(BF16, 2**8, 4096, 80, 32)
     yield "decoding", decoding(BF16, 64, 12, 2, 1024, 128)
     yield "decoding by parts, a large cache, ALiBi and a window", decoding(FP32, 2, 32, 8, 2**22, 80, 4096)

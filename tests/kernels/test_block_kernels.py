@@ -12,6 +12,7 @@ from kernel_runs import interpreted_loops
 from trainfit.kernels import custom_op
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
+from trainfit.kernels.rope import split
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.spec.errors import InputError
 
@@ -58,6 +59,31 @@ def check_rope(n: int, d: int, half: int, dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+def split_and_turned(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int) -> tuple[Tensor, ...]:
+    q, k, v = qkv.unflatten(-1, (heads + 2 * groups, -1)).split([heads, groups, groups], 2)
+    q, k = turned(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2), v
+
+
+def check_split(n: int, d: int, heads: int, groups: int, dtype: torch.dtype) -> None:
+    """As shared and as each sequence's own angles, and with gradients whose heads come first in memory."""
+    split.register()
+    qkv = randn(2, n, (heads + 2 * groups) * d, dtype=dtype)
+    cos, sin = angles(n, d // 2, dtype)
+    wide = cos.double(), sin.double()
+    for shared in (True, False):
+        given = (cos, sin) if shared else (cos.repeat(2, 1, 1), sin.repeat(2, 1, 1))
+        agree(
+            lambda x, given=given: split.split_rotated(x, *given, heads, groups),
+            lambda x: split_and_turned(x, *wide, heads, groups),
+            [qkv], dtype,
+        )  # fmt: skip
+    gradients = [randn(2, h, n, d, dtype=dtype).transpose(1, 2) for h in (heads, groups, groups)]
+    found = torch.ops.trainfit.split_rotated_backward(*gradients, cos, sin)
+    copies = [gradient.contiguous() for gradient in gradients]
+    assert torch.equal(found, torch.ops.trainfit.split_rotated_backward(*copies, cos, sin))
+
+
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 def test_bodies_are_the_definitions(dtype: torch.dtype):
     for n, e in ((1, 1), (3, 16), (7, 131), (1030, 5)):
@@ -65,6 +91,8 @@ def test_bodies_are_the_definitions(dtype: torch.dtype):
         check_swiglu(n, e, dtype)
     for n, d, half in ((1, 2, 1), (7, 16, 8), (5, 12, 3)):
         check_rope(n, d, half, dtype)
+    for n, d, heads, groups in ((1, 2, 1, 1), (7, 16, 6, 2), (5, 12, 9, 3)):
+        check_split(n, d, heads, groups, dtype)
 
 
 def test_gradients_of_the_bodies_are_differences():
@@ -77,6 +105,9 @@ def test_gradients_of_the_bodies_are_differences():
     assert torch.autograd.gradcheck(swiglu.swiglu, (both,))
     assert torch.autograd.gradcheck(swiglu.swiglu, (both[:, :3], both[:, 3:]))
     assert torch.autograd.gradcheck(lambda q, k: rope.rope(q, k, cos, sin), (q, k))
+    split.register()
+    qkv, (cos, sin) = randn(2, 3, 16, dtype=wide).requires_grad_(), angles(3, 2, wide)
+    assert torch.autograd.gradcheck(lambda qkv: split.split_rotated(qkv, cos, sin, 2, 1), (qkv,))
 
 
 @interpreted_loops
@@ -90,6 +121,8 @@ def test_kernels_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.Monk
     check_swiglu(2, 1500, dtype)
     for n, d, half in ((1, 2, 1), (7, 16, 8), (5, 12, 3)):
         check_rope(n, d, half, dtype)
+    for n, d, heads, groups in ((1, 2, 1, 1), (7, 16, 6, 2), (5, 12, 9, 3)):
+        check_split(n, d, heads, groups, dtype)
 
 
 @interpreted_loops

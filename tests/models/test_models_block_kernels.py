@@ -10,6 +10,7 @@ from trainfit.models.block_kernels import KernelFeedForward
 from trainfit.models.layers import decoder_blocks
 from trainfit.prediction.predict import predict
 from trainfit.prediction.trace import trace
+from trainfit.spec.data import Data
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Recipe
 from trainfit.step import assemble
@@ -198,6 +199,49 @@ def test_feed_forward_parts_of_other_forms_are_refused(config: dict[str, Any], c
     with pytest.raises(InputError, match=words) as caught:
         assemble(recipe_of(config, code, block_kernels="swiglu"), torch.device("meta"))
     assert "block_kernels = 'swiglu'" in str(caught.value)
+
+
+@pytest.mark.parametrize("compiled", [False, "block"])
+def test_split_and_rotation_in_one_kernel(compiled: Any):
+    torch._dynamo.reset()
+    fields = {"optimizer": SGD, "compile": compiled}
+    same(
+        tiny_recipe("native", **fields), kernels="swiglu-rope",
+        compiler=lambda module: module.compile(backend="aot_eager", fullgraph=True),
+    )  # fmt: skip
+    qwen = ModelSpec(
+        config={**TINY_LLAMA, "model_type": "qwen2", **QWEN, "head_dim": 8}, implementation="native"
+    )
+    same(tiny_recipe("native", optimizer=SGD).model_copy(update={"model": qwen}), kernels="swiglu-rope")
+    config = {**TINY_LLAMA, "num_hidden_layers": 5}
+    on_gpu = {"compile": compiled, "batch": Batch(micro=1, seq=32), "hardware": Hardware(gpu="h100-sxm")}
+    ledger = trace(recipe_of(config, "native", block_kernels="swiglu-rope", **on_gpu))
+    names = [op.name for op in steady(ledger) for _ in range(ledger.times(op))]
+    ours = ("swiglu", "swiglu_backward", "split_rotated", "split_rotated_backward")
+    assert [names.count(f"trainfit.{name}.default") for name in ours] == [5] * 4
+    assert not any("_cat_" in name for name in names if name.startswith("triton_poi"))
+
+
+def test_split_and_rotation_with_a_prefix_and_documents():
+    same(tiny_recipe("native", optimizer=SGD, adapter=Adapter(kind="prefix")), kernels="swiglu-rope")
+    same(tiny_recipe("native", optimizer=SGD, data=Data(pack="documents")), kernels="swiglu-rope")
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        (TINY_LLAMA, "hf", "native decoder's parts"),
+        ({**TINY_LLAMA, "model_type": "qwen3", "head_dim": 8}, "native", "norms of their own"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "partial_rotary_factor": 0.5, "norm": "rmsnorm",
+          "hidden_act": "silu", "gated_mlp": True, "position_embedding": "rope"}, "native", "whole heads"),
+        (TINY_LLAMA | {"hidden_act": "gelu"}, "native", "support hidden_act silu or silu_unfused"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attention_of_other_forms_is_refused(config: dict[str, Any], code: Any, words: str):
+    with pytest.raises(InputError, match=words) as caught:
+        assemble(recipe_of(config, code, block_kernels="swiglu-rope"), torch.device("meta"))
+    assert "block_kernels = 'swiglu-rope'" in str(caught.value)
 
 
 def test_swiglu_alone_needs_no_norm_like_llamas():

@@ -48,7 +48,7 @@ OTHERS: dict[str, list[Any]] = {
     "model.implementation": ["native"], "model.name": ["a", "b"], "model.weights": ["owner/name", "/folder"],
     "batch.micro": [2, 3], "batch.seq": [2, 3], "batch.accumulate": [2, 3],
     "precision": ["fp32", "fp8", "bf16-master", "fp16-master"],
-    "attention": ["flash", "best"], "block_kernels": ["triton", "swiglu"],
+    "attention": ["flash", "best"], "block_kernels": ["triton", "swiglu", "swiglu-rope"],
     "accumulation": ["fused"], "fp8_weights": ["scales", "codes", "both-layouts"],
     "loss": ["chunked", "fused"], "loss_terms.label_smoothing": [0.1], "loss_terms.z_loss": [0.1],
     "recompute": [

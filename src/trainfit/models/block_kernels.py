@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
+from trainfit.kernels.rope import split
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.models.layers import require_blocks
-from trainfit.models.native.decoder import Attention, FeedForward, NativeDecoder
+from trainfit.models.native.decoder import Attention, FeedForward, NativeDecoder, PositionTensors
 from trainfit.spec.errors import InputError
 
 SILU = ("silu", "silu_unfused")
@@ -40,6 +41,24 @@ def use_swiglu_kernels(model: nn.Module) -> None:
     """
     swiglu.register()  # torch.compile cannot trace this.
     _replace(_swiglu_of_native(model) if isinstance(model, NativeDecoder) else _swiglu_of_transformers(model))
+
+
+def use_split_kernels(model: nn.Module) -> None:
+    """Replace the forward of feed-forward parts and attention of the native decoder.
+
+    Raises:
+        InputError: a model of transformers, norms of queries, heads that are rotated in part, or a
+            feed-forward part of another form than Llama's.
+    """
+    if not isinstance(model, NativeDecoder):
+        raise _refusal("the kernels replace the native decoder's parts: model.implementation: native", SPLIT)
+    _check_native(model, (*OF_SWIGLU, "position_embedding"), SPLIT)
+    if model.config.qk_norm or model.config.rotary_dim != model.config.head_dim:
+        raise _refusal("the kernels rotate whole heads without norms of their own", SPLIT)
+    swiglu.register()
+    split.register()
+    of_attention = [(one, SplitAttention) for one in model.modules() if isinstance(one, Attention)]
+    _replace([*_swiglu_of_native(model), *of_attention])
 
 
 def _replace(replacements: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
@@ -70,6 +89,18 @@ class KernelAttention(Attention):
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
+class SplitAttention(Attention):
+    """Attention whose queries, keys and values are split and rotated in one kernel, as is their gradient."""
+
+    def projected(self, x_bse: Tensor, shared: PositionTensors) -> tuple[Tensor, Tensor, Tensor]:
+        assert shared.cos is not None
+        assert shared.sin is not None
+        heads, groups, _ = self.heads
+        return split.split_rotated(
+            self.qkv(x_bse), shared.cos.squeeze(-2), shared.sin.squeeze(-2), heads, groups
+        )
+
+
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     nn.RMSNorm: KernelRMSNorm,
     FeedForward: KernelFeedForward,
@@ -79,6 +110,7 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 
 SUPPORTED = {"norm": RMS, "hidden_act": SILU, "gated_mlp": (True,), "position_embedding": ("rope",)}
 """Field of a native config -> its values that the kernels support."""
+SPLIT = "swiglu-rope"
 OF_SWIGLU = ("hidden_act", "gated_mlp")
 
 

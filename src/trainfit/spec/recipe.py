@@ -32,7 +32,7 @@ AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager"
 Attention = Literal[AttentionKernel, "best"]
 """``best``: the fastest kernel that is correct for the model, by the catalog's measurements on this GPU."""
 Loss = Literal["standard", "chunked", "fused"]
-BlockKernels = Literal["standard", "triton", "swiglu", "fp8"]
+BlockKernels = Literal["standard", "triton", "swiglu", "swiglu-rope", "fp8"]
 OptimizerName = Literal[
     "adamw", "adamw8bit", "adamw4bit", "bnb-adamw8bit", "paged-adamw8bit", "paged-adamw", "torchao-adamw8bit",
     "torchao-adamw4bit", "adafactor", "sgd", "muon",

@@ -2,7 +2,8 @@
 
 Of use in compiled blocks: Inductor writes both halves of the gradient by one kernel that computes each half
 for every element, and takes 1.6 times as long, but fuses norms with the sums before them, unlike
-``block_kernels: triton``. Saved for backward: gate and up.
+``block_kernels: triton``. ``swiglu-rope`` also splits and rotates queries, keys and values in one kernel; the
+compiler writes its gradient in the same way. Saved for backward: gate and up.
 """
 
 import random
@@ -17,10 +18,11 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the forwards of feed-forward parts; refuse those of another form."""
-    from trainfit.models.block_kernels import use_swiglu_kernels
+    """Replace the forwards of feed-forward parts, and of attention; refuse those of another form."""
+    from trainfit.models.block_kernels import use_split_kernels, use_swiglu_kernels
 
-    use_swiglu_kernels(draft.model)
+    use = use_split_kernels if recipe.block_kernels == "swiglu-rope" else use_swiglu_kernels
+    use(draft.model)
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
@@ -35,10 +37,10 @@ TECHNIQUE = Technique(
     name="swiglu_kernels",
     order=11,
     title="SwiGLU kernels",
-    covers={"block_kernels": ("swiglu",)},
-    triton={"block_kernels": ("swiglu",)},
+    covers={"block_kernels": ("swiglu", "swiglu-rope")},
+    triton={"block_kernels": ("swiglu", "swiglu-rope")},
     check_device=partial(check_device, field="block_kernels"),
     apply=apply,
-    describe=lambda recipe: "SwiGLU kernels",
+    describe=lambda recipe: f"{recipe.block_kernels} kernels",
     draw=Draw(alone=_draw),  # Not offered to plans before a GPU has measured it in compiled blocks.
 )

@@ -62,10 +62,11 @@ def reference_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool)
     """Return rotated q and k; ``back`` rotates by the negative angles, which is the gradient."""
     if back:
         sin = -sin
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    return rotated(q, cos, sin), rotated(k, cos, sin)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [b, h, n, d] rotated in PyTorch, with its layout."""
     half = cos.shape[-1]
     cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
     wide = torch.promote_types(x.dtype, torch.float32)

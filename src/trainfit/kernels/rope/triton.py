@@ -54,3 +54,46 @@ def rotate_kernel(
         K + b * kb + i * kn, K_OUT + b * kob + i * kon, k_heads, kh, kd, koh, kod, cos, sin, half, more,
         BLOCK_H, BLOCK_D, BLOCK_MORE,
     )  # fmt: skip
+
+
+@triton.jit
+def _copy_heads(
+    X, OUT, num_heads, head_stride, column_stride, out_head_stride, out_column_stride, half,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, 2 * BLOCK_D)[None, :]
+    for start in range(0, num_heads, BLOCK_H):
+        heads = (start + tl.arange(0, BLOCK_H)[:, None]).to(tl.int64)
+        inside = (heads < num_heads) & (columns < 2 * half)
+        x = tl.load(X + heads * head_stride + columns * column_stride, mask=inside, other=0.0)
+        tl.store(OUT + heads * out_head_stride + columns * out_column_stride, x, mask=inside)
+
+
+@triton.jit
+def split_kernel(
+    Q, K, V, Q_OUT, K_OUT, V_OUT, COS, SIN, n, half, q_heads, k_heads, sign,
+    qb, qn, qh, qd, kb, kn, kh, kd, vb, vn, vh, vd,
+    qob, qon, qoh, qod, kob, kon, koh, kod, vob, von, voh, vod, cb, cn, cd, sb, sn, sd,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rotate Q and K, whose heads are rotated whole, as ``rotate_kernel``, and copy V.
+
+    Strides are given per tensor in the order batch, position, head, column.
+    """
+    b = (tl.program_id(0) // n).to(tl.int64)
+    i = (tl.program_id(0) % n).to(tl.int64)
+    pairs = tl.arange(0, BLOCK_D)
+    inside = pairs < half
+    cos = tl.load(COS + b * cb + i * cn + pairs * cd, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(SIN + b * sb + i * sn + pairs * sd, mask=inside, other=0.0).to(tl.float32)[None, :] * sign
+    _rotate_heads(
+        Q + b * qb + i * qn, Q_OUT + b * qob + i * qon, q_heads, qh, qd, qoh, qod, cos, sin, half, 0,
+        BLOCK_H, BLOCK_D, 0,
+    )  # fmt: skip
+    _rotate_heads(
+        K + b * kb + i * kn, K_OUT + b * kob + i * kon, k_heads, kh, kd, koh, kod, cos, sin, half, 0,
+        BLOCK_H, BLOCK_D, 0,
+    )  # fmt: skip
+    _copy_heads(
+        V + b * vb + i * vn, V_OUT + b * vob + i * von, k_heads, vh, vd, voh, vod, half, BLOCK_H, BLOCK_D
+    )

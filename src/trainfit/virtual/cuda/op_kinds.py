@@ -131,7 +131,7 @@ OWN_VECTOR_WORK = frozenset(
     """
     adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded adamw_master add_rounded
     cross_entropy multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs sample_tokens
-    swiglu swiglu_backward
+    split_rotated split_rotated_backward swiglu swiglu_backward
     """.split()
 )
 """trainfit's kernels without matrix products."""
