@@ -275,7 +275,7 @@ def answer(request: Request, calibration: OwnCalibration | None = None, *, use_c
             return Result(recipe, found, found.time.optimizer_s if found.time else 0.0)
         if not request.exact:
             return _for_ranking(recipe, machine, use_cache)
-        found, update_s = _traced(recipe, machine, recipe.batch.accumulate, use_cache)
+        found, update_s, _ = _traced(recipe, machine, recipe.batch.accumulate, use_cache)
         return Result(recipe, found, update_s)
     except InputError as error:
         return Result(recipe, None, refused=error)
@@ -337,12 +337,13 @@ def _scaled(bound: Interval, factor: float) -> Interval:
 
 def _for_ranking(recipe: Recipe, machine: Machine, use_cache: bool) -> Result:
     accumulate = recipe.batch.accumulate
-    found, update_s = _traced(recipe, machine, min(2, accumulate), use_cache, shorten=True)
+    found, update_s, added_s = _traced(recipe, machine, min(2, accumulate), use_cache, shorten=True)
     if accumulate > 2 and found.step_s:
         # The update, and what the host does once a step, is not done again for each micro-batch.
         step_s = machine.known.rates.host.step
         once_s = update_s + (min(step_s, found.time.host_s) if found.time else 0.0)
-        slower = 1 + max(0.0, found.step_s - once_s) / 2 / found.step_s
+        # The first of the two adds to no gradients, every further one does.
+        slower = 1 + max(0.0, found.step_s - once_s + added_s) / 2 / found.step_s
         found = continued(recipe, found, _of_three(found, slower))
     return Result(recipe, found.model_copy(update={"recipe_id": recipe.id}), update_s)
 
@@ -367,7 +368,8 @@ def _of_three(two: Estimate, slower: float) -> Estimate:
 
 def _traced(
     recipe: Recipe, machine: Machine, accumulate: int, use_cache: bool, *, shorten: bool = False
-) -> tuple[Estimate, float]:
+) -> tuple[Estimate, float, float]:
+    """Return an estimate, the seconds of its update, and those by which the last backward is longer."""
     batch = recipe.batch.model_copy(update={"accumulate": accumulate})
     traced = recipe.model_copy(update={"batch": batch})
     if of_update_alone(traced) is None:
@@ -377,7 +379,9 @@ def _traced(
         ledger = ledger_of(traced, machine, use_cache=use_cache, shorten=shorten)
         found = estimate(traced, machine, ledger)
     waits_s = found.time.communication_s if found.time and _reduces_once(recipe) else 0.0
-    return found, _update_s(ledger, machine) + waits_s
+    # Where gradients are reduced once, the last backward also does what belongs to that.
+    added_s = 0.0 if _reduces_once(recipe) else _added_s(ledger, machine)
+    return found, _update_s(ledger, machine) + waits_s, added_s
 
 
 def _reduces_once(recipe: Recipe) -> bool:
@@ -392,6 +396,17 @@ def _update_s(ledger: Ledger, machine: Machine) -> float:
         return 0.0
     updates = (op for op in ledger.steady_ops if ledger.segments[op.segment].phase == "optimizer")
     return sum(ledger.times(op) * op_s(op, machine) for op in updates)
+
+
+def _added_s(ledger: Ledger, machine: Machine) -> float:
+    """Return the GPU's seconds by which a step's last backward exceeds its first: it adds gradients."""
+    if machine.gpu.memory_bytes_per_s is None:
+        return 0.0
+    backwards = dict[int, float]()
+    for op in ledger.steady_ops:
+        if ledger.segments[op.segment].phase == "backward":
+            backwards[op.segment] = backwards.get(op.segment, 0.0) + ledger.times(op) * op_s(op, machine)
+    return max(0.0, backwards[max(backwards)] - backwards[min(backwards)]) if len(backwards) > 1 else 0.0
 
 
 def _expected_work(request: Request) -> int:

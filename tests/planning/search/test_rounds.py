@@ -8,7 +8,7 @@ import pytest
 
 from planned_recipe import recipe
 from trainfit.planning.estimates import Estimates, Result
-from trainfit.planning.search.candidate import Candidate, Goal, Key, Traced
+from trainfit.planning.search.candidate import MIX, Candidate, Goal, Key, Traced
 from trainfit.planning.search.plan import TIE, best_of, without_each
 from trainfit.planning.search.ranking import Batches, Sizes
 from trainfit.planning.search.search import MAX_ROUNDS, NUM_TRACED, WORTH_TRACING, Search
@@ -103,3 +103,17 @@ def test_an_option_that_gains_less_than_a_tie_is_left_out(rounds: Rounds) -> Non
     simplest = best_of(rounds.combinations)
     assert simplest is not None
     assert set(simplest.candidate.options) == {SMALLER, kernel}
+
+
+def test_what_a_trace_shows_of_like_blocks_holds_for_their_mix(rounds: Rounds) -> None:
+    ranking, options = rounds.ranking, (SMALLER,)
+    like = Candidate(1.0, 100.0, options, ranking.level, 1, 1)
+    larger: Any = SimpleNamespace(tokens_per_s=0.5, highest=SimpleNamespace(device=110))
+    ranking.correct(like, Traced(like, Result(rounds.recipe, larger)))
+    assert (
+        ranking._off(options, mixed=True) == ranking._off(options, mixed=False) == pytest.approx((1.1, 2.0))
+    )
+    mixed = like._replace(level=MIX)
+    ranking.correct(mixed, Traced(mixed, Result(rounds.recipe, larger)))
+    assert ranking._off(options, mixed=True) == pytest.approx((1.21, 4.0))
+    assert ranking._off(options, mixed=False) == pytest.approx((1.1, 2.0))

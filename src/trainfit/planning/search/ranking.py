@@ -297,16 +297,21 @@ class Ranking:
     ) -> Iterator[Candidate]:
         """Yield the candidates of one structure and batch that take at most ``most`` bytes."""
         for level, sizes in moved.items():
-            size_off, time_off = self.corrections.get((options, False), (1.0, 1.0))
+            size_off, time_off = self._off(options, mixed=False)
             if sizes.device_bytes * size_off <= most:
                 rate = micro * count * tokens / (sizes.step_s(count) * time_off)
                 yield Candidate(rate, sizes.device_bytes * size_off, options, level, micro, count)
         if self.combinations.space.solves_recompute and len(moved) > 1 and self._can_mix(options):
-            size_off, time_off = self.corrections.get((options, True), (1.0, 1.0))
+            size_off, time_off = self._off(options, mixed=True)
             mix = within(tuple(moved.values()), self.combinations.usable_bytes / size_off)
             if mix is not None and all(mix is not one for one in moved.values()):
                 rate = micro * count * tokens / (mix.step_s(count) * time_off)
                 yield Candidate(rate, self.combinations.usable_bytes, options, MIX, micro, count)
+
+    def _off(self, options: Options, *, mixed: bool) -> tuple[float, float]:
+        """Return the corrections of memory and time; a mix has those of like blocks until it has its own."""
+        of_like_blocks = self.corrections.get((options, False), (1.0, 1.0))
+        return self.corrections.get((options, True), of_like_blocks) if mixed else of_like_blocks
 
     def _can_mix(self, options: Options) -> bool:
         """Return whether blocks may recompute differently in a structure."""
@@ -335,7 +340,7 @@ class Ranking:
     def correct(self, candidate: Candidate, one: Traced | InputError) -> None:
         """Correct the composed estimate of a structure by its trace; drop a refused one from the ranking."""
         key = candidate.options, candidate.level == MIX
-        size_off, time_off = self.corrections.get(key, (1.0, 1.0))
+        size_off, time_off = self._off(candidate.options, mixed=candidate.level == MIX)
         if isinstance(one, InputError):
             self.corrections[key] = (1e6, 1e6) if candidate.level != MIX else (size_off * 1.05, time_off)
             return
