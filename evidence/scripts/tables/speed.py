@@ -23,7 +23,7 @@ CITED: dict[str, dict[str, float]] = {
     "qwen2.5-14b": {"bf16": 6_320, "fp8": 9_365},
 }
 """Tokens/s of one H100, 1,024 tokens a sequence: benchmarks/H100x1.md of github.com/IST-DASLab/llmq."""
-STEPS = ("step-kernels/*.jsonl", "speed/*-measured.jsonl")
+STEPS = ("step-kernels/step-kernels*.jsonl", "speed/*-measured.jsonl")
 """Whole steps of recipes that were planned or written for speed."""
 BY_TRAINER = (
     ("qwen3-14b", "lora", plan_choices.GOALS, "trainer.jsonl"),
