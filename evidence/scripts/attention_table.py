@@ -40,7 +40,9 @@ FEWEST_ROWS = 65536
 multiprocessors, 132. One head of 32,768 reached up to a third less than one of 65,536 there."""
 FEWEST_SAMPLES = 6
 """The fewest whose least and greatest hold the median with 95 % (bench/harness/timing.py)."""
-HOPPER, GLUON_HEADS = (9, 0), (64, 128)
+HOPPER, GLUON_HEADS, WIDE_GLUON_HEADS, WIDEST = (9, 0), (64, 128), (256,), 512
+WIDE_SINCE = "2026-11-28"
+"""Records before this day have the plain kernels at heads over 128."""
 """Where ``ours`` is not the plain kernels, as kernels/flash_attention/dispatch.py has it, which imports
 torch."""
 Key = tuple[str, int, bool, int]
@@ -121,7 +123,7 @@ def _newest_rates(
     """By GPU and key; one of fewer heads does not take the place of one of more."""
     found: dict[tuple[str, RateKey], tuple[Record, AttentionRate]] = {}
     for record, result, gpu in records:
-        for rate in rates_of(result.rows, gpu):
+        for rate in rates_of(result.rows, gpu, record.created_at):
             known = found.get((gpu, rate.key))
             if known is None or rate.heads >= known[1].heads:
                 found[gpu, rate.key] = record, rate
@@ -153,7 +155,7 @@ def shapes_of(rows: Sequence[BenchRow]) -> list[AttentionShape]:
     return list(_largest(found))
 
 
-def rates_of(rows: Sequence[BenchRow], gpu: str) -> list[AttentionRate]:
+def rates_of(rows: Sequence[BenchRow], gpu: str, measured_at: str) -> list[AttentionRate]:
     """Return the rates of kernels with a time of forward and backward, of the shape with most heads.
 
     Of causal attention, and of attention with an additive mask. Unmasked tiles are faster: our plain backward
@@ -163,14 +165,14 @@ def rates_of(rows: Sequence[BenchRow], gpu: str) -> list[AttentionRate]:
     found: dict[RateKey, dict[tuple[int, int], dict[str, float]]] = {}
     for row in _timed(rows):
         at = row.point
-        kernel = _kernel_of(str(at["body"]), str(at["dtype"]), int(at["head"]), gpu)
         masked = at.get("mask", "none") == ADDITIVE
-        if kernel is None or not (at["causal"] or masked) or at["pass"] not in ("forward", "backward"):
+        if not (at["causal"] or masked) or at["pass"] not in ("forward", "backward"):
             continue
         assert row.times is not None
-        key = (kernel, str(at["dtype"]), int(at["head"]), int(at["seq"]), masked)
         batch = (int(at["heads"]), int(at["batch"]))
-        found.setdefault(key, {}).setdefault(batch, {})[str(at["pass"])] = row.times.median
+        for kernel in _kernels_of(str(at["body"]), str(at["dtype"]), int(at["head"]), gpu, measured_at):
+            key = (kernel, str(at["dtype"]), int(at["head"]), int(at["seq"]), masked)
+            found.setdefault(key, {}).setdefault(batch, {})[str(at["pass"])] = row.times.median
     rates: list[AttentionRate] = []
     for (kernel, dtype, head, seq, masked), batches in found.items():
         whole = {batch: seconds for batch, seconds in batches.items() if len(seconds) == 2}
@@ -189,23 +191,26 @@ def rates_of(rows: Sequence[BenchRow], gpu: str) -> list[AttentionRate]:
     return rates
 
 
-def _kernel_of(body: str, dtype: str, head: int, gpu: str) -> Kernel | None:
-    """What a benchmark's body runs there; None where no operation of a step runs the same."""
+def _kernels_of(body: str, dtype: str, head: int, gpu: str, measured_at: str) -> tuple[Kernel, ...]:
+    """What a benchmark's body runs there; none where no operation of a step runs the same.
+
+    Ours has one kernel forward and another backward for wide heads on Hopper: the times are both's.
+    """
     if body == "ours":
-        return (
-            "gluon"
-            if gpus()[gpu].compute_capability == HOPPER and dtype == "bf16" and head in GLUON_HEADS
-            else "plain"
-        )
+        if gpus()[gpu].compute_capability != HOPPER or dtype != "bf16":
+            return ("plain",)
+        if max(GLUON_HEADS) < head <= WIDEST and measured_at >= WIDE_SINCE:
+            return ("gluon" if head in WIDE_GLUON_HEADS else "plain", "passes")
+        return ("gluon" if head in GLUON_HEADS else "plain",)
     if body == "pytorch":
-        return "efficient" if dtype == "fp32" else "cudnn" if prefers_cudnn(gpus()[gpu]) else "flash"
+        return ("efficient" if dtype == "fp32" else "cudnn" if prefers_cudnn(gpus()[gpu]) else "flash",)
     bodies: dict[str, Kernel] = {
         "flash": "flash",
         "cudnn": "cudnn",
         "efficient": "efficient",
         "plain": "plain",
     }
-    return bodies.get(body)
+    return (bodies[body],) if body in bodies else ()
 
 
 def _timed(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:

@@ -142,7 +142,10 @@ def test_one_head_takes_the_place_of_nothing_and_of_no_more_heads() -> None:
 
 def test_the_writer_knows_where_the_plain_kernels_do_not_run() -> None:
     assert attention_table.HOPPER == flash_attention_choice.HOPPER
-    assert set(attention_table.GLUON_HEADS) == set(flash_attention_choice.FORWARD)
+    heads = set(attention_table.GLUON_HEADS)
+    assert heads == set(flash_attention_choice.BACKWARD)
+    assert heads | set(attention_table.WIDE_GLUON_HEADS) == set(flash_attention_choice.FORWARD)
+    assert max(flash_attention_choice.IN_PASSES) == attention_table.WIDEST
     assert set(COMPARED_WITH) == set(get_args(AttentionKernel))
 
 
@@ -166,6 +169,16 @@ def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
     assert gluon.flops_per_s(backward=True) == pytest.approx(5 * 2 * 64 * pairs / 3e-3)
     assert plain.flops_per_s(backward=True) == pytest.approx(7 * 2 * 64 * pairs / 3e-3)
     assert attention_table.text_of([run]).count("kernel = ") == 6
+
+
+def test_of_wide_heads_on_hopper_forward_and_backward_are_kernels_of_their_own() -> None:
+    rows = (row("ours", 1.0), row("flash", 1.0), *passes("ours", head=256), *passes("ours", head=512))
+    old, new = (runs_of([record(*rows, at=f"2026-11-{day}T15:00:00")])[0] for day in (21, 28))
+    kernels = [{(rate.kernel, rate.head) for rate in run.rates} for run in (old, new)]
+    assert kernels[0] == {("plain", 256), ("plain", 512)}
+    assert kernels[1] == {("gluon", 256), ("passes", 256), ("plain", 512), ("passes", 512)}
+    elsewhere = runs_of([record(*rows, at="2026-11-28T15:00:00", gpu="a100-sxm4-80gb")])[0]
+    assert {rate.kernel for rate in elsewhere.rates} == {"plain"}
 
 
 def test_rates_with_a_mask_are_rates_of_their_own(tmp_path: Path) -> None:

@@ -29,7 +29,12 @@ from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.kernels.decode_attention import op as decode_attention
 from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch
-from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
+from trainfit.kernels.flash_attention.dispatch import (
+    BACKWARD,
+    IN_PASSES,
+    backward_groups,
+    forward_groups,
+)
 from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
 from trainfit.kernels.flash_attention.hopper import schedule as flash_attention_schedule
 from trainfit.kernels.fp8_cast import op as fp8_cast
@@ -160,10 +165,18 @@ def hopper_attention(d: int, n: int, is_causal: bool, b: int = 1) -> Call:
     q, k, lse = empty(b, 8, n, d), empty(b, 2, n, d), empty(b, 8, n, dtype=FP32)
 
     def run(step: int) -> None:
-        flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, FORWARD[d])
-        flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, BACKWARD[d])
+        flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, forward_groups(d, n, 4))
+        if d in BACKWARD:
+            flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, backward_groups(d, n, 4))
 
     return run
+
+
+def attention_in_passes(d: int, n: int) -> Call:
+    """Hopper's backward of wide heads."""
+    q, k, lse = empty(2, 8, n, d), empty(2, 2, n, d), empty(2, 8, n, dtype=FP32)
+    how = IN_PASSES[flash_attention_launch.block_d(d)]
+    return lambda step: flash_attention_launch.backward_in_passes(q, q, k, k, q, lse, True, 0.1, how)
 
 
 def cross_entropy(dtype: torch.dtype, c: int, v: int, softcap: float, smoothing: float) -> Call:
@@ -327,15 +340,19 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "multiplication bf16", multiplication(BF16, 131072, 4096)
     yield "multiplication large and odd", multiplication(FP32, LARGE + 1)
     yield "attention on Hopper, heads of 64, many sequences", hopper_attention(64, 1000, False, b=2**16)
+    yield "attention on Hopper, heads of 64, long", hopper_attention(64, 5000, True)
     yield "attention on Hopper, heads of 128", hopper_attention(128, 1000, True)
+    yield "attention on Hopper, heads of 256", hopper_attention(256, 1000, True)
+    for d in (256, 512):
+        yield f"attention on Hopper in passes, heads of {d}", attention_in_passes(d, 1000)
 
 
 def small_calls() -> Iterator[tuple[str, Call]]:
     """What takes most shared memory on a GPU of compute capability 8.9."""
     triton.runtime.driver.set_active(Driver(89))  # pyright: ignore[reportArgumentType]
     flash_attention_launch._shared_bytes = lambda device: 99 * 1024  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    for name, dtype in (("bf16", BF16), ("fp32", FP32)):
-        yield f"small: attention {name}, heads of 256", attention(dtype, 256, 1024)
+    for d, dtype in ((256, BF16), (256, FP32), (512, BF16)):
+        yield f"small: attention {dtype}, heads of {d}", attention(dtype, d, 1024)
 
 
 def counts(ptx: str) -> dict[str, int]:

@@ -24,7 +24,7 @@ from evidence.scripts.kernels.error_location import where_wrong
 from trainfit.bench.harness.stopwatch import Stopwatch, stopwatch_of
 from trainfit.bench.harness.timing import Rule, take
 from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch
-from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
+from trainfit.kernels.flash_attention.dispatch import FORWARD, backward_groups
 from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
 from trainfit.kernels.flash_attention.hopper.launch import Groups, GroupsBackward
 from trainfit.kernels.flash_attention.triton_launch import Tiles
@@ -84,7 +84,7 @@ def candidates() -> list[Candidate]:
         for direction in ("forward", "backward"):
             made += [Candidate(direction, d, how) for how in ("flash", "cudnn", "flex", None)]
         made += [Candidate("forward", d, how) for how in FORWARDS[d]]
-        made.append(Candidate("backward", d, BACKWARD[d]))
+        made.append(Candidate("backward", d, backward_groups(d, LENGTHS[d], group=1)))
     return made + [Candidate(*key, tiles) for key, each in IN_TRITON.items() for tiles in each]
 
 

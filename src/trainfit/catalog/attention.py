@@ -22,12 +22,13 @@ from trainfit.spec.value import PositiveInt, Value, disagreement
 
 FILE = FOLDER / "attention.toml"
 Dtype = Literal["bf16", "fp32"]  # bf16 includes fp16: kernels and tensor-core rates are the same
-Kernel = Literal["cudnn", "flash", "efficient", "gluon", "plain"]
-"""PyTorch's three; trainfit's for some 16-bit head sizes on Hopper (gluon), and for all others (plain)."""
+Kernel = Literal["cudnn", "flash", "efficient", "gluon", "passes", "plain"]
+"""PyTorch's three; trainfit's for some 16-bit head sizes on Hopper (gluon), its backward of wider heads there
+(passes), and those for all others (plain)."""
 FORWARD_PRODUCTS = 2
-BACKWARD_PRODUCTS = {"cudnn": 5, "flash": 5, "efficient": 5, "gluon": 5, "plain": 7}
+BACKWARD_PRODUCTS = {"cudnn": 5, "flash": 5, "efficient": 5, "gluon": 5, "passes": 8, "plain": 7}
 """Matrix products of n x n x d that a kernel executes. The plain backward computes scores in both of its
-two passes (virtual/cuda/flops.py)."""
+two passes, the one in passes in three (virtual/cuda/flops.py)."""
 
 
 class _Shape(Value):

@@ -138,7 +138,7 @@ def test_what_a_model_needs_and_the_kernels_do_not_do_is_refused_in_one_line() -
     refused(with_layers("falcon-7b", 2), "attention of its own")
     refused(with_layers("mistral-7b-v0.1", 2) | {"sliding_window": 32}, "needs a mask: a sliding window")
     refused(with_layers("deepseek-v2-lite", 2), "head size 192 with values of 128")
-    refused(TINY_LLAMA | {"head_dim": 320}, "head size 320.*up to 256")
+    refused(TINY_LLAMA | {"head_dim": 640}, "head size 640.*up to 512")
     sinks = {"model_type": "gpt_oss", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32,
     "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2,
@@ -238,6 +238,17 @@ def test_repeatable_kernels_need_no_sum_of_queries_gradients() -> None:
     assert sum(size for sign, size in found if sign == "+") == (
         B * S * (H + 2 * K) * D * 2 + 2 * B * H * ROWS * 4
     )
+
+
+def test_wide_heads_take_three_passes_without_a_sum_of_queries_gradients() -> None:
+    """Eight products, where one pass executes five; the forward is Gluon's."""
+    d = 256
+    ledger = attention_trace(config={"head_dim": d})
+    q, kv, rows = B * S * H * d * 2, B * S * K * d * 2, 2 * B * H * ROWS * 4
+    assert memory_of(ledger, BACKWARD_OP) == [("+", rows), ("+", kv), ("+", kv), ("+", q), ("-", rows)]
+    ops = {op.name: op for op in ledger.ops if op.name in (FORWARD_OP, BACKWARD_OP)}
+    assert {name: op.kernel for name, op in ops.items()} == {FORWARD_OP: "gluon", BACKWARD_OP: "passes"}
+    assert ops[BACKWARD_OP].causal_flops == pytest.approx(4 * ops[FORWARD_OP].causal_flops)
 
 
 def test_predicting_needs_no_triton(monkeypatch: Any, ledger: Ledger) -> None:

@@ -6,6 +6,7 @@ More than 2^31 elements: test_beyond_32_bits.py.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from kernel_runs import interpreted_loops
 from trainfit.kernels.flash_attention import op as flash
 from trainfit.kernels.flash_attention import reference as tiled
 from trainfit.kernels.flash_attention import triton_launch
-from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
+from trainfit.kernels.flash_attention.dispatch import IN_PASSES, SHORT, backward_groups, forward_groups
 from trainfit.kernels.flash_attention.hopper import launch as hopper
-from trainfit.kernels.flash_attention.triton_launch import Tiles, triton_backward, triton_forward
+from trainfit.kernels.flash_attention.triton_launch import Passes, Tiles, triton_backward, triton_forward
 from trainfit.spec.errors import InputError
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -73,7 +74,7 @@ def test_gradients_are_differences() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "is_causal"),
     [*((shape, FP32, True) for shape in SHAPES), (SHAPES[3], FP32, False), (SHAPES[4], FP32, False),
-     (SHAPES[1], FP16, True), (SHAPES[3], FP16, False)],
+     (SHAPES[1], FP16, True), (SHAPES[3], FP16, False), ((1, 2, 1, 37, 50, 320), FP16, True)],
     ids=str,
 )  # fmt: skip
 def test_kernels_in_the_interpreter(shape: Any, dtype: torch.dtype, is_causal: bool) -> None:
@@ -140,7 +141,8 @@ ON_HOPPER = [*GROUPED, (1, 2, 2, 37, 131), (3, 20, 20, 1000, 1000), (1, 4, 4, 20
 """b, h, k, n, m: grouped heads, odd lengths, rows without keys, several turns, a partial set of heads."""
 FAST = [
     (64, BF16, False, ON_HOPPER), (64, BF16, True, ON_HOPPER), (128, BF16, True, ON_HOPPER),
-    (128, BF16, False, GROUPED), (64, FP16, True, GROUPED),
+    (128, BF16, False, GROUPED), (64, FP16, True, GROUPED), (256, BF16, True, ON_HOPPER),
+    (256, BF16, False, GROUPED),
 ]  # fmt: skip
 """Triton compiles separately for sizes and groups of 1 and for multiples of 16, seconds each."""
 
@@ -152,16 +154,19 @@ FAST = [
 )
 @pytest.mark.parametrize(("d", "dtype", "is_causal", "shapes"), FAST, ids=str)
 def test_gluon_kernels_on_hopper(d: int, dtype: torch.dtype, is_causal: bool, shapes: list) -> None:
-    run = attention_by(
-        lambda *each: hopper.gluon_forward(*each, FORWARD[d]),
-        lambda *each: hopper.backward(*each, BACKWARD[d]),
-    )
+    """With the configuration of short sequences and that of long ones."""
     wrong = []
-    for shape in shapes:
-        given = inputs(*shape, d, dtype, "cuda")
-        wrong += wrong_results(run, given, is_causal)
-        # Gradients of scores so far apart are all but zeros.
-        wrong += [f"growing {line}" for line in wrong_results(run, growing(given), is_causal, ("out",))]
+    for n in (SHORT - 1, SHORT):
+        how = forward_groups(d, n, 4)
+        backward = partial(triton_launch.backward_in_passes, how=IN_PASSES[256])
+        if d <= 128:
+            backward = partial(hopper.backward, how=backward_groups(d, n, 4))
+        run = attention_by(partial(hopper.gluon_forward, how=how), backward)
+        for shape in shapes:
+            given = inputs(*shape, d, dtype, "cuda")
+            wrong += wrong_results(run, given, is_causal)
+            # Gradients of scores so far apart are all but zeros.
+            wrong += [f"growing {line}" for line in wrong_results(run, growing(given), is_causal, ("out",))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -180,6 +185,18 @@ PLAIN_KERNELS = [
 def test_kernels_on_a_gpu(dtype: torch.dtype, is_causal: bool, shape: tuple[int, ...]) -> None:
     wrong = wrong_results(flash.flash_attention, inputs(*shape, dtype, "cuda"), is_causal)
     assert not wrong, "\n".join(wrong)
+
+
+PASSES = Passes(Tiles(32, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1))
+
+
+@interpreted_loops
+@pytest.mark.parametrize("shape", [*SHAPES[1:5], (1, 4, 1, 70, 90, 72)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_passes_in_the_interpreter(shape: Any, is_causal: bool) -> None:
+    """Tiles by descriptors: rows outside are zeros, and a group of heads shares its keys."""
+    run = attention_by(triton_forward, partial(triton_launch.backward_in_passes, how=PASSES))
+    assert largest_error(run, inputs(*shape, FP16), is_causal) < 2e-2
 
 
 # -- the interface
@@ -225,8 +242,8 @@ def test_three_dimensions_and_refusals() -> None:
     out = flash.flash_attention(q, k, v, True)
     assert out.shape == q.shape
     torch.testing.assert_close(out, plain(q[:, None], k[:, None], v[:, None], True)[:, 0])
-    with pytest.raises(InputError, match="head size 512"):
-        flash.flash_attention(*(torch.zeros(1, 4, 512) for _ in range(3)))
+    with pytest.raises(InputError, match="head size 513"):
+        flash.flash_attention(*(torch.zeros(1, 4, 513) for _ in range(3)))
     with pytest.raises(InputError, match="no multiple"):
         flash.flash_attention(torch.zeros(1, 3, 4, 8), torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))
 

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernel_runs import interpreted
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.kernels.flash_attention import dispatch, reference
-from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD, Machine
+from trainfit.kernels.flash_attention.dispatch import Machine, backward_groups, forward_groups
 from trainfit.kernels.flash_attention.hopper import launch as hopper
 from trainfit.kernels.flash_attention.hopper.schedule import lengths, shares, shift_of
-from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
+from trainfit.kernels.flash_attention.triton_launch import backward_in_passes, triton_backward, triton_forward
 
 launches = pytest.importorskip("trainfit.kernels.flash_attention.hopper.launch_cache")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,7 +45,12 @@ def choice(
 HOPPER = Machine((9, 0))
 PLAIN = (triton_forward, None, triton_backward, None)
 TILED = (reference.tiled_forward, None, reference.tiled_backward, None)
-GLUON = {d: (hopper.gluon_forward, FORWARD[d], hopper.backward, BACKWARD[d]) for d in (64, 128)}
+GLUON = {
+    d: (hopper.gluon_forward, forward_groups(d, 33, 1), hopper.backward, backward_groups(d, 33, 1))
+    for d in (64, 128)
+}
+WIDE = (hopper.gluon_forward, forward_groups(256, 33, 1), backward_in_passes, dispatch.IN_PASSES[256])
+WIDEST = (triton_forward, None, backward_in_passes, dispatch.IN_PASSES[512])
 CHOICES = {
     "d 128": (128, BF16, "bshd", HOPPER, GLUON[128]),
     "d 64": (64, FP16, "bshd", HOPPER, GLUON[64]),
@@ -53,7 +58,9 @@ CHOICES = {
     "no Gluon": (128, BF16, "bshd", Machine((9, 0), has_gluon=False), PLAIN),
     "fp32": (128, torch.float32, "bshd", HOPPER, PLAIN),
     "d 80": (80, BF16, "bshd", HOPPER, PLAIN),
-    "d 256": (256, BF16, "bshd", HOPPER, PLAIN),
+    "d 256": (256, BF16, "bshd", HOPPER, WIDE),
+    "d 320": (320, BF16, "bshd", HOPPER, WIDEST),
+    "d 320 without TMA": (320, BF16, "odd", HOPPER, PLAIN),
     "rows not on 16 bytes": (64, BF16, "odd", HOPPER, PLAIN),
     "starts between 16 bytes": (64, BF16, "shifted", HOPPER, PLAIN),
     "Blackwell": (128, BF16, "bshd", Machine((10, 0)), PLAIN),
@@ -88,6 +95,27 @@ def test_choice_by_determinism_scale_and_stride_0() -> None:
     assert dispatch.forward_launch(x, x, shared, True, 0.1, HOPPER).function is triton_forward
 
 
+def test_choice_by_length_and_groups() -> None:
+    """Short sequences of heads of 64 in tiles of 128 rows; grouped heads with more heads at once."""
+    groups = {
+        (d, n, group): forward_groups(d, n, group)
+        for d in (64, 128, 256)
+        for n in (1024, 8192)
+        for group in (1, 4)
+    }
+    assert {how.persistent for (d, n, _), how in groups.items() if d == 128 or (d, n) == (64, 1024)} == {True}
+    assert not any(how.persistent for (d, n, _), how in groups.items() if d == 256 or (d, n) == (64, 8192))
+    assert {groups[128, n, 4].heads_at_once for n in (1024, 8192)} == {16}
+    assert {how.heads_at_once for (_, _, group), how in groups.items() if group == 1} == {8}
+    backwards = [backward_groups(128, n, group).heads_at_once for n in (2048, 16384) for group in (1, 4)]
+    assert backwards == [4, 8, 4, 2]
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 5000, heads, 64, dtype=BF16).transpose(1, 2) for heads in (8, 2))
+    assert dispatch.forward_launch(q, k, k, True, 0.1, HOPPER).how == forward_groups(64, 5000, 4)
+    backward = dispatch.backward_launch(q, q, k, k, q, q, True, 0.1, HOPPER)
+    assert backward.how == backward_groups(64, 5000, 4)
+
+
 @pytest.fixture
 def _nothing_chosen() -> Iterator[None]:
     """Clear cached choices before and after the test."""
@@ -101,7 +129,7 @@ def test_an_equal_call_chooses_nothing_again(monkeypatch: pytest.MonkeyPatch) ->
     checked = []
     monkeypatch.setattr(dispatch, "fits", lambda *each: checked.append(each) or True)
     for rows in (136, 136, 144):
-        assert choice(empty(1, 2, rows, 128), HOPPER) == GLUON[128]
+        assert choice(empty(1, 2, rows, 128), HOPPER)[1] == GLUON[128][1]
     assert len(checked) == 4
 
 

@@ -2,13 +2,13 @@
 
 The choice is the same on a GPU and on the virtual GPU, so predicted memory is that of the kernels that run.
 Predictions assume a Triton with Gluon (torch 2.11 and later), and determinism as ``predict --deterministic``
-sets it. The Gluon configurations are the fastest on an H200 (benchmarks of torch 2.11, Triton 3.6: causal, 16
-heads, 8K tokens for head size 128, 16K for 64). Other head sizes, fp32 and other GPUs take the Triton
-kernels.
+sets it. The Gluon configurations are the fastest of those measured with torch 2.11 and Triton 3.6, causal:
+with four query heads for each key head on an H100 (1K, 2K, 8K and 16K tokens, 32K in all), ungrouped on an
+H200 (16 heads, 8K and 16K). Other head sizes, fp32 and other GPUs take the Triton kernels.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -18,12 +18,39 @@ from torch import Tensor
 from trainfit.kernels.custom_op import has_module, interprets_triton
 from trainfit.kernels.flash_attention import reference, triton_launch
 from trainfit.kernels.flash_attention.hopper import launch as hopper_launch
-from trainfit.kernels.flash_attention.hopper.launch import Groups, GroupsBackward, Layout, fits, layout
+from trainfit.kernels.flash_attention.hopper.launch import (
+    Groups,
+    GroupsBackward,
+    Layout,
+    fits,
+    layout,
+)
+from trainfit.kernels.flash_attention.triton_launch import Passes, Tiles, block_d
 
 HOPPER = (9, 0)
-FORWARD: dict[int, Groups] = {128: Groups(2, 128, 2), 64: Groups(3, 128, 2)}  # Fastest forward by head size
-BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 4), 64: GroupsBackward(2, 4)}
+SHORT = 4096
+"""Queries below which a sequence is short; measured are 2K and 8K."""
+FORWARD: dict[int, Groups] = {
+    256: Groups(2, 64, 2, 4),
+    128: Groups(2, 128, 2, 16, persistent=True),
+    64: Groups(3, 128, 2),
+}
+"""Fastest forward by head size."""
+SHORT_FORWARD: dict[int, Groups] = {
+    256: Groups(2, 64, 2),
+    128: FORWARD[128],
+    64: Groups(2, 128, 3, persistent=True),  # A tile of 192 rows computes a third more of 1,024 than 128
+}
+BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 2), 64: GroupsBackward(2, 2)}
 """Fastest backward by head size. It accumulates dQ with atomics, so its last bits vary between runs."""
+SHORT_BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 8), 64: GroupsBackward(2, 8)}
+IN_PASSES = {
+    256: Passes(Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 3), Tiles(64, 64, 4, 2)),
+    512: Passes(Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
+}
+"""Fastest tiles of a backward in passes by the columns of a tile; narrower heads are faster by triton.py."""
+UNGROUPED_FORWARD, UNGROUPED_BACKWARD = 8, 4
+"""Heads at once where each query head has its own keys, which take more of the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +66,13 @@ class Launch:
     """A launcher and its configuration; None: the launcher chooses tiles itself."""
 
     function: Callable[..., Any]
-    how: Groups | GroupsBackward | None = None
+    how: Groups | GroupsBackward | Passes | None = None
 
     @property
     def kernel(self) -> str:
-        """``gluon``, ``plain`` or ``tiled``."""
+        """``gluon``, ``passes``, ``plain`` or ``tiled``."""
+        if isinstance(self.how, Passes):
+            return "passes"
         if self.how is not None:
             return "gluon"
         return "plain" if self.function.__module__ == triton_launch.__name__ else "tiled"
@@ -83,12 +112,37 @@ def _chosen(
     dtype, d = layouts[0].dtype, layouts[0].shape[-1]
     if dtype == torch.float64:
         return Launch(reference.tiled_backward if backward else reference.tiled_forward)
-    has_gluon = machine.capability == HOPPER and machine.has_gluon and d in FORWARD and not deterministic
-    if not has_gluon or not fits(layouts, has_positive_scale):
-        return Launch(triton_launch.triton_backward if backward else triton_launch.triton_forward)
-    if backward:
-        return Launch(hopper_launch.backward, BACKWARD[d])
-    return Launch(hopper_launch.gluon_forward, FORWARD[d])
+    has_tma = machine.capability == HOPPER and machine.has_gluon and fits(layouts, has_positive_scale)
+    if has_tma and not backward and d in FORWARD:
+        return Launch(hopper_launch.gluon_forward, forward_groups(*_sizes(layouts)))
+    if has_tma and backward and d in BACKWARD and not deterministic:
+        return Launch(hopper_launch.backward, backward_groups(*_sizes(layouts)))
+    if has_tma and backward and block_d(d) in IN_PASSES:
+        return Launch(triton_launch.backward_in_passes, IN_PASSES[block_d(d)])
+    return Launch(triton_launch.triton_backward if backward else triton_launch.triton_forward)
+
+
+def _sizes(layouts: tuple[Layout, ...]) -> tuple[int, int, int]:
+    """Return head size, queries, and query heads for each key head; q's layout is the first."""
+    (_, heads, n, d), key_heads = layouts[0].shape, min(each.shape[1] for each in layouts)
+    return d, n, heads // key_heads
+
+
+def forward_groups(d: int, n: int, group: int) -> Groups:
+    """Return the fastest forward.
+
+    Args:
+        n: Queries.
+        group: Query heads for each key head.
+    """
+    how = (SHORT_FORWARD if n < SHORT else FORWARD)[d]
+    return how if group > 1 else replace(how, heads_at_once=UNGROUPED_FORWARD)
+
+
+def backward_groups(d: int, n: int, group: int) -> GroupsBackward:
+    """Return the fastest backward; arguments as of ``forward_groups``."""
+    how = (SHORT_BACKWARD if n < SHORT else BACKWARD)[d]
+    return how if group > 1 else replace(how, heads_at_once=UNGROUPED_BACKWARD)
 
 
 @cache

@@ -3,7 +3,7 @@
 With ``TRITON_INTERPRET=1`` the Triton kernels run on every device, in Triton's interpreter.
 
 Shapes: q [b, h, n, d], k and v [b, k, m, d] with h a multiple of k (grouped-query attention), or all [b, n,
-d]. Any n and m, d up to 256, any strides; fp16, bf16, fp32 (fp64 in PyTorch only). The result has q's dtype
+d]. Any n and m, d up to 512, any strides; fp16, bf16, fp32 (fp64 in PyTorch only). The result has q's dtype
 and layout. Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 
 Saved for backward: q, k, v, the output and one fp32 log-sum-exp per row. The backward allocates three
@@ -31,7 +31,8 @@ from trainfit.kernels.flash_attention.dispatch import (
 from trainfit.kernels.flash_attention.reference import tiled_backward, tiled_forward, wide_of
 from trainfit.spec.errors import InputError
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
+MAX_WIDE_HEAD_SIZE = 256  # In fp32
 
 
 class FlashAttention(torch.autograd.Function):
@@ -138,6 +139,11 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(
             f"head size {q.shape[-1]}: the kernels hold a whole head",
             f"use 1 to {MAX_HEAD_SIZE}, or attention: sdpa",
+        )
+    if q.shape[-1] > MAX_WIDE_HEAD_SIZE and q.dtype == torch.float32:
+        raise InputError(
+            f"head size {q.shape[-1]} in fp32: the kernels hold a whole head",
+            f"use 1 to {MAX_WIDE_HEAD_SIZE}, 16 bits, or attention: sdpa",
         )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise InputError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}", "use one floating dtype for all three")

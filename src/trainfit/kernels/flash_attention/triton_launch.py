@@ -24,19 +24,38 @@ class Tiles:
 
     def arguments(self, q: Tensor) -> dict[str, Any]:
         """Return the launch arguments of a kernel for queries ``q``."""
-        d, tf32 = q.shape[-1], torch.backends.cuda.matmul.fp32_precision == "tf32"
+        d = q.shape[-1]
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
             "EVEN_D": block_d(d) == d, "HEADS_AT_ONCE": self.heads_at_once,
-            # TF32 rounds fp32 inputs to 10 bits of mantissa; the user allows it as for any matrix product.
-            "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32 else "tf32",
+            "PRECISION": _precision(q.dtype),
             "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.max_registers,
         }  # fmt: skip
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Return how tensor cores multiply fp32: three products of TF32, as in PyTorch's efficient kernel.
+
+    One product rounds to 10 bits of mantissa; the user allows it as for any matrix product. AMD's GPUs
+    multiply fp32 as such.
+    """
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "tf32x3" if torch.version.hip is None else "ieee"
+    return "tf32"
 
 
 def block_d(d: int) -> int:
     """Return the columns of a tile: the next power of two."""
     return max(16, 1 << (d - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Tiles of a backward in three kernels: dV, dK and dQ."""
+
+    values: Tiles
+    keys: Tiles
+    queries: Tiles
 
 
 def triton_forward(
@@ -88,7 +107,7 @@ def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor,
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
     _kernels().prepare_kernel[(blocks * b * h,)](
         out, gradient, lse, lse_2, delta, n, blocks * ROWS, d, h, *out.stride(), *gradient.stride(),
-        BLOCK_M=ROWS, BLOCK_D=block_d(d), EVEN_D=block_d(d) == d,
+        BLOCK_M=ROWS, BLOCK_D=block_d(d), EVEN_D=block_d(d) == d, num_warps=4 if d <= 256 else 16,
     )  # fmt: skip
     return lse_2, delta
 
@@ -121,6 +140,49 @@ def triton_query_gradient(inputs: tuple[Tensor, ...], is_causal: bool, scale: fl
     return dq
 
 
+def backward_in_passes(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, how: Passes,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v without atomics; scratch: two fp32 values per row."""
+    inputs = (q, k, v, gradient, *triton_prepared(gradient, out, lse))
+    dk, dv, dq = torch.empty_like(k), torch.empty_like(v), torch.empty_like(q)
+    _launch_pass("key_gradient_tma_kernel", dv, inputs, is_causal, scale, how.values, {"OF_VALUES": True})
+    _launch_pass("key_gradient_tma_kernel", dk, inputs, is_causal, scale, how.keys, {"OF_VALUES": False})
+    _launch_pass("query_gradient_tma_kernel", dq, inputs, is_causal, scale, how.queries, {})
+    return dq, dk, dv
+
+
+def _launch_pass(
+    kernel: str, made: Tensor, inputs: tuple[Tensor, ...], is_causal: bool, scale: float, how: Tiles,
+    more: dict[str, bool],
+) -> None:  # fmt: skip
+    """Launch one kernel of ``backward_in_passes``, which writes ``made``."""
+    from trainfit.kernels.flash_attention import triton_tma as kernels
+    from trainfit.kernels.flash_attention.hopper import launch_cache
+
+    q, k, v, gradient, lse_2, delta = inputs
+    (b, h, n, d), (kv_heads, m), columns = q.shape, k.shape[1:3], block_d(q.shape[-1])
+    of_rows, of_keys = (1, 1, how.block_m, columns), (1, 1, how.block_n, columns)
+    if "OF_VALUES" in more:
+        programs, heads = -(-m // how.block_n) * b * kv_heads, (h, kv_heads, b * kv_heads)
+    else:
+        programs, heads = -(-n // how.block_m) * b * h, (h, b * h, h // kv_heads)
+    launch_cache.launch(
+        getattr(kernels, kernel), (programs,),
+        ((q, of_rows), (k, of_keys), (v, of_keys), (gradient, of_rows)),
+        (
+            made, lse_2, delta, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, *heads,
+            *made.stride()[:3],
+        ),
+        {
+            "BLOCK_M": how.block_m, "BLOCK_N": how.block_n, "BLOCK_D": columns, "CAUSAL": is_causal,
+            "HEADS_AT_ONCE": how.heads_at_once, **more,
+        },
+        in_gluon=False, options={"num_warps": how.warps, "num_stages": how.stages},
+    )  # fmt: skip
+
+
 def _kernels() -> Any:
     from trainfit.kernels.flash_attention import triton
 
@@ -135,10 +197,14 @@ def tiles(kernel: str, x: Tensor) -> Tiles:
     d, narrow = x.shape[-1], _shared_bytes(x.device) < HOPPER_SHARED_BYTES
     if x.dtype != torch.float32 and d <= 128:
         return (NARROW_TILES if narrow else TILES)[kernel][d > 64]
+    if x.dtype != torch.float32 and not narrow:
+        return WIDE_TILES[kernel][d > 256]
+    if d <= 128 and not narrow:
+        return FP32_TILES[kernel][d > 64]
     row_bytes = block_d(d) * x.element_size()
     if row_bytes > 512:
-        return Tiles(16, 16, 4, 1) if narrow else Tiles(32, 32, 4, 1)
-    return Tiles(32, 32, 4, 2) if narrow and row_bytes > 256 else Tiles(64, 32, 4, 2)
+        return Tiles(16, 16, 4, 1)  # Larger ones spill thousands of registers
+    return Tiles(32, 32, 4, 2) if row_bytes > 256 else Tiles(64, 32, 4, 2)
 
 
 HOPPER_SHARED_BYTES = 227 * 1024  # Shared memory per program (CUDA programming guide, compute capability 9.0)
@@ -148,6 +214,18 @@ TILES = {
     "queries": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
 }
 """Tiles by kernel on an H200, in 16 bits: for head sizes up to 64 and up to 128."""
+WIDE_TILES = {
+    "forward": (Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    "keys": (Tiles(64, 32, 4, 2), Tiles(16, 16, 4, 1)),
+    "queries": (Tiles(64, 32, 4, 2), Tiles(16, 16, 4, 1)),
+}
+"""The same for head sizes up to 256 and up to 512, on an H100."""
+FP32_TILES = {
+    "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    "keys": (Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2)),
+    "queries": (Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
+}
+"""Tiles by kernel in fp32, fastest of three or four on an H100, 2,048 tokens: up to 64 and up to 128."""
 NARROW_TILES = {
     "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2)),
     "keys": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),

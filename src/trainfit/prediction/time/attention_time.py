@@ -103,8 +103,8 @@ def _masked_in_16_bits(masked: bool, dtype: str) -> bool:
 
 
 def _computed_head(op: Op) -> int:
-    """Our plain kernels compute columns of a power of two (kernels/flash_attention/triton_launch.py)."""
-    return max(16, 1 << (op.head - 1).bit_length()) if op.kernel == "plain" else op.head
+    """Our Triton kernels compute columns of a power of two (kernels/flash_attention/triton_launch.py)."""
+    return max(16, 1 << (op.head - 1).bit_length()) if op.kernel in ("plain", "passes") else op.head
 
 
 @cache

@@ -43,6 +43,11 @@ def flop_rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
+PRODUCTS_IN_PASSES = {"plain": 7, "passes": 8}
+"""Products of trainfit's backward where several kernels compute the scores (and the weights' gradient) again:
+plain two kernels (kernels/flash_attention/triton_launch.py), passes three (triton_tma.py)."""
+
+
 def count(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, kernel: str = ""
 ) -> OpFlops | None:
@@ -54,10 +59,9 @@ def count(
     if rule is None:
         return NONE if does_no_matrix_work(func) else None
     counted = rule(args, kwargs, out)
-    if counted and kernel == "plain" and func._schema.name == "trainfit::flash_attention_backward":
-        # Two passes (kernels/flash_attention/triton_launch.py): both compute the scores and the weights'
-        # gradient, seven products for five.
-        return counted._replace(full=counted.full // 5 * 7, causal=counted.causal // 5 * 7)
+    products = PRODUCTS_IN_PASSES.get(kernel)
+    if counted and products and func._schema.name == "trainfit::flash_attention_backward":
+        return counted._replace(full=counted.full // 5 * products, causal=counted.causal // 5 * products)
     return counted
 
 
@@ -179,7 +183,7 @@ def own_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFl
 
 @flop_rule("trainfit::flash_attention_backward")
 def own_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
-    """Count trainfit's backward as five products; ``count`` makes them seven for the two-pass kernels."""
+    """Count trainfit's backward as five products; ``count`` makes them more for several passes."""
     return _heads_first(args[1:4], args[6], backward=True, last=True)
 
 

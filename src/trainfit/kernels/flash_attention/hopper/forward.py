@@ -84,7 +84,7 @@ def _load_tiles(
     """Load each group's queries, keys and values as the groups release their buffers (loading warp)."""
     done = 0
     for turn in range(_count(n, all_heads, shift)):
-        first, batch, head = _position(_number(turn, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+        first, batch, head = _position(_number(turn, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE, True)
         tiles, _ = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
         kv_head = head // group
         _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, 0)
@@ -113,7 +113,7 @@ def _compute_tiles(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
     count = _count(n, all_heads, shift)
-    first, batch, head = _position(_number(0, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+    first, batch, head = _position(_number(0, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE, True)
     tiles, _ = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
     mbarrier.wait(q_full.index(member), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -132,7 +132,7 @@ def _compute_tiles(
         acc, p, shrink, row_max, row_sum = _all_steps(
             p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
             whole, tiles, done, buffer, first + rows, n, m, scale_log2, s_layout, o_layout, p_layout,
-            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
+            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, True,
         )  # fmt: skip
         _release(q_empty.index(buffer))
         last = (done + tiles - 1) % STAGES
@@ -140,7 +140,7 @@ def _compute_tiles(
         # After the last tile the code below runs once more, on stale buffers; its result is not used.
         has_next = (turn + 1 < count).to(gl.int32)
         next_first, next_batch, next_head = _position(
-            _number(turn + has_next, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE
+            _number(turn + has_next, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE, True
         )
         next_tiles, _ = _tile_numbers(next_first, n, m, GROUPS, BLOCK_N, CAUSAL)
         next_buffer, next_phase = _query_buffer(turn + 1, member)
@@ -157,7 +157,7 @@ def _compute_tiles(
         _release(v_empty.index(last))
         _finish(
             OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout,
-            GROUPS, BLOCK_D
+            True, BLOCK_D
         )  # fmt: skip
         first, batch, head = next_first, next_batch, next_head
         row_max, row_sum = next_max, next_sum
@@ -178,7 +178,7 @@ def _load_tile(
     HEADS_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Load each group's queries, and keys and values as the groups release their buffers (loading warp)."""
-    first, batch, head = _position(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+    first, batch, head = _position(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE, False)
     tiles, _ = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
     kv_head = head // group
     _load(Q, q_tiles, q_full, 0, batch, head, first)
@@ -205,26 +205,26 @@ def _compute_tile(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
-    first, batch, head = _position(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+    first, batch, head = _position(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE, False)
     tiles, whole = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
     mbarrier.wait(q_full.index(member), 0)
     mbarrier.wait(k_full.index(0), 0)
     scores = _scores(q_tiles, k_tiles, member, 0, s_layout, BLOCK_N, BLOCK_D)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    _free(None, NAMED, 0, GROUPS)
+    _free(None, NAMED, 0, GROUPS, False)
     p, row_max, row_sum, shrink = _first_step(
         scores, first + rows, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, v_tiles.dtype
     )
     acc, p, shrink, row_max, row_sum = _all_steps(
         p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, None, v_full, None,
         whole, tiles, 0, member, first + rows, n, m, scale_log2, s_layout, o_layout, p_layout,
-        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
+        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, False,
     )  # fmt: skip
     acc, probabilities = _added(acc, p, shrink, v_tiles, (tiles - 1) % STAGES, p_layout, BLOCK_N, BLOCK_D)
     acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
     # The output reuses the buffer of the queries, which are no longer read.
     _finish(
-        OUT, LSE, q_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout, GROUPS,
+        OUT, LSE, q_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout, False,
         BLOCK_D
     )  # fmt: skip
     tma.store_wait(0)
@@ -243,15 +243,15 @@ def _barriers(number: gl.constexpr, count: gl.constexpr):
 def forward_gluon_kernel(
     Q, K, V, OUT, LSE, scale_log2, n, m, heads, all_heads, group, shift,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
+    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of GROUPS x 64 query rows of one head: one per program, or many with two groups."""
-    gl.static_assert(GROUPS == 2 or GROUPS == 3)
+    """Compute tiles of GROUPS x 64 query rows of one head: one per program, or many with PERSISTENT."""
+    gl.static_assert(GROUPS == 2 or (GROUPS == 3 and not PERSISTENT))
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
     v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
     k_full, v_full = _barriers(STAGES, 1), _barriers(STAGES, 1)
     # Triton 3.6 loses which elements are constants when a tuple is assembled from others.
-    if GROUPS == 2:
+    if PERSISTENT:
         q_tiles = gl.allocate_shared_memory(Q.dtype, [4] + Q.block_type.shape, Q.layout)
         o_tiles = gl.allocate_shared_memory(Q.dtype, [2] + Q.block_type.shape, Q.layout)
         q_full, q_empty = _barriers(4, 1), _barriers(4, 1)
@@ -269,6 +269,25 @@ def forward_gluon_kernel(
                 (_load_tiles, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full,
                                v_empty, n, m, heads, all_heads, group, shift, BLOCK_N, STAGES, CAUSAL,
                                HEADS_AT_ONCE)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    elif GROUPS == 2:
+        gl.static_assert(NAMED + 2 * STAGES <= 16)
+        q_tiles = gl.allocate_shared_memory(Q.dtype, [2] + Q.block_type.shape, Q.layout)
+        q_full = _barriers(2, 1)
+        fence_async_shared()
+        _barrier()
+        gl.warp_specialize(
+            [
+                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n,
+                                 m, heads, all_heads, 0, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
+                                 HEADS_AT_ONCE)),
+                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n,
+                                 m, heads, all_heads, 1, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
+                                 HEADS_AT_ONCE)),
+                (_load_tile, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, n, m, heads,
+                              all_heads, group, GROUPS, BLOCK_N, STAGES, CAUSAL, HEADS_AT_ONCE)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip

@@ -22,11 +22,8 @@ class Groups:
     block_n: int
     stages: int
     heads_at_once: int = 8
-
-    @property
-    def persistent(self) -> bool:
-        """True if each multiprocessor runs one program with many tiles, instead of one program per tile."""
-        return self.groups == 2
+    persistent: bool = False
+    """Each multiprocessor runs one program with many tiles, instead of one program per tile (two groups)."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,11 @@ def layout(x: Tensor) -> Layout:
 def fits(layouts: tuple[Layout, ...], has_positive_scale: bool) -> bool:
     """Return whether TMA and the kernels support [b, heads, rows, d] tensors like these, and the scale.
 
-    Required: 16 bits, d up to 128, contiguous columns, addresses and other strides in multiples of 16 bytes
+    Required: 16 bits, contiguous columns, addresses and other strides in multiples of 16 bytes
     (CUDA driver API, cuTensorMapEncodeTiled).
     """
     return has_positive_scale and all(
-        x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.strides[-1] == 1
+        x.dtype in (torch.float16, torch.bfloat16) and x.strides[-1] == 1
         and 0 not in x.shape and all(stride and stride % 8 == 0 for stride in x.strides[:-1])
         and x.past_16_bytes == 0
         for x in layouts
@@ -96,7 +93,7 @@ def gluon_forward(
         (lse, scale * math.log2(math.e), n, m, h, b * h, h // kv_heads, shift),
         {
             "GROUPS": how.groups, "BLOCK_N": how.block_n, "BLOCK_D": columns, "STAGES": how.stages,
-            "CAUSAL": is_causal, "HEADS_AT_ONCE": how.heads_at_once,
+            "CAUSAL": is_causal, "HEADS_AT_ONCE": how.heads_at_once, "PERSISTENT": how.persistent,
         },
     )  # fmt: skip
     return out, lse

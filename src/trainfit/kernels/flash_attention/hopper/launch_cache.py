@@ -10,6 +10,7 @@ recompile (debug, instrumentation, custom pipelines), which have to be set befor
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,28 +44,31 @@ def launch(
     constants: Mapping[str, Any],
     *,
     in_gluon: bool = True,
+    options: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Launch ``kernel[grid](*descriptors of tiles, *values, **constants)``, in the order of its parameters.
 
     Args:
+        options: Of compilation, such as ``num_warps``.
         values: Tensors, floats (never specialised) and integers (which Triton may specialise).
         in_gluon: The descriptors hold their blocks' layouts, as Gluon kernels need.
     """
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        kernel[grid](*(_descriptor(tile, in_gluon) for tile in tiles), *values, **constants)
+        kernel[grid](*(_descriptor(tile, in_gluon) for tile in tiles), *values, **constants, **options)
         return
     active: Any = driver.active
     # The Python function identifies the kernel; hashing a JITFunction would hash its source.
     key = (
         active.get_current_device(), kernel.fn, grid,
         *map(_kind_of_tile, tiles), *map(_kind, values), *constants.values(),
+        *options.values(),
     )  # fmt: skip
     cached = _cache.get(key)
     if cached is not None:
         cached.run(*map(_with_tensor, cached.types, cached.fields, tiles), *values, *constants.values())
         return
     descriptors = [_descriptor(tile, in_gluon) for tile in tiles]
-    compiled = kernel[grid](*descriptors, *values, **constants)
+    compiled = kernel[grid](*descriptors, *values, **constants, **options)
     if isinstance(compiled, CompiledKernel):  # None if a hook of Triton replaced the launch
         last = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
         assert last == list(constants), (kernel.arg_names, list(constants))

@@ -6,9 +6,9 @@
 """Parts of FlashAttention's Hopper kernels in Gluon: barriers, the online softmax, steps of the forward.
 
 Keys are processed from the last to the first, so masked tiles come first; a program without keys (causal, n >
-m) processes one fully masked tile. Two groups process many tiles per program and release buffers of keys and
-values through mbarriers in shared memory; three groups process one tile and release them through named
-barriers (PTX ISA, bar.sync and bar.arrive), at which threads arrive without waiting.
+m) processes one fully masked tile. Persistent programs process many tiles and release buffers of keys and
+values through mbarriers in shared memory; others process one tile and release them through named barriers
+(PTX ISA, bar.sync and bar.arrive), at which threads arrive without waiting.
 """
 
 from __future__ import annotations
@@ -163,10 +163,12 @@ def _operand(p, dtype: gl.constexpr, p_layout: gl.constexpr):
 
 
 @gluon.jit
-def _position(number, n, heads, all_heads, GROUPS: gl.constexpr, HEADS_AT_ONCE: gl.constexpr):
+def _position(
+    number, n, heads, all_heads, GROUPS: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr
+):
     """Return first row, batch and head of a tile: HEADS_AT_ONCE heads at a time, their longest rows first.
 
-    With two groups every other set of heads, counted from the last, starts with its shortest rows, so
+    In persistent programs every other set of heads, counted from the last, starts with its shortest rows, so
     neighbouring tiles have similar lengths. ``lengths`` in schedule.py follows the same order.
     """
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
@@ -175,7 +177,7 @@ def _position(number, n, heads, all_heads, GROUPS: gl.constexpr, HEADS_AT_ONCE: 
     first_head = group * HEADS_AT_ONCE
     num_heads = gl.minimum(HEADS_AT_ONCE, all_heads - first_head)
     index = number - first_head * blocks
-    if GROUPS == 2:
+    if PERSISTENT:
         if (gl.cdiv(all_heads, HEADS_AT_ONCE) - group) % 2 == 0:
             index = num_heads * blocks - 1 - index
     batch_head = first_head + index % num_heads
@@ -201,9 +203,9 @@ def _load(X, tiles, full, buffer, batch, head, row):
 
 
 @gluon.jit
-def _free(empty, barrier, stage, GROUPS: gl.constexpr):
+def _free(empty, barrier, stage, GROUPS: gl.constexpr, PERSISTENT: gl.constexpr):
     """Release a buffer of keys or values through ``empty`` or the named barriers from ``barrier`` on."""
-    if GROUPS == 2:
+    if PERSISTENT:
         _release(empty.index(stage))
     else:
         _arrive_at(barrier + stage, GROUPS * GROUP_THREADS + 32)
@@ -252,7 +254,7 @@ def _steps(
     acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     start, stop, tiles, done, buffer, rows, n, m, scale_log2, s_layout: gl.constexpr, p_layout: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Run steps ``start`` to ``stop``: this step's scores overlap the last step's product with the values.
 
@@ -266,7 +268,7 @@ def _steps(
         scores = _scores(q_tiles, k_tiles, buffer, stage, s_layout, BLOCK_N, BLOCK_D)
         acc, probabilities = _added(acc, p, shrink, v_tiles, old_stage, p_layout, BLOCK_N, BLOCK_D)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        _free(k_empty, NAMED, stage, GROUPS)
+        _free(k_empty, NAMED, stage, GROUPS, PERSISTENT)
         new_p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1 - step) * BLOCK_N, n, m, scale_log2,
             gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL,
@@ -275,7 +277,7 @@ def _steps(
         # softmax.
         mbarrier.wait(v_full.index(stage), phase)
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
-        _free(v_empty, NAMED + STAGES, old_stage, GROUPS)
+        _free(v_empty, NAMED + STAGES, old_stage, GROUPS, PERSISTENT)
         p = _packed(new_p, v_tiles.dtype)
     return acc, p, shrink, row_max, row_sum
 
@@ -285,7 +287,7 @@ def _all_steps(
     p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     whole, tiles, done, buffer, rows, n, m, scale_log2, s_layout: gl.constexpr, o_layout: gl.constexpr,
     p_layout: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """Run all steps but the first, masked ones first; the last step's values remain to be added."""
     acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, o_layout)
@@ -293,19 +295,19 @@ def _all_steps(
     acc, p, shrink, row_max, row_sum = _steps(
         acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
         1, tiles - whole, tiles, done, buffer, rows, n, m, scale_log2, s_layout, p_layout,
-        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, True,
+        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, PERSISTENT, True,
     )  # fmt: skip
     return _steps(
         acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
         tiles - whole, tiles, tiles, done, buffer, rows, n, m, scale_log2, s_layout, p_layout,
-        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, False,
+        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, PERSISTENT, False,
     )  # fmt: skip
 
 
 @gluon.jit
 def _finish(
     OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member: gl.constexpr,
-    s_layout: gl.constexpr, GROUPS: gl.constexpr, BLOCK_D: gl.constexpr,
+    s_layout: gl.constexpr, PERSISTENT: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Store the log-sum-exp of a group's 64 rows and start storing their output."""
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -317,7 +319,7 @@ def _finish(
     at = (batch * heads + head).to(gl.int64) * n + rows
     gl.store(LSE + at, lse, mask=rows < n)
     out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if GROUPS == 2:  # the previous tile may still be stored from this buffer
+    if PERSISTENT:  # the previous tile may still be stored from this buffer
         tma.store_wait(0)
         _barrier()
     o_tiles.index(member).reshape([GROUP_ROWS, BLOCK_D]).store(out.to(o_tiles.dtype))
