@@ -49,6 +49,9 @@ COMMON = [
 KINDS = {
     "bf16": ["precision=bf16"], "fp8": ["precision=fp8"], 
     "fp8-kernels": ["precision=fp8", "block_kernels=fp8"],
+    "fp8-scales": ["precision=fp8", "block_kernels=fp8", "fp8_weights=scales"],
+    "fp8-codes": ["precision=fp8", "block_kernels=fp8", "fp8_weights=codes"],
+    "fp8-layouts": ["precision=fp8", "block_kernels=fp8", "fp8_weights=both-layouts"],
     "bf16-swiglu": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu"],
     "bf16-fused": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu-rope"],
     "bf16-attention": [

@@ -221,13 +221,20 @@ def gates_in_fp8(n: int, f: int) -> Call:
 
     def run(step: int) -> None:
         # The kernels that look for the largest magnitude: without their launchers' zeros on a device.
-        for kernel, tensors in (
-            ("swiglu_amax_kernel", (both,)),
-            ("swiglu_backward_amax_kernel", (gradient, both)),
-        ):
-            swiglu_fp8._launch(kernel, both, *tensors, amax, loops=swiglu_fp8.LOOPS)
+        swiglu_fp8._launch("swiglu_amax_kernel", swiglu_fp8.AMAX, both, amax)
+        swiglu_fp8._launch("swiglu_backward_amax_kernel", swiglu_fp8.BACKWARD_AMAX, gradient, both, amax)
         swiglu_fp8.triton_forward(both, amax)
         swiglu_fp8.triton_backward(gradient, both, amax)
+
+    return run
+
+
+def gates_by_earlier_scales(n: int, f: int) -> Call:
+    both, gradient, history = empty(n, 2 * f), empty(n, f), empty(2, dtype=FP32)
+
+    def run(step: int) -> None:
+        swiglu_fp8.triton_delayed(both, history)
+        swiglu_fp8.triton_backward_delayed(gradient, both, history)
 
     return run
 
@@ -319,6 +326,8 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"split {name}", split_rotation(dtype, 2, 1024, 64)
     yield "gates in fp8, large", gates_in_fp8(2**18, 14336)
     yield "gates in fp8, odd", gates_in_fp8(257, 1543)
+    yield "gates in fp8 by earlier scales, large", gates_by_earlier_scales(2**18, 14336)
+    yield "gates in fp8 by earlier scales, odd", gates_by_earlier_scales(257, 1543)
     for sizes, shape in (("large", (2**21, 1040)), ("odd", (257, 1543))):
         yield f"weights in fp8, {sizes}", weights_in_fp8(*shape)
     yield "norm large and odd", norm(BF16, 2**20, 2049)

@@ -76,10 +76,16 @@ def test_reads_are_not_taken_out_of_their_loop(compiled: dict[str, dict]):
 
 
 @pytest.mark.parametrize("sizes", ["large", "odd"])
-def test_each_byte_that_is_transposed_was_converted_before(compiled: dict[str, dict], sizes: str):
+@pytest.mark.parametrize("scales", ["", " by earlier scales"])
+def test_each_byte_that_is_transposed_was_converted_before(
+    compiled: dict[str, dict], scales: str, sizes: str
+):
     """ptxas 12.8 and 12.9 read a byte before its conversion where nothing stands between them."""
-    codes = compiled[f"gates in fp8, {sizes}"]["sass"]
+    codes = compiled[f"gates in fp8{scales}, {sizes}"]["sass"]
     for name, of_thread in (("swiglu_fp8_kernel", 32), ("swiglu_backward_fp8_kernel", 64)):
-        found = [byte for stored in stored_in_shared(codes[name]) for byte in stored]
+        stored = list(stored_in_shared(codes[name]))
+        if scales:  # Warps exchange the largest magnitudes too, fp32.
+            stored = [one for one in stored if one != [None] * 4]
+        found = [byte for one in stored for byte in one]
         assert set(map(type, found)) == {tuple}, name
         assert len(set(found)) == of_thread, name

@@ -32,13 +32,13 @@ def gradients(gradient: Tensor, gate_up: Tensor) -> Tensor:
     return torch.autograd.grad(hidden(leaf), leaf, gradient.double())[0]
 
 
-def in_fp32(kernel: str, *tensors: Tensor, columns: int, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+def in_fp32(kernel: str, *tensors: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Launch a kernel with outputs in fp32, which it does not round."""
     gate_up = tensors[-2]
     n = len(gate_up)
     out = gate_up.new_empty(n, columns, dtype=torch.float32)
     transposed, scale = out.new_empty(columns, n), out.new_empty(1)
-    fp8._launch(kernel, gate_up, *tensors, out, transposed, scale, LARGEST=largest)
+    fp8._launch(kernel, fp8.Tile(), *tensors, out, transposed, scale)
     return out, transposed, scale
 
 
@@ -54,7 +54,7 @@ def test_kernels_compute_what_is_rounded(shape: tuple[int, int], dtype: torch.dt
     for kernel, tensors, expected, amax, code in cases:
         torch.testing.assert_close(amax.double(), expected.abs().amax().reshape(1), rtol=1e-6, atol=0)
         largest = torch.finfo(code).max
-        out, transposed, scale = in_fp32(kernel, *tensors, amax, columns=expected.shape[1], largest=largest)
+        out, transposed, scale = in_fp32(kernel, *tensors, amax, columns=expected.shape[1])
         torch.testing.assert_close(scale, amax / largest)
         off = (out.double() * scale.double() - expected).abs().max() / expected.abs().max()
         assert off < 1e-6, kernel
@@ -110,3 +110,33 @@ def test_zeros_and_larger_values_than_expected() -> None:
     gate_up, _ = given(16, 32, torch.float32)
     codes, _, _ = fp8.triton_forward(gate_up, fp8.reference_amax(gate_up) / 4)
     assert codes.float().abs().max() == torch.finfo(E4M3).max
+
+
+def test_the_scale_of_the_step_before() -> None:
+    """The first step measures; the next rounds by it whatever comes, and notes what came."""
+    gate_up, gradient = given(130, 144, torch.float32)
+    for run, reference, measure, tensors in (
+        (fp8.triton_delayed, fp8.reference_delayed, fp8.reference_amax, (gate_up,)),
+        (fp8.triton_backward_delayed, fp8.reference_backward_delayed, fp8.reference_backward_amax,
+         (gradient, gate_up)),
+    ):  # fmt: skip
+        amax = measure(*tensors)
+        for before, since in ((0.0, 0.0), (0.0, 2 * amax.item()), (amax.item() / 4, 0.0), (1e4, 0.5)):
+            found, expected = (torch.tensor([before, since]) for _ in range(2))
+            codes, transposed, scale = run(*tensors, found)
+            _, _, expected_scale = reference(*tensors, expected)
+            torch.testing.assert_close(found, expected)
+            assert found.tolist() == pytest.approx([before, max(since, amax.item())])
+            torch.testing.assert_close(scale, expected_scale)
+            used = before or max(since, amax.item())
+            assert scale.item() == pytest.approx(used / torch.finfo(codes.dtype).max)
+            assert torch.equal(transposed.float(), codes.float().t())
+
+
+def test_nan_of_a_step_is_infinite_in_the_next() -> None:
+    gate_up, _ = given(16, 32, torch.float32)
+    gate_up[3, 5] = float("nan")
+    for run in (fp8.triton_delayed, fp8.reference_delayed):
+        history = torch.tensor([1.0, 0.0])
+        run(gate_up, history)
+        assert history.tolist() == [1.0, float("inf")]

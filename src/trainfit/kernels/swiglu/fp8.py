@@ -12,6 +12,7 @@ and the gradient is written in 16 bits.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,19 @@ from trainfit.kernels.fp8_cast.op import E4M3, E5M2, LEAST, rounded, transposed_
 from trainfit.kernels.swiglu.op import reference_backward
 
 TRITON = "kernels.swiglu.fp8_triton"
-ROWS, BLOCK = 64, 128  # Tokens and columns of a program's tile
-LOOPS = 4  # Tiles of a program that looks for the largest magnitude: an atomic operation each
+
+
+class Tile(NamedTuple):
+    """Tokens and columns of a program, its warps, and how many such tiles it looks at, one after another."""
+
+    rows: int = 64
+    block: int = 128
+    num_warps: int = 8
+    loops: int = 1
+
+
+AMAX, BACKWARD_AMAX = Tile(loops=4), Tile(16, 256, 4, 8)
+"""Of the kernels that look for the largest magnitude, which end in an atomic operation each."""
 
 
 @cache
@@ -32,6 +44,12 @@ def register() -> None:
     declare("swiglu_fp8", reference_forward, _fake_forward, triton=triton_forward)
     declare("swiglu_backward_amax", reference_backward_amax, _fake_amax, triton=triton_backward_amax)
     declare("swiglu_backward_fp8", reference_backward_fp8, _fake_backward, triton=triton_backward)
+    kept = ("history",)
+    declare("swiglu_fp8_delayed", reference_delayed, _fake_forward, triton=triton_delayed, mutates=kept)
+    declare(
+        "swiglu_backward_fp8_delayed", reference_backward_delayed, _fake_backward,
+        triton=triton_backward_delayed, mutates=kept,
+    )  # fmt: skip
 
 
 def reference_amax(gate_up: Tensor) -> Tensor:
@@ -56,6 +74,30 @@ def reference_backward_fp8(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> t
     return codes, transposed_bytes(codes), scale
 
 
+def reference_delayed(gate_up: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_forward`` by the largest magnitude of the step before.
+
+    Args:
+        history: fp32 [2]: that magnitude, and the largest one since, which this raises. If the first is 0,
+            none is known, and the second stands in for it.
+    """
+    return reference_forward(gate_up, _noted(history, reference_amax(gate_up)))
+
+
+def reference_backward_delayed(
+    gradient: Tensor, gate_up: Tensor, history: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_backward_fp8`` by the largest magnitude of the step before."""
+    amax = _noted(history, reference_backward_amax(gradient, gate_up))
+    return reference_backward_fp8(gradient, gate_up, amax)
+
+
+def _noted(history: Tensor, amax: Tensor) -> Tensor:
+    """Raise the largest magnitude since the step before, and return the one to round by."""
+    history[1:].copy_(torch.maximum(history[1:], amax.nan_to_num(float("inf"))))
+    return torch.where(history[:1] > 0, history[:1], history[1:])
+
+
 def _hidden(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, 1)
     return gate * gate.sigmoid() * up
@@ -68,42 +110,62 @@ def _gradients(gradient: Tensor, gate_up: Tensor) -> Tensor:
 def triton_amax(gate_up: Tensor) -> Tensor:
     """Compute ``reference_amax`` in one kernel."""
     amax = torch.zeros(1, dtype=torch.float32, device=gate_up.device)
-    _launch("swiglu_amax_kernel", gate_up, gate_up, amax, loops=LOOPS)
+    _launch("swiglu_amax_kernel", AMAX, gate_up, amax)
     return amax
 
 
 def triton_forward(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``reference_forward`` in one kernel."""
     out = _fake_forward(gate_up, amax)
-    _launch("swiglu_fp8_kernel", gate_up, gate_up, amax, *out, LARGEST=torch.finfo(E4M3).max)
+    _launch("swiglu_fp8_kernel", Tile(), gate_up, amax, *out)
     return out
 
 
 def triton_backward_amax(gradient: Tensor, gate_up: Tensor) -> Tensor:
     """Compute ``reference_backward_amax`` in one kernel."""
     amax = torch.zeros(1, dtype=torch.float32, device=gate_up.device)
-    _launch("swiglu_backward_amax_kernel", gate_up, gradient, gate_up, amax, loops=LOOPS)
+    _launch("swiglu_backward_amax_kernel", BACKWARD_AMAX, gradient, gate_up, amax)
     return amax
 
 
 def triton_backward(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``reference_backward_fp8`` in one kernel."""
     out = _fake_backward(gradient, gate_up, amax)
-    tensors = gradient, gate_up, amax, *out
-    _launch("swiglu_backward_fp8_kernel", gate_up, *tensors, LARGEST=torch.finfo(E5M2).max)
+    _launch("swiglu_backward_fp8_kernel", Tile(), gradient, gate_up, amax, *out)
     return out
 
 
-def _launch(kernel: str, gate_up: Tensor, *tensors: Tensor, loops: int = 1, **constants: float) -> None:
+def triton_delayed(gate_up: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_delayed`` in two kernels, of which the first ends at once if it knows enough."""
+    out = _fake_forward(gate_up, history)
+    _launch("swiglu_amax_kernel", AMAX, gate_up, history, delayed=True)
+    _launch("swiglu_fp8_kernel", Tile(), gate_up, history, *out, delayed=True)
+    return out
+
+
+def triton_backward_delayed(
+    gradient: Tensor, gate_up: Tensor, history: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_backward_delayed`` as ``triton_delayed`` does."""
+    out = _fake_backward(gradient, gate_up, history)
+    _launch("swiglu_backward_amax_kernel", BACKWARD_AMAX, gradient, gate_up, history, delayed=True)
+    _launch("swiglu_backward_fp8_kernel", Tile(), gradient, gate_up, history, *out, delayed=True)
+    return out
+
+
+def _launch(kernel: str, tile: Tile, *tensors: Tensor, delayed: bool = False) -> None:
+    gate_up = tensors[1 if "backward" in kernel else 0]
     n, f = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, block, num_warps, loops = tile
+    constants: dict[str, Any] = {"LOOPS": loops}
+    if "amax" not in kernel:
+        largest = torch.finfo(E5M2 if "backward" in kernel else E4M3).max
+        constants = {"LARGEST": largest, "WORDS": not interprets_triton()}
     if gate_up.numel():
-        if loops > 1:
-            constants["LOOPS"] = loops
-        else:
-            constants["WORDS"] = not interprets_triton()
-        getattr(triton_kernels(TRITON), kernel)[(-(-n // (ROWS * loops)), -(-f // BLOCK))](
-            *tensors, n, f, ROWS=ROWS, BLOCK=BLOCK, LEAST=LEAST, num_warps=8, **constants
-        )
+        getattr(triton_kernels(TRITON), kernel)[(-(-n // (rows * loops)), -(-f // block))](
+            *tensors, n, f, ROWS=rows, BLOCK=block, LEAST=LEAST, DELAYED=delayed, num_warps=num_warps,
+            **constants,
+        )  # fmt: skip
 
 
 def _fake_amax(*tensors: Tensor) -> Tensor:

@@ -28,36 +28,61 @@ def _magnitude(x):
 
 
 @triton.jit
+def _raise_to(AMAX, x):
+    """Raise AMAX to a tile's largest magnitude."""
+    tl.atomic_max(AMAX, tl.max(tl.max(x, 1), 0))
+
+
+@triton.jit
+def _amax(AMAX, DELAYED: tl.constexpr):
+    """Return the magnitude that the largest code stands for; DELAYED: of the step before, if it is known."""
+    amax = tl.load(AMAX)
+    if DELAYED:
+        amax = tl.where(amax > 0.0, amax, tl.load(AMAX + 1))
+    return amax
+
+
+@triton.jit
+def _is_wanted(AMAX, DELAYED: tl.constexpr):
+    """Return whether the largest magnitude is not known from the step before."""
+    return tl.load(AMAX) == 0.0 if DELAYED else True
+
+
+@triton.jit
 def swiglu_amax_kernel(
     GATE_UP, AMAX, n, f,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr, DELAYED: tl.constexpr,
 ):  # fmt: skip
-    """Raise AMAX to the largest magnitude of silu(gate) * up."""
-    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    largest = tl.zeros([ROWS, BLOCK], tl.float32)
-    for loop in range(LOOPS):
-        rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
-        inside = (rows[:, None] < n) & (columns[None, :] < f)
-        g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
-        u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
-        largest = tl.maximum(largest, _magnitude(g * tl.sigmoid(g) * u))
-    tl.atomic_max(AMAX, tl.max(tl.max(largest, 1), 0))
+    """Raise AMAX to the largest magnitude of silu(gate) * up; DELAYED: AMAX + 1, if AMAX is 0."""
+    if _is_wanted(AMAX, DELAYED):
+        columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.zeros([ROWS, BLOCK], tl.float32)
+        for loop in range(LOOPS):
+            rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
+            inside = (rows[:, None] < n) & (columns[None, :] < f)
+            g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
+            u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+            largest = tl.maximum(largest, _magnitude(g * tl.sigmoid(g) * u))
+        _raise_to(AMAX + DELAYED, largest)
 
 
 @triton.jit
 def swiglu_fp8_kernel(
     GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    DELAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write silu(gate) * up in both layouts."""
+    """Write silu(gate) * up in both layouts; DELAYED: raise AMAX + 1 to its largest magnitude."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows[:, None] < n) & (columns[None, :] < f)
     g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
     u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
-    scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
+    scale = tl.maximum(_amax(AMAX, DELAYED), LEAST) / LARGEST
     hidden = g * tl.sigmoid(g) * u
     store_both(hidden, OUT, TRANSPOSED, rows, columns, n, f, inside, 1.0 / scale, LARGEST, WORDS)
+    if DELAYED:
+        _raise_to(AMAX + 1, _magnitude(hidden))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
 
@@ -65,28 +90,30 @@ def swiglu_fp8_kernel(
 @triton.jit
 def swiglu_backward_amax_kernel(
     D, GATE_UP, AMAX, n, f,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr, DELAYED: tl.constexpr,
 ):  # fmt: skip
-    """Raise AMAX to the largest magnitude of the gradients of gate and up."""
-    columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    largest = tl.zeros([ROWS, BLOCK], tl.float32)
-    for loop in range(LOOPS):
-        rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
-        inside = (rows[:, None] < n) & (columns[None, :] < f)
-        d = _loaded(D, rows, columns, f, inside)
-        g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
-        u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
-        dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
-        largest = tl.maximum(largest, tl.maximum(_magnitude(dg), _magnitude(du)))
-    tl.atomic_max(AMAX, tl.max(tl.max(largest, 1), 0))
+    """Raise AMAX to the largest magnitude of the gradients of gate and up; DELAYED: AMAX + 1, if AMAX is 0."""
+    if _is_wanted(AMAX, DELAYED):
+        columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.zeros([ROWS, BLOCK], tl.float32)
+        for loop in range(LOOPS):
+            rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
+            inside = (rows[:, None] < n) & (columns[None, :] < f)
+            d = _loaded(D, rows, columns, f, inside)
+            g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
+            u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+            dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
+            largest = tl.maximum(largest, tl.maximum(_magnitude(dg), _magnitude(du)))
+        _raise_to(AMAX + DELAYED, largest)
 
 
 @triton.jit
 def swiglu_backward_fp8_kernel(
     D, GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    DELAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of gate and up in both layouts, as halves of one tensor."""
+    """Write the gradients of gate and up in both layouts, as halves of one tensor; DELAYED as forward."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows[:, None] < n) & (columns[None, :] < f)
@@ -94,8 +121,10 @@ def swiglu_backward_fp8_kernel(
     g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
     u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
     dg, du = _gradients(d, g, u)  # pyright: ignore[reportGeneralTypeIssues]
-    scale = tl.maximum(tl.load(AMAX), LEAST) / LARGEST
+    scale = tl.maximum(_amax(AMAX, DELAYED), LEAST) / LARGEST
     store_both(dg, OUT, TRANSPOSED, rows, columns, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
     store_both(du, OUT, TRANSPOSED, rows, columns + f, n, 2 * f, inside, 1.0 / scale, LARGEST, WORDS)
+    if DELAYED:
+        _raise_to(AMAX + 1, tl.maximum(_magnitude(dg), _magnitude(du)))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
