@@ -64,9 +64,9 @@ COMBINED: tuple[Data, ...] = (
 
 
 NOT_MEASURED = (
-    "adamw_bitsandbytes", "adamw_torchao", "decay_groups", "fp8_feed_forward", "fp8_weights",
-    "fused_accumulation", "offload_optimizer", "packed_documents", "policy_loss", "preference_loss",
-    "swiglu_kernels",
+    "adamw_bitsandbytes", "adamw_torchao", "decay_groups", "fp8_feed_forward", "fp8_scaling",
+    "fp8_weights", "fused_accumulation", "offload_optimizer", "packed_documents", "policy_loss",
+    "preference_loss", "swiglu_kernels",
 )  # fmt: skip
 """Techniques that are younger than the measurements of the page."""
 

@@ -193,6 +193,8 @@ class Step:
         self.scaler = draft.scaler
         self.readings = draft.readings
         """Values that techniques measured in the last update, by name (``Draft.readings``)."""
+        self.carried = draft.carried
+        """What techniques carry from step to step besides, by name."""
         self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
         self._token_logs, self.reference = draft.token_logs, draft.reference
         self._pair_losses = draft.pair_losses
@@ -430,6 +432,7 @@ class Step:
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "carried": self.carried,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -439,6 +442,8 @@ class Step:
             load_optimizer(optimizer, saved)
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        for name, tensor in self.carried.items():
+            tensor.copy_(state["carried"][name])
 
 
 def _weighed(batch: Batch) -> tuple[Batch, float]:

@@ -50,6 +50,7 @@ OTHERS: dict[str, list[Any]] = {
     "precision": ["fp32", "fp8", "bf16-master", "fp16-master"],
     "attention": ["flash", "best"], "block_kernels": ["triton", "swiglu", "swiglu-rope"],
     "accumulation": ["fused"], "fp8_weights": ["scales", "codes", "both-layouts"],
+    "fp8_scaling": ["delayed"],
     "loss": ["chunked", "fused"], "loss_terms.label_smoothing": [0.1], "loss_terms.z_loss": [0.1],
     "recompute": [
         "full", "fit", "selective", {"every": 1}, {"every": 2}, {"budget": 1.0}, {"budget_gib": 1.0},

@@ -21,6 +21,9 @@ from trainfit.spec.errors import InputError
 SILU = ("silu", "silu_unfused")
 MULTIPLE = 16  # Sizes of torch._scaled_mm's operands, in elements
 REMEDY = "use block_kernels: standard"
+HISTORIES = ("history", "gradient_history")
+"""Buffers of a part, fp32 [2], of SwiGLU's output and of the gate-up product's gradient: the largest
+magnitude in the step before, and since. Without them each tensor is measured before it is rounded."""
 
 
 def use_fp8_feed_forward(model: nn.Module, *, emulated: bool) -> None:
@@ -51,6 +54,27 @@ def use_fp8_feed_forward(model: nn.Module, *, emulated: bool) -> None:
             module.up.__class__ = module.down.__class__ = HeldLinear
 
 
+class Histories:
+    """Largest magnitudes of the feed-forward parts' hidden tensors, noted for the next step."""
+
+    def __init__(self, model: nn.Module):
+        """Allocate them, as buffers of the parts; nothing is known yet."""
+        self.tensors: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Fp8FeedForward):
+                for of in HISTORIES:
+                    zeros = module.up.weight.detach().new_zeros(2, dtype=torch.float32)
+                    module.register_buffer(of, zeros, persistent=False)
+                    self.tensors[f"{name}.{of}"] = zeros
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Let what was noted in a step be that of the step before."""
+        for tensor in self.tensors.values():
+            tensor[:1].copy_(tensor[1:])
+            tensor[1:].zero_()
+
+
 class HeldLinear(Linear):
     """A linear layer whose product its owner computes; so no other technique converts it."""
 
@@ -64,23 +88,31 @@ class Fp8FeedForward(FeedForward):
     emulated: bool
 
     def forward(self, x_bse: Tensor) -> Tensor:
+        # Evaluation measures, and notes nothing.
+        histories = (getattr(self, name, None) if self.training else None for name in HISTORIES)
         return _FeedForward.apply(  # pyright: ignore
-            x_bse, self.up.weight, self.down.weight, self.emulated, *kept_of(self.up), *kept_of(self.down)
-        )
+            x_bse, self.up.weight, self.down.weight, self.emulated, *histories, *kept_of(self.up),
+            *kept_of(self.down),
+        )  # fmt: skip
 
 
 class _FeedForward(torch.autograd.Function):
-    """(x [..., e], weights [2f, e] and [e, f], emulated, *Kept of both) -> [..., e]."""
+    """(x [..., e], weights [2f, e] and [e, f], emulated, two histories, *Kept of both) -> [..., e]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
         # Dynamo decides by the number of parameters whether a function takes ctx.
-        w_up, w_down, emulated, *kept = others
-        ctx.emulated = emulated
+        w_up, w_down, emulated, history, gradient_history, *kept = others
+        # Not saved: its version changes before the backward where a block is recomputed.
+        ctx.emulated, ctx.history = emulated, gradient_history
         up, down = Kept(*kept[:4]), Kept(*kept[4:])
         x_ne = x.flatten(0, -2)
         gate_up = product(largest(x_ne, E4M3), up.for_forward(w_up), x.dtype, emulated=emulated, fast=True)
-        codes, turned, scale = torch.ops.trainfit.swiglu_fp8(gate_up, torch.ops.trainfit.swiglu_amax(gate_up))
+        if history is None:
+            amax = torch.ops.trainfit.swiglu_amax(gate_up)
+            codes, turned, scale = torch.ops.trainfit.swiglu_fp8(gate_up, amax)
+        else:
+            codes, turned, scale = torch.ops.trainfit.swiglu_fp8_delayed(gate_up, history)
         y_ne = product((codes, scale), down.for_forward(w_down), x.dtype, emulated=emulated, fast=True)
         ctx.save_for_backward(x_ne, w_up, w_down, gate_up, turned, scale, *kept)
         return y_ne.view(x.shape)
@@ -93,12 +125,16 @@ class _FeedForward(torch.autograd.Function):
         d_ne = largest(gradient.flatten(0, -2), E5M2)
         d_hidden = product(d_ne, down.for_backward(w_down, gradient), dtype, emulated=emulated)
         dw_down = product(transposed(d_ne), (hidden, scale), dtype, emulated=emulated)
-        amax = torch.ops.trainfit.swiglu_backward_amax(d_hidden, gate_up)
-        codes, turned, d_scale = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, amax)
+        if ctx.history is None:
+            amax = torch.ops.trainfit.swiglu_backward_amax(d_hidden, gate_up)
+            codes, turned, d_scale = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, amax)
+        else:
+            rounded = torch.ops.trainfit.swiglu_backward_fp8_delayed(d_hidden, gate_up, ctx.history)
+            codes, turned, d_scale = rounded
         del d_hidden
         dx = product((codes, d_scale), up.for_backward(w_up, gradient), dtype, emulated=emulated)
         dw_up = product((turned, d_scale), transposed(largest(x_ne, E4M3)), dtype, emulated=emulated)
-        return dx.view(gradient.shape), dw_up, dw_down, None, *[None] * len(kept)
+        return dx.view(gradient.shape), dw_up, dw_down, *[None] * (3 + len(kept))
 
 
 def _refusal(problem: str) -> InputError:

@@ -90,6 +90,8 @@ class Draft:
     readings: dict[str, torch.Tensor] = field(default_factory=dict)
     """Values measured in the last update: fp32 on the device, []; ``policy_sums`` [accumulate, 4],
     ``pair_means`` [accumulate, 3]."""
+    carried: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What techniques carry from step to step besides, by name; checkpoints of one rank hold it."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
     packs_documents: bool = False  # Batches have position ids that begin anew with each document

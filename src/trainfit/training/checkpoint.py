@@ -81,6 +81,7 @@ def save(
         _write(work, "model", model)
         _write(work, "optimizer", optimizer)
         _write(work, "reference", _reference(step))
+        _write(work, "carried", step.carried)
         plain |= {"optimizer": optimizer_plain, "random": generators_plain}
         _write_rest(work, generators, dict(queue or {}), plain, run)
     _remove_old(folder, keep, best, progress)
@@ -187,6 +188,7 @@ def _load(path: Path, step: Step, ranks: Ranks) -> Progress:
     else:
         _load_model(saved, step, plain.shared)
     _load_reference(path, saved, step)
+    _load_carried(path, step)
     broken = state.first_not_finite(step)
     if broken is not None:
         remedy = "resume from an older checkpoint"
@@ -225,6 +227,19 @@ def _load_reference(path: Path, saved: shards.Shards | None, step: Step) -> None
         if not bool(torch.isfinite(shards.local(tensor)).all()):
             remedy = "resume from an older checkpoint"
             raise InputError("not finite numbers", remedy, field=f"reference {name}", file=str(path))
+
+
+def _load_carried(path: Path, step: Step) -> None:
+    """Fill what techniques carry from step to step; InputError unless names, shapes and dtypes agree."""
+    lazy = _LazyTensors(path, "carried", str(step.device))
+    state.check_names(set(step.carried), set(lazy))
+    for name, tensor in step.carried.items():
+        found = lazy[name]
+        state.check_form(name, tensor, found.shape, found.dtype)
+        if not bool((found >= 0).all()):  # NaN is not.
+            remedy = "resume from an older checkpoint"
+            raise InputError("negative, or no number", remedy, field=f"carried {name}", file=str(path))
+        tensor.copy_(found)
 
 
 def _load_random(path: Path, plain: SavedState, step: Step, ranks: Ranks) -> None:

@@ -92,7 +92,7 @@ def swiglu_backward_amax_kernel(
     D, GATE_UP, AMAX, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr, LEAST: tl.constexpr, DELAYED: tl.constexpr,
 ):  # fmt: skip
-    """Raise AMAX to the largest magnitude of the gradients of gate and up; DELAYED: AMAX + 1, if AMAX is 0."""
+    """Raise AMAX to the largest magnitude of the gradients of gate and up; DELAYED as forward."""
     if _is_wanted(AMAX, DELAYED):
         columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         largest = tl.zeros([ROWS, BLOCK], tl.float32)

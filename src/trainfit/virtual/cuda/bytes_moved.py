@@ -62,6 +62,8 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         return moved + _sum(out)
     # In-place targets are read and written; the result is the same memory.
     moved += sum(_sum(args[i]) for i in written if i < len(args))
+    if func.namespace == "trainfit":  # Its operators return other memory alone.
+        moved += _sum(out)
     return moved if kwargs.get("grad_scale") is None else moved + _sum(args[GRADIENTS])
 
 

@@ -122,7 +122,8 @@ LIBRARY_UPDATES = frozenset({"optimizer_update_8bit_blockwise", "optimizer_updat
 """Updates of bitsandbytes' optimizers."""
 
 MOVED_ONCE: dict[str, tuple[int, ...]] = {
-    "adamw_master": (0,), "optimizer_update_8bit_blockwise": (1, 12, 13), "optimizer_update_32bit": (1,),
+    "adamw_master": (0,), "fp8_cast": (2, 3), "optimizer_update_8bit_blockwise": (1, 12, 13),
+    "optimizer_update_32bit": (1,),
 }  # fmt: skip
 """Operations in place -> positions of arguments that their schema says are written, and that are only written
 (bf16 weights with master weights), or only read (gradients, tables of codes)."""
