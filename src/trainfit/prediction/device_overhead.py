@@ -16,7 +16,9 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
     if gpu.vendor == "host":
         return 0
     known = device_memory(gpu)
-    cudnn_bytes = known.cudnn_bytes if any("cudnn" in op.name for op in ledger.ops) else 0
+    cudnn_bytes = (
+        known.cudnn_bytes if any("cudnn" in op.name or op.kernel == "cudnn" for op in ledger.ops) else 0
+    )
     offloaded = offload_bytes(gpu, ledger.host_bytes)
     return known.context_bytes + cudnn_bytes + offloaded + nccl_bytes(gpu, ledger) + ledger.peer_bytes
 

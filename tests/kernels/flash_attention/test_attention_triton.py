@@ -187,7 +187,9 @@ ROWS = 256  # 200 rounded up to whole tiles of 128
 
 def attention_trace(code: Any = "hf", deterministic: bool = False, **fields: Any) -> Ledger:
     recipe = recipe_of(
-        HEADS_128 | fields.pop("config", {}), code, attention="triton", batch=Batch(micro=B, seq=S), **fields
+        HEADS_128 | fields.pop("config", {}),
+        code,
+        **{"attention": "triton", "batch": Batch(micro=B, seq=S)} | fields,
     )
     return trace(recipe, deterministic=deterministic)
 
@@ -243,12 +245,29 @@ def test_repeatable_kernels_need_no_sum_of_queries_gradients() -> None:
 def test_wide_heads_take_three_passes_without_a_sum_of_queries_gradients() -> None:
     """Eight products, where one pass executes five; the forward is Gluon's."""
     d = 256
-    ledger = attention_trace(config={"head_dim": d})
+    ledger = attention_trace(config={"head_dim": d}, deterministic=True)
     q, kv, rows = B * S * H * d * 2, B * S * K * d * 2, 2 * B * H * ROWS * 4
     assert memory_of(ledger, BACKWARD_OP) == [("+", rows), ("+", kv), ("+", kv), ("+", q), ("-", rows)]
     ops = {op.name: op for op in ledger.ops if op.name in (FORWARD_OP, BACKWARD_OP)}
     assert {name: op.kernel for name, op in ops.items()} == {FORWARD_OP: "gluon", BACKWARD_OP: "passes"}
     assert ops[BACKWARD_OP].causal_flops == pytest.approx(4 * ops[FORWARD_OP].causal_flops)
+
+
+def test_cudnns_backward_of_heads_of_256_has_its_workspace() -> None:
+    """As in ``attention: cudnn``, and two 8-byte tensors for the state of no dropout."""
+    fields = {"config": {"head_dim": 256}}
+    ours, cudnn = attention_trace(**fields), attention_trace(**fields, attention="cudnn")
+    found = memory_of(ours, BACKWARD_OP)
+    name = "aten._scaled_dot_product_cudnn_attention_backward.default"
+    assert found[:2] == [("+", 8), ("+", 8)]
+    assert sorted(found[2:-2]) == sorted(memory_of(cudnn, name))
+    assert found[-2:] == [("-", 8), ("-", 8)]
+    (op,) = {op.kernel for op in ours.ops if op.name == BACKWARD_OP}
+    assert op == "cudnn"
+    forward, backward = (
+        sum(op.causal_flops for op in ours.ops if op.name == one) for one in (FORWARD_OP, BACKWARD_OP)
+    )
+    assert backward == pytest.approx(2.5 * forward)
 
 
 def test_predicting_needs_no_triton(monkeypatch: Any, ledger: Ledger) -> None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kernel_runs import interpreted
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.kernels.flash_attention import dispatch, reference
+from trainfit.kernels.flash_attention.cudnn_launch import cudnn_backward
 from trainfit.kernels.flash_attention.dispatch import Machine, backward_groups, forward_groups
 from trainfit.kernels.flash_attention.hopper import launch as hopper
 from trainfit.kernels.flash_attention.hopper.schedule import lengths, shares, shift_of
@@ -49,6 +50,7 @@ GLUON = {
     d: (hopper.gluon_forward, forward_groups(d, 33, 1), hopper.backward, backward_groups(d, 33, 1))
     for d in (64, 128)
 }
+BY_CUDNN = (hopper.gluon_forward, forward_groups(256, 33, 1), cudnn_backward, None)
 WIDE = (hopper.gluon_forward, forward_groups(256, 33, 1), backward_in_passes, dispatch.IN_PASSES[256])
 WIDEST = (triton_forward, None, backward_in_passes, dispatch.IN_PASSES[512])
 CHOICES = {
@@ -58,7 +60,8 @@ CHOICES = {
     "no Gluon": (128, BF16, "bshd", Machine((9, 0), has_gluon=False), PLAIN),
     "fp32": (128, torch.float32, "bshd", HOPPER, PLAIN),
     "d 80": (80, BF16, "bshd", HOPPER, PLAIN),
-    "d 256": (256, BF16, "bshd", HOPPER, WIDE),
+    "d 256": (256, BF16, "bshd", HOPPER, BY_CUDNN),
+    "d 256 without cuDNN": (256, BF16, "bshd", Machine((9, 0), has_cudnn=False), WIDE),
     "d 320": (320, BF16, "bshd", HOPPER, WIDEST),
     "d 320 without TMA": (320, BF16, "odd", HOPPER, PLAIN),
     "rows not on 16 bytes": (64, BF16, "odd", HOPPER, PLAIN),
@@ -93,6 +96,22 @@ def test_choice_by_determinism_scale_and_stride_0() -> None:
     shared = x[:, :1].expand_as(x)
     assert dispatch.forward_launch(x, shared, x, True, 0.1, HOPPER).function is triton_forward
     assert dispatch.forward_launch(x, x, shared, True, 0.1, HOPPER).function is triton_forward
+
+
+def test_cudnns_backward_is_left_out_where_it_masks_or_adds_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def backward(n: int, m: int, is_causal: bool) -> Any:
+        with FakeTensorMode():
+            q, k = (torch.empty(2, rows, 4, 256, dtype=BF16).transpose(1, 2) for rows in (n, m))
+        return dispatch.backward_launch(q, q, k, k, q, q, is_causal, 0.1, HOPPER).kernel
+
+    shapes = [(40, 40, True), (40, 50, False), (40, 50, True), (40, 1, False)]
+    assert [backward(*each) for each in shapes] == ["cudnn", "cudnn", "passes", "passes"]
+    with deterministic_kernels():
+        assert backward(40, 40, True) == "passes"
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert backward(40, 40, True) == "passes"
 
 
 def test_choice_by_length_and_groups() -> None:

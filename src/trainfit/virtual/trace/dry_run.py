@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.virtual.cuda.fake_impls import run
+from trainfit.virtual.cuda.scratch import scratch_bytes
+from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 from trainfit.virtual.trace.tensors import tensors_of
 
 
 class DryRun(TorchDispatchMode):
-    """Records allocations and frees while it is entered."""
+    """Records allocations and frees while it is entered, scratch of PyTorch's own kernels included."""
 
-    def __init__(self, inputs: Iterable[Tensor]):
+    def __init__(self, inputs: Iterable[Tensor], gpu: GpuTraits):
         super().__init__()
+        self.gpu = gpu
         self.changes: list[tuple[int, bool]] = []
         """(number of a storage, whether it was freed) for each allocation and free, in order."""
         self.num_bytes: list[int] = []
@@ -32,6 +35,10 @@ class DryRun(TorchDispatchMode):
         for t in tensors_of(out):
             if t.untyped_storage()._cdata not in self._live:
                 self._follow(t)
+        first = len(self.num_bytes)
+        self.num_bytes += scratch_bytes(func, args, kwargs or {}, out, gpu=self.gpu)
+        scratch = range(first, len(self.num_bytes))
+        self.changes += [(number, is_free) for is_free in (False, True) for number in scratch]
         return out
 
     def __exit__(self, *error: Any) -> None:
@@ -57,11 +64,11 @@ class DryRun(TorchDispatchMode):
         self._refs[number] = weakref.ref(storage, freed)
 
 
-def dry_run(func: Any, args: Any, kwargs: Any, capability: tuple[int, int]) -> tuple[Any, DryRun] | None:
+def dry_run(func: Any, args: Any, kwargs: Any, gpu: GpuTraits) -> tuple[Any, DryRun] | None:
     """Return the results and the dry run of an operation that has one, else None."""
     own = getattr(func, "dry_run", None)
     if own is None:
         return None
-    with DryRun(tensors_of((args, kwargs))) as run:
-        out = own(*args, **kwargs, capability=capability)
+    with DryRun(tensors_of((args, kwargs)), gpu) as run:
+        out = own(*args, **kwargs, capability=gpu.compute_capability)
     return out, run

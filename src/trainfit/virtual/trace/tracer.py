@@ -189,7 +189,7 @@ class Tracer(TorchDispatchMode):
             self.count_read()
             return are_equal(*args)
         func = accumulate_in_place(func, args, kwargs)
-        launched = dry_run(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None
+        launched = dry_run(func, args, kwargs, self.gpu) if self.gpu else None
         if launched is not None:
             self._record(func, args, kwargs, *launched)
             return launched[0]
