@@ -6,7 +6,7 @@ CUDA. Shapes: b micro-batch, s sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +218,9 @@ class Step:
         self.host_state = draft.host_state
         """The optimizers' state that is on the host between updates; None: it stays on the device."""
 
+        self.left_out: Collection[int] = ()
+        """Numbers of micro-batches that are not run: a trace lets the one before them stand for them."""
+
     def random_batches(self, seed: int = 0, sequences: int | None = None) -> list[Batch]:
         """Return ``accumulate`` micro-batches of uniform token ids, equal for a seed on every device.
 
@@ -257,6 +260,9 @@ class Step:
             on_phase("forward")
             batches = self.with_reference(batches)
         for number, batch in enumerate(batches):
+            if number in self.left_out:
+                losses.append(losses[-1])
+                continue
             on_phase("forward")
             for hook in self._before_batch:
                 hook(number == len(batches) - 1)

@@ -14,6 +14,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
+from trainfit.ledger.micro_batches import TRACED, MicroBatchesDifferError, with_left_out
 from trainfit.ledger.slices import check_slices
 from trainfit.models.adapted import untied
 from trainfit.models.deferred_init import deferred
@@ -236,13 +237,44 @@ def _trace(recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[
 
 def _trace_blocks(recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[int, int]) -> Ledger:
     try:
-        return _trace_once(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=True)
+        return _trace_micro_batches(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=True)
     except OtherStridesError:
-        return _trace_once(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=False)
+        return _trace_micro_batches(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=False)
+
+
+def _trace_micro_batches(
+    recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
+) -> Ledger:
+    """Trace a few micro-batches of a step, or all where they differ."""
+    left_out = _left_out(recipe, ends)
+    if left_out:
+        with contextlib.suppress(MicroBatchesDifferError):
+            ledger = _trace_once(
+                recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=lowers_ahead, left_out=left_out
+            )
+            return with_left_out(ledger, len(left_out))
+    return _trace_once(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=lowers_ahead)
+
+
+def _left_out(recipe: Recipe, ends: _Ends) -> range:
+    """Return the numbers of the micro-batches that the one before them can stand for.
+
+    Of several GPUs all are traced, as communication overlaps from one micro-batch to the next.
+    """
+    if recipe.hardware.count > 1 or ends.run is not run_steps:
+        return range(0)
+    return range(TRACED - 1, recipe.batch.accumulate - 1)
 
 
 def _trace_once(
-    recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
+    recipe: Recipe,
+    gpu: Gpu,
+    ends: _Ends,
+    *,
+    whole: bool,
+    margin: tuple[int, int],
+    lowers_ahead: bool,
+    left_out: range = range(0),
 ) -> Ledger:
     stage = ends.stage
     with gpu_of(recipe, gpu) as (virtual, ranks):
@@ -262,6 +294,7 @@ def _trace_once(
             compiler=virtual.compiler, mesh=ranks and ranks.mesh, cluster=ranks and ranks.cluster,
             stage=stage, gpu=gpu,
         )  # fmt: skip
+        step.left_out = left_out
         copies = None if step.reference is None else step.reference.tensors
         virtual.model_is_complete(step.model, layers.groups, copies)
         if step.hosted is not None:
