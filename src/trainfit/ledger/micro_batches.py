@@ -1,11 +1,12 @@
 """Micro-batches that were left out of a trace, written out as copies of one that was traced. No torch here.
 
-A step of many micro-batches is traced with its first three and its last; the third stands for those between. The
-second and the third must be equal operation by operation and event by event, or nothing is copied.
+A step of many micro-batches is traced with its first three and its last; the third stands for those between.
+The second and the third must be equal operation by operation and event by event, or nothing is copied.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from trainfit.ledger.ledger import ALLOCATE, FREE, Event, Ledger, Op, Storage
@@ -27,7 +28,7 @@ def with_left_out(ledger: Ledger, left_out: int) -> Ledger:
     Raises:
         MicroBatchesDifferError: the second and the third micro-batch of a step are not equal.
     """
-    if ledger.collectives or ledger.emptied_at:
+    if ledger.collectives or ledger.held or ledger.emptied_at:
         raise MicroBatchesDifferError("a step that communicates, or empties the cache")
     for step in ("steady", "first"):  # The later one first: numbers before a copy stay as they are.
         ledger = _Copier(ledger, step).copied(left_out)
@@ -55,14 +56,14 @@ class _Twins:
 class _Copier:
     """Copies the third micro-batch of one step.
 
-    An example: each micro-batch k allocates its loss (A), which lives until the step ends, and a tensor (B) that
-    the next one frees. Five micro-batches are traced as four, 0, 1, 2 and 4::
+    An example: each micro-batch k allocates its loss (A), which lives until the step ends, and a tensor (B)
+    that the next one frees. Five micro-batches are traced as four, 0, 1, 2 and 4::
 
         +A0 +B0 | +A1 -B0 +B1 | +A2 -B1 +B2 | +A4 -B2 +B4 | -B4 -A0 -A1 -A2 -A4
 
-    Copy 3 is that of micro-batch 2, with 3's storages for those of 2, and 2's for those of 1: ``+A3 -B2 +B3``. What
-    a copy frees of the third (B2) is freed later as the last copy's (B3); what it does not free (A2) is freed
-    together with that of each copy::
+    Micro-batch 3 is a copy of 2, with 3's storages for those of 2, and 2's for those of 1: ``+A3 -B2 +B3``.
+    What it frees of the third (B2) is freed later as the last copy's (B3); what it does not free (A2) is
+    freed together with that of each copy::
 
         +A0 +B0 | +A1 -B0 +B1 | +A2 -B1 +B2 | +A3 -B2 +B3 | +A4 -B3 +B4 | -B4 -A0 -A1 -A2 -A3 -A4
     """
@@ -89,7 +90,7 @@ class _Copier:
     def copied(self, left_out: int) -> Ledger:
         """Return the ledger with that many copies."""
         ledger, third, twin = self.ledger, self.third, self.twin
-        num_segments, num_events, num_ops = (end - begin for begin, end in third)
+        num_segments, _, num_ops = (end - begin for begin, end in third)
         moved_segments, moved_ops = left_out * num_segments, left_out * num_ops
         segments, storages = list(ledger.segments), list(ledger.storages)
         end_segment, end_event, end_op = third.segments[1], third.events[1], third.ops[1]
@@ -106,8 +107,7 @@ class _Copier:
                        for made, index in self.previous.items()}  # fmt: skip
             copies.append(mapping)
             ops += [
-                op._replace(segment=op.segment + copy * num_segments)
-                for op in ledger.ops[slice(*third.ops)]
+                op._replace(segment=op.segment + copy * num_segments) for op in ledger.ops[slice(*third.ops)]
             ]
             for event in ledger.events[slice(*third.events)]:
                 storage = mapping.get(event.storage, sources.get(event.storage, event.storage))
@@ -132,8 +132,10 @@ class _Copier:
             ],
             storages=storages,
             events=[*ledger.events[:end_event], *events, *later],
-            held=self._held(copies, num_events),
-            optional=[*ledger.optional, *(one[index] for one in copies for index in ledger.optional if index in one)],
+            optional=[
+                *ledger.optional,
+                *(one[index] for one in copies for index in ledger.optional if index in one),
+            ],
         )
 
     def _freed_for(self, event: Event, copies: list[dict[int, int]]) -> Iterable[int]:
@@ -145,25 +147,10 @@ class _Copier:
         every = (event.storage, *(one[event.storage] for one in copies))
         return every[::-1] if event.storage in self.backwards else every
 
-    def _held(self, copies: list[dict[int, int]], num_events: int) -> list[tuple[int, int]]:
-        """Return ``held`` with the copies' storages; those of the third wait into the copy after it."""
-        found = list[tuple[int, int]]()
-        end = self.third.events[1]
-        for storage, number in self.ledger.held:
-            is_third = bool(copies) and storage in copies[0]
-            if is_third and number > end + num_events:
-                raise MicroBatchesDifferError("a storage is held into the micro-batch after the next")
-            found.append((storage, number if is_third or number <= end else number + len(copies) * num_events))
-            if is_third:
-                found += [(one[storage], number + at * num_events) for at, one in enumerate(copies, 1)]
-        return found
-
     def _spans(self) -> list[_Span]:
         """Return the spans of the step's four micro-batches."""
         ledger = self.ledger
-        backwards = [
-            number for number, one in enumerate(ledger.segments) if one == (self.step, "backward")
-        ]
+        backwards = [number for number, one in enumerate(ledger.segments) if one == (self.step, "backward")]
         if len(backwards) != TRACED:
             raise MicroBatchesDifferError(f"{len(backwards)} backward passes")
         spans = list[_Span]()
@@ -174,14 +161,12 @@ class _Copier:
                 raise MicroBatchesDifferError("a backward pass without a forward pass before it")
             segments = (number - 1, number + 1)
             spans.append(_Span(segments, _range(event_segments, segments), _range(op_segments, segments)))
-        if any(a.segments[1] != b.segments[0] for a, b in zip(spans, spans[1:], strict=False)):
+        if any(a.segments[1] != b.segments[0] for a, b in pairwise(spans)):
             raise MicroBatchesDifferError("there is more between two micro-batches")
         return spans
 
     def _twins(self, span: _Span) -> _Twins:
-        made = [
-            event.storage for event in self.ledger.events[slice(*span.events)] if event.kind == ALLOCATE
-        ]
+        made = [event.storage for event in self.ledger.events[slice(*span.events)] if event.kind == ALLOCATE]
         return _Twins(made, {_key(self.ledger.storages[index]): index for index in made})
 
     def _freed(self, span: _Span) -> set[int]:
@@ -191,10 +176,10 @@ class _Copier:
         """Compare the second micro-batch with the third."""
         ledger = self.ledger
         shift = third.segments[0] - second.segments[0]
-        ops = zip(ledger.ops[slice(*second.ops)], ledger.ops[slice(*third.ops)], strict=False)
-        if second.ops[1] - second.ops[0] != third.ops[1] - third.ops[0] or any(
-            a._replace(segment=a.segment + shift) != b for a, b in ops
-        ):
+        ours, theirs = (ledger.ops[slice(*span.ops)] for span in (second, third))
+        # What the host ran before the first operation is of the micro-batch before, which made the gradients.
+        theirs[0] = theirs[0]._replace(host=ours[0].host)
+        if [op._replace(segment=op.segment + shift) for op in ours] != theirs:
             raise MicroBatchesDifferError("operations differ")
         if self._named(second, before, own, 0) != self._named(third, own, twin, shift):
             raise MicroBatchesDifferError("allocations or frees differ")
@@ -235,5 +220,3 @@ def _range(numbers: list[int], segments: tuple[int, int]) -> tuple[int, int]:
     if not at or at[-1] - at[0] + 1 != len(at):
         raise MicroBatchesDifferError("entries of a micro-batch do not lie together")
     return at[0], at[-1] + 1
-
-

@@ -259,9 +259,10 @@ def _trace_micro_batches(
 def _left_out(recipe: Recipe, ends: _Ends) -> range:
     """Return the numbers of the micro-batches that the one before them can stand for.
 
-    Of several GPUs all are traced, as communication overlaps from one micro-batch to the next.
+    All are traced of several GPUs, as communication overlaps from one micro-batch to the next, and of pairs,
+    as the means of all micro-batches are kept until the update.
     """
-    if recipe.hardware.count > 1 or ends.run is not run_steps:
+    if recipe.hardware.count > 1 or recipe.objective.name != "pretrain" or ends.run is not run_steps:
         return range(0)
     return range(TRACED - 1, recipe.batch.accumulate - 1)
 
