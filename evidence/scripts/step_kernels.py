@@ -46,16 +46,17 @@ from trainfit.spec.recipe import Recipe
 COMMON = [
     "model.implementation=native", "compile=block", "loss=fused", "batch.seq=1024", "batch.accumulate=8",
 ]  # fmt: skip
+FUSED = ["precision=bf16", "accumulation=fused"]
 KINDS = {
     "bf16": ["precision=bf16"], "fp8": ["precision=fp8"], 
     "fp8-kernels": ["precision=fp8", "block_kernels=fp8"],
     "fp8-scales": ["precision=fp8", "block_kernels=fp8", "fp8_weights=scales"],
     "fp8-codes": ["precision=fp8", "block_kernels=fp8", "fp8_weights=codes"],
     "fp8-layouts": ["precision=fp8", "block_kernels=fp8", "fp8_weights=both-layouts"],
-    "bf16-swiglu": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu"],
-    "bf16-fused": ["precision=bf16", "accumulation=fused", "block_kernels=swiglu-rope"],
+    "bf16-swiglu": [*FUSED, "block_kernels=swiglu"],
+    "bf16-fused": [*FUSED, "block_kernels=swiglu-rope", "optimizer.implementation=triton"],
     "bf16-attention": [
-        "precision=bf16", "accumulation=fused", "block_kernels=swiglu-rope", "attention=triton",
+        *FUSED, "block_kernels=swiglu-rope", "optimizer.implementation=triton", "attention=triton",
     ],
 }  # fmt: skip
 RECIPES = {

@@ -62,7 +62,7 @@ OTHERS: dict[str, list[Any]] = {
     "objective": ["grpo", "ppo", {"name": "grpo", "kl": 0.0}, {"name": "grpo", "rollout": {"batch": 2}}],
     "compile": ["block", "model"],
     "optimizer.name": ["sgd", "adafactor", "muon", "bnb-adamw8bit", "torchao-adamw4bit"],
-    "optimizer.implementation": ["foreach", "forloop"],
+    "optimizer.implementation": ["foreach", "forloop", "triton"],
     "optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0], "optimizer.momentum": [0.5],
     "optimizer.in_backward": [True, "block"], "optimizer.stochastic_rounding": [True],
     "optimizer.scale_parameter": [False],

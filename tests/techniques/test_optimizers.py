@@ -12,7 +12,7 @@ from trainfit.kernels.quantize.codebook import BLOCK
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.recipe_file import recipe_from
-from trainfit.spec.recipe import Optimizer
+from trainfit.spec.recipe import Hardware, Optimizer
 from trainfit.step import Step, assemble
 from trainfit.training import checkpoint
 from virtual_runs import recipe_of, steady_sum, sums, with_layers
@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 
 LEARNING: dict[str, tuple[Any, Optimizer]] = {
     "adamw-rounded": (False, Optimizer(lr=1e-2, stochastic_rounding=True)),
+    "adamw-triton": (False, Optimizer(lr=1e-2, implementation="triton")),
     "adamw8bit": (True, Optimizer(name="adamw8bit", lr=1e-2)),
     "adamw4bit-rounded": ("block", Optimizer(name="adamw4bit", lr=1e-2, stochastic_rounding=True)),
     "sgd-rounded": (True, Optimizer(name="sgd", lr=0.1, momentum=0.9, stochastic_rounding=True)),
@@ -62,6 +63,29 @@ def test_the_implementation_is_explicit(name: Any) -> None:
         ).optimizers
         flags.append((optimizer.defaults["foreach"], optimizer.defaults["fused"]))
     assert flags == [(False, False), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adamw_of_one_kernel_a_weight_is_torchs(precision: Any) -> None:
+    """Computed in fp32 and rounded to nearest, both of them."""
+    steps = [
+        step_of(optimizer=Optimizer(lr=1e-2, implementation=one), precision=precision)
+        for one in ("fused", "triton")
+    ]
+    for index in range(3):
+        losses = [step(step.random_batches(index)).item() for step in steps]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 1e-3)
+    for theirs, ours in zip(*(step.model.parameters() for step in steps), strict=True):
+        off = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert off < (1e-6 if precision == "fp32" else 2e-3)
+
+
+def test_the_kernel_is_adamws_and_needs_triton() -> None:
+    with pytest.raises(InputError, match="optimizer.implementation = 'triton'.*use fused"):
+        recipe_from({"model": {"config": "gpt2"}, "optimizer": {"name": "sgd", "implementation": "triton"}})
+    old = tiny_recipe(optimizer=Optimizer(implementation="triton"), hardware=Hardware(gpu="v100-sxm2-32gb"))
+    with pytest.raises(InputError, match="Triton, in which the update is written"):
+        assemble(old, CPU)
 
 
 def test_adafactor_keeps_a_row_and_a_column_and_with_momentum_a_whole_moment() -> None:

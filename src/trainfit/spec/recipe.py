@@ -147,7 +147,7 @@ class Optimizer(Value):
     Attributes:
         implementation: by default fused, or forloop for Adafactor without stochastic rounding (torch's own
             default). Filled in here, so that a recipe's id does not depend on writing it; so is Muon's
-            momentum of 0.95.
+            momentum of 0.95. ``triton``: AdamW by trainfit's kernel.
         momentum: SGD's and Muon's momentum, or Adafactor's beta1; 0 keeps no first moment.
         in_backward: update each weight as soon as its gradient is complete (True), or each block's together.
         stochastic_rounding: round bf16 weights up or down at random, in proportion to the part cut off.
@@ -158,7 +158,7 @@ class Optimizer(Value):
     """
 
     name: Annotated[OptimizerName, Extensible("optimizer.name")] = "adamw"
-    implementation: Literal["foreach", "fused", "forloop"] = "fused"
+    implementation: Literal["foreach", "fused", "forloop", "triton"] = "fused"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -186,6 +186,13 @@ class Optimizer(Value):
         if isinstance(data, dict) and "momentum" not in data and data.get("name") == "muon":
             return {**data, "momentum": 0.95}
         return data
+
+    @model_validator(mode="after")
+    def _has_a_kernel(self) -> "Optimizer":
+        if self.implementation == "triton" and self.name != "adamw":
+            problem = f"trainfit's kernel of this name is AdamW's, and this is {self.name}"
+            raise disagreement(problem, "use fused", field="optimizer.implementation")
+        return self
 
     @model_validator(mode="after")
     def _scales_by_weights(self) -> "Optimizer":

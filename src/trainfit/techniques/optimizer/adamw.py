@@ -2,7 +2,7 @@
 
 With stochastic rounding it is trainfit's (optim/adamw.py): weights and moments in bf16. With precision
 bf16-master or fp16-master it is trainfit's too: 16-bit weights, fp32 master weights and moments, in one
-kernel.
+kernel. So it is with ``implementation: triton``: computed in fp32 and rounded to nearest, as torch's fused.
 """
 
 import random
@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import refuse_older
 from trainfit.techniques.base import Data, Draw, Expected, OptimizerFacts, StateKind, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 STATE: dict[str, StateKind] = {"step": "number", "exp_avg": "weight", "exp_avg_sq": "squares"}
 WITH_MASTER: dict[str, StateKind] = {**STATE, "master": "weight"}
+KERNEL, INSTEAD = "optimizer.implementation", "use optimizer.implementation: fused"
 OPTIMIZER_FIELDS = ("optimizer.name", "optimizer.implementation", "optimizer.momentum")
 
 
@@ -25,6 +28,20 @@ def refuse_momentum(recipe: Recipe) -> None:
     if recipe.optimizer.momentum:
         remedy = "remove it, or use optimizer.name: sgd or adafactor"
         raise refusal(recipe, "optimizer.momentum", "AdamW always keeps a first moment (beta 0.9)", remedy)
+
+
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
+    """Refuse a GPU that cannot run the kernel."""
+    if recipe.optimizer.implementation == "triton":
+        refuse_older(recipe, gpu, KERNEL, INSTEAD)
+
+
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Refuse a real GPU without Triton."""
+    if recipe.optimizer.implementation == "triton":
+        from trainfit.kernels.custom_op import require_triton
+
+        require_triton(device_type, KERNEL, "triton", INSTEAD.removeprefix("use "))
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -42,7 +59,7 @@ def adamw(recipe: Recipe, numbers: Iterator[int]) -> Callable[..., Any]:
 
     options = recipe.optimizer
     common = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.stochastic_rounding or recipe.optimizer_keeps_master:
+    if options.stochastic_rounding or recipe.optimizer_keeps_master or options.implementation == "triton":
         from trainfit.optim.adamw import FusedAdamW
 
         kind = {"stochastic": options.stochastic_rounding, "master": recipe.optimizer_keeps_master}
@@ -93,9 +110,13 @@ TECHNIQUE = Technique(
     fields=OPTIMIZER_FIELDS,
     covers={"optimizer.name": ("adamw",)},
     check=refuse_momentum,
+    check_gpu=check_gpu,
+    check_device=check_device,
     apply=apply,
     describe=_describe,
-    variants=tuple({"optimizer": {"name": "adamw", "implementation": one}} for one in ("fused", "forloop")),
+    variants=tuple(
+        {"optimizer": {"name": "adamw", "implementation": one}} for one in ("fused", "forloop", "triton")
+    ),
     examples=({"optimizer": {"implementation": "foreach"}},),
     draw=Draw(weights={"optimizer.name": {"adamw": 5}}, options=_options),
     optimizer=OptimizerFacts(
