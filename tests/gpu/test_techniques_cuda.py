@@ -88,6 +88,7 @@ CASES = {
     "fused accumulation compiled": Case(
         {"batch": {"accumulate": 2}, "accumulation": "fused", "compile": "block"}
     ),
+    "adamw triton": Case({"optimizer": {"implementation": "triton"}}),
     "adafactor": Case({"optimizer": {"name": "adafactor", "implementation": "fused"}}),
     "adafactor of torch": Case({"optimizer": {"name": "adafactor"}}, waits=True),
     "8 bits": Case({"optimizer": {"name": "adamw8bit"}}),
