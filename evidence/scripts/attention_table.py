@@ -41,10 +41,11 @@ multiprocessors, 132. One head of 32,768 reached up to a third less than one of 
 FEWEST_SAMPLES = 6
 """The fewest whose least and greatest hold the median with 95 % (bench/harness/timing.py)."""
 HOPPER, GLUON_HEADS, WIDE_GLUON_HEADS, WIDEST = (9, 0), (64, 128), (256,), 512
-WIDE_SINCE = "2026-11-28"
-"""Records before this day have the plain kernels at heads over 128."""
 """Where ``ours`` is not the plain kernels, as kernels/flash_attention/dispatch.py has it, which imports
 torch."""
+NEW_KERNELS = "2026-11-28"
+"""Records before this day have the plain kernels at heads over 128, and in fp32 some without tensor cores, 4
+to 14 times slower: those are left out."""
 Key = tuple[str, int, bool, int]
 RateKey = tuple[Kernel, str, int, int, bool]
 
@@ -107,7 +108,7 @@ def _newest_shapes(
     """By GPU and key; one of fewer heads does not take the place of one of more."""
     found: dict[tuple[str, Key], tuple[Record, AttentionShape]] = {}
     for record, result, gpu in records:
-        for shape in shapes_of(result.rows):
+        for shape in shapes_of(result.rows, record.created_at):
             before, known = found.get((gpu, shape.key), (None, None))
             if before and before.bench and known:
                 same_torch = before.bench.environment.torch == result.environment.torch
@@ -141,12 +142,14 @@ def _run(record: Record, shapes: list[AttentionShape], rates: list[AttentionRate
     )  # fmt: skip
 
 
-def shapes_of(rows: Sequence[BenchRow]) -> list[AttentionShape]:
+def shapes_of(rows: Sequence[BenchRow], measured_at: str) -> list[AttentionShape]:
     """Causal shapes of which at least two kernels have a time of forward and backward together."""
     found: dict[Key, dict[tuple[int, int], dict[str, Spread]]] = {}  # By heads and batch within.
     for row in _timed(rows):
         at = row.point
         if at["pass"] != "both" or not at["causal"] or at["body"] not in KERNELS:
+            continue
+        if _is_outdated(str(at["body"]), str(at["dtype"]), measured_at):
             continue
         key = (str(at["dtype"]), int(at["head"]), bool(at["causal"]), int(at["seq"]))
         batch = (int(at["heads"]), int(at["batch"]))
@@ -198,9 +201,11 @@ def _kernels_of(body: str, dtype: str, head: int, gpu: str, measured_at: str) ->
     heads of 256 the backward is cuDNN's, which has times of its own.
     """
     if body == "ours":
+        if _is_outdated(body, dtype, measured_at):
+            return ()
         if gpus()[gpu].compute_capability != HOPPER or dtype != "bf16":
             return ("plain",)
-        if max(GLUON_HEADS) < head <= WIDEST and measured_at >= WIDE_SINCE:
+        if max(GLUON_HEADS) < head <= WIDEST and measured_at >= NEW_KERNELS:
             return ("gluon",) if head in WIDE_GLUON_HEADS else ("plain", "passes")
         return ("gluon" if head in GLUON_HEADS else "plain",)
     if body == "pytorch":
@@ -212,6 +217,10 @@ def _kernels_of(body: str, dtype: str, head: int, gpu: str, measured_at: str) ->
         "plain": "plain",
     }
     return (bodies[body],) if body in bodies else ()
+
+
+def _is_outdated(body: str, dtype: str, measured_at: str) -> bool:
+    return body == "ours" and dtype == "fp32" and measured_at < NEW_KERNELS
 
 
 def _timed(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:

@@ -155,6 +155,7 @@ def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
         *passes("pytorch"), *passes("pytorch", dtype="fp32"), *passes("flash", seq=65536, heads=1, batch=1),
         *passes("flash", seq=65536), *passes("flex"), *passes("plain", seq=64),
         *passes("plain", causal=False), row("plain", 1e-3, "forward"), row("flash", 1.0),
+        at="2026-11-28T15:00:00",
     )  # fmt: skip
     (run,) = runs_of([one])
     found = {(rate.kernel, rate.dtype, rate.head, rate.seq): rate for rate in run.rates}
@@ -169,6 +170,21 @@ def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
     assert gluon.flops_per_s(backward=True) == pytest.approx(5 * 2 * 64 * pairs / 3e-3)
     assert plain.flops_per_s(backward=True) == pytest.approx(7 * 2 * 64 * pairs / 3e-3)
     assert attention_table.text_of([run]).count("kernel = ") == 6
+
+
+def test_older_rates_of_ours_in_fp32_are_left_out() -> None:
+    """They are of kernels without tensor cores; the other kernels' of the same record stay."""
+    rows = [row(name, 1.0, dtype="fp32") for name in ("ours", "pytorch", "efficient")]
+    rows += [*passes("ours", dtype="fp32"), *passes("pytorch", dtype="fp32")]
+    old, new = (runs_of([record(*rows, at=f"2026-11-{day}T15:00:00")])[0] for day in (21, 28))
+    assert [set(run.shapes[0].seconds) for run in (old, new)] == [
+        {"sdpa", "efficient"},
+        {"sdpa", "efficient", "triton"},
+    ]
+    assert [{rate.kernel for rate in run.rates} for run in (old, new)] == [
+        {"efficient"},
+        {"efficient", "plain"},
+    ]
 
 
 def test_of_wide_heads_on_hopper_forward_and_backward_are_kernels_of_their_own() -> None:

@@ -211,11 +211,12 @@ def test_a_gpu_without_measurements_takes_those_of_its_compute_capability() -> N
 
 
 def test_a_plan_does_not_try_kernels_that_are_far_behind() -> None:
-    """In fp32 ours takes 4 to 30 times as long as PyTorch's efficient kernel."""
-    for head in (64, 128):
+    """With heads of 256 PyTorch's efficient kernel takes five times as long as cuDNN's and more."""
+    for head in (64, 128, 256):
         wide = recipe(LLAMA | {"head_dim": head}, hardware={"gpu": "h100-sxm"}, batch={"seq": 2048})
         assert {"cudnn", "triton"} <= set(fastest_kernels(wide))
-        assert fastest_kernels(wide.model_copy(update={"precision": "fp32"})) == ["sdpa"]
+        assert "efficient" not in fastest_kernels(wide)
+        assert fastest_kernels(wide.model_copy(update={"precision": "fp32"})) == []  # Not measured
 
 
 def test_deterministic_algorithms_exclude_cudnn() -> None:

@@ -1,11 +1,21 @@
-"""Tables of evidence/pages/kernels.md from ``evidence/records/kernels/h200.jsonl``."""
+"""Tables of evidence/pages/kernels.md from ``h200.jsonl`` and ``attention-h100.jsonl`` in records/kernels."""
 
 import json
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trainfit.kernels.flash_attention.dispatch import (
+    BACKWARD,
+    CUDNN_BACKWARD,
+    FORWARD,
+    IN_PASSES,
+    backward_groups,
+    forward_groups,
+)
+from trainfit.kernels.flash_attention.triton_launch import WIDE_TILES, Tiles
 from trainfit.report.table import markdown_grid
 
 FILE = Path(__file__).parents[2] / "records/kernels/h200.jsonl"
@@ -70,3 +80,88 @@ def _ratios(case: str) -> Iterator[float]:
     for row in rows():
         if row["case"] == case and row["part"] == "errors":
             yield row["of_eager"]
+
+
+# -- attention of grouped heads on an H100
+
+ATTENTION_FILE = Path(__file__).parents[2] / "records/kernels/attention-h100.jsonl"
+GROUP = 4  # Query heads for each key head
+OTHERS = ("cudnn", "flash", "efficient", "cudnn after our forward", "flash after our forward")
+"""PyTorch's kernels; the last two called without autograd, as trainfit's were."""
+PRODUCTS = {"forward": 2, "backward": 5}
+
+
+@cache
+def attention_seconds() -> dict[tuple[int, int, str, str], float]:
+    """Return the medians in bf16 by head size, tokens, direction and name of the configuration."""
+    lines = (json.loads(line) for line in ATTENTION_FILE.read_text("utf-8").splitlines())
+    timed = (row for row in lines if row["kind"] == "time" and isinstance(row["d"], int))
+    return {(row["d"], row["n"], row["direction"], row["name"]): row["median_s"] for row in timed}
+
+
+def _tiles(how: Tiles, loads: str) -> str:
+    return f"{loads} {how.block_m}x{how.block_n} w{how.warps} s{how.stages}"
+
+
+def forward_s(d: int, n: int) -> float:
+    """Return the seconds of the forward that runs today (``dispatch.py``)."""
+    name = _tiles(WIDE_TILES["forward"][d > 256], "ptr")
+    if d in FORWARD:
+        how = forward_groups(d, n, GROUP)
+        persistent = " persistent" if how.persistent else ""
+        name = f"gluon {how.groups}x64x{how.block_n} s{how.stages} h{how.heads_at_once}{persistent}"
+    return attention_seconds()[d, n, "forward", name]
+
+
+def backward_s(d: int, n: int, *, deterministic: bool = False) -> float:
+    """Return the seconds of the backward that runs today; deterministic: of heads over 128."""
+    seconds = attention_seconds()
+    if d in BACKWARD and not deterministic:
+        return seconds[d, n, "backward", f"gluon h{backward_groups(d, n, GROUP).heads_at_once}"]
+    if d in CUDNN_BACKWARD and not deterministic:
+        return seconds[d, n, "backward", "cudnn after our forward"]
+    how = IN_PASSES[d]
+    passes = (("values", how.values), ("only_keys", how.keys), ("queries", how.queries))
+    return seconds[d, n, "prepare", "ptr"] + sum(
+        seconds[d, n, name, _tiles(each, "tma")] for name, each in passes
+    )
+
+
+def fastest_other_s(d: int, n: int, direction: str) -> float:
+    """Return the least seconds of PyTorch's kernels."""
+    seconds = attention_seconds()
+    return min(seconds[key] for name in OTHERS if (key := (d, n, direction, name)) in seconds)
+
+
+def attention_ratios() -> dict[tuple[int, int, str], float]:
+    """Return trainfit's rate over the fastest other kernel's, by head size, tokens and direction."""
+    shapes = sorted({(d, n) for d, n, _, _ in attention_seconds()})
+    ours = {"forward": forward_s, "backward": backward_s}
+    return {
+        (d, n, direction): fastest_other_s(d, n, direction) / seconds(d, n)
+        for d, n in shapes
+        for direction, seconds in ours.items()
+    }
+
+
+def grouped_attention() -> str:
+    """TFLOP/s of trainfit's kernels and the fastest of PyTorch's, forward and backward apart."""
+    ratios, lines = attention_ratios(), []
+    for d, n in dict.fromkeys((d, n) for d, n, _ in ratios):
+        flops = 32768 * 2048 * n  # Of one product of all heads, half masked
+        cells = []
+        for direction, seconds in (("forward", forward_s(d, n)), ("backward", backward_s(d, n))):
+            for one in (seconds, fastest_other_s(d, n, direction)):
+                cells.append(f"{PRODUCTS[direction] * flops / one / 1e12:.0f}")
+            cells.append(f"{ratios[d, n, direction]:.2f}")
+        lines.append((str(d), f"{n:,}", *cells))
+    means = [
+        math.exp(
+            math.fsum(math.log(ratio) for (_, _, one), ratio in ratios.items() if one == direction)
+            / len(lines)
+        )
+        for direction in PRODUCTS
+    ]
+    lines.append(("geometric mean", "", "", "", f"{means[0]:.2f}", "", "", f"{means[1]:.2f}"))
+    heads = ("head size", "tokens", "forward", "fastest other", "ratio", "backward", "fastest other", "ratio")
+    return markdown_grid(heads, lines)

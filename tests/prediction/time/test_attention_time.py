@@ -63,10 +63,10 @@ def test_another_size_takes_the_nearest_and_says_so() -> None:
 
 
 def test_our_plain_kernels_pay_for_the_columns_they_round_up_to() -> None:
-    whole = op_of(rate_of("plain", "fp32", 128, 2048), backward=True)
-    assert compute_share(whole._replace(head=96), H200) == pytest.approx(compute_share(whole, H200) * 0.75)
-    assert "(it computes heads of 128)" in assumptions(
-        Ledger(segments=[Segment("steady", "backward")], ops=[whole._replace(head=96)]), H200
+    whole = op_of(rate_of("plain", "bf16", 256, 2048), backward=True)
+    assert compute_share(whole._replace(head=192), H200) == pytest.approx(compute_share(whole, H200) * 0.75)
+    assert "(it computes heads of 256)" in assumptions(
+        Ledger(segments=[Segment("steady", "backward")], ops=[whole._replace(head=192)]), H200
     )[0]  # fmt: skip
 
 
@@ -123,9 +123,9 @@ def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_
 
 
 def test_a_kernel_far_behind_another_is_told_and_no_other() -> None:
-    """Ours in fp32 is; in bf16 none of ours, cuDNN's or flash's is."""
+    """PyTorch's efficient kernel at heads of 256 is; none of ours, cuDNN's or flash's is."""
     for kernel, dtype, head, seq in (
-        ("plain", "fp32", 128, 2048), ("efficient", "fp32", 128, 2048), ("efficient", "bf16", 256, 8192),
+        ("plain", "bf16", 256, 8192), ("efficient", "fp32", 128, 2048), ("efficient", "bf16", 256, 8192),
         ("gluon", "bf16", 128, 8192), ("flash", "bf16", 128, 8192), ("cudnn", "bf16", 64, 1024),
     ):  # fmt: skip
         ops = [op_of(rate_of(kernel, dtype, head, seq), backward=backward) for backward in (False, True)]
@@ -142,7 +142,8 @@ def test_a_kernel_far_behind_another_is_told_and_no_other() -> None:
         assert not attention_time.far_behind(Ledger(segments=ledger.segments, ops=masked), H200)
 
 
-def test_a_recipe_that_names_a_kernel_far_behind_is_warned() -> None:
+def test_a_recipe_that_names_a_kernel_far_behind_is_warned(made_up: list[AttentionRate]) -> None:
+    made_up += [a_rate("plain", "fp32", seconds=17e-3), a_rate("efficient", "fp32")]
     ours, pytorch = (
         heads_of_128(name, precision="fp32", batch=Batch(micro=4, seq=2048)) for name in ("triton", "sdpa")
     )
@@ -204,19 +205,15 @@ def heads_of_128(attention: str, layers: int = 4, **fields: Any) -> Recipe:
 
 
 def test_in_fp32_ours_is_predicted_to_be_the_slower() -> None:
-    """Our fp32 kernel is predicted to be slower than PyTorch's, on a shape of ``bench flash``.
-
-    Four layers of 16 heads; 14.4 ms forward, twice, and 104 ms backward a layer.
-    """
+    """Our fp32 kernel is predicted to be slower than PyTorch's where it is not measured."""
     ours, pytorchs = (
         predict(heads_of_128(name, precision="fp32", batch=Batch(micro=4, seq=2048)))
         for name in ("triton", "sdpa")
     )
     assert ours.step_s is not None
     assert pytorchs.step_s is not None
-    assert ours.step_s > max(4 * (2 * 0.0144 + 0.104), 1.5 * pytorchs.step_s)
-    assert ours.bounds["step_s"].low > pytorchs.step_s
-    assert any("float32, heads of 128 at 2048: as measured" in line for line in ours.assumptions)
+    assert ours.step_s > pytorchs.step_s
+    assert any("float32, heads of 128 at 2048: nothing is measured" in line for line in ours.assumptions)
 
 
 @pytest.mark.parametrize(
