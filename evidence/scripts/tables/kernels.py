@@ -15,7 +15,7 @@ from trainfit.kernels.flash_attention.dispatch import (
     backward_groups,
     forward_groups,
 )
-from trainfit.kernels.flash_attention.triton_launch import WIDE_TILES, Tiles
+from trainfit.kernels.flash_attention.triton_launch import FP32_TILES, WIDE_TILES, Tiles
 from trainfit.report.table import markdown_grid
 
 FILE = Path(__file__).parents[2] / "records/kernels/h200.jsonl"
@@ -92,11 +92,28 @@ PRODUCTS = {"forward": 2, "backward": 5}
 
 
 @cache
-def attention_seconds() -> dict[tuple[int, int, str, str], float]:
-    """Return the medians in bf16 by head size, tokens, direction and name of the configuration."""
+def attention_seconds(dtype: str = "bf16") -> dict[tuple[int, int, str, str], float]:
+    """Return the medians by head size, tokens, direction and name of the configuration."""
     lines = (json.loads(line) for line in ATTENTION_FILE.read_text("utf-8").splitlines())
-    timed = (row for row in lines if row["kind"] == "time" and isinstance(row["d"], int))
-    return {(row["d"], row["n"], row["direction"], row["name"]): row["median_s"] for row in timed}
+    found = {}
+    for row in lines:
+        *of, head = str(row["d"]).split()  # "128", or "fp32 128"
+        if row["kind"] == "time" and of == ([] if dtype == "bf16" else [dtype]):
+            found[int(head), row["n"], row["direction"], row["name"]] = row["median_s"]
+    return found
+
+
+def fp32_ms(d: int) -> tuple[float, float]:
+    """Return milliseconds of forward and backward in fp32 at 2,048 tokens: trainfit's, `efficient`'s."""
+    seconds = {
+        (direction, name): one
+        for (head, _, direction, name), one in attention_seconds("fp32").items()
+        if head == d
+    }
+    names = {kernel: _tiles(both[d > 64], "tf32x3") for kernel, both in FP32_TILES.items()}
+    ours = seconds["prepare", "ptr"] + sum(seconds[kernel, name] for kernel, name in names.items())
+    theirs = sum(seconds[direction, "efficient"] for direction in PRODUCTS)
+    return 1e3 * ours, 1e3 * theirs
 
 
 def _tiles(how: Tiles, loads: str) -> str:
