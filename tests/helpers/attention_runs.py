@@ -49,13 +49,17 @@ def largest_error(run: Any, tensors: list[Tensor], is_causal: bool) -> float:
 def wrong_results(
     run: Any, tensors: list[Tensor], is_causal: bool, names: tuple[str, ...] = RESULTS, slack: float = 1e-6
 ) -> list[str]:
-    """Results that err, against fp64, by more than twice the error of ``plain`` in their dtype and slack."""
+    """Results that err, against fp64, by more than twice the error of ``plain`` in their dtype and slack.
+
+    In fp32 four times: three products of TF32 err up to three times as much as one of fp32.
+    """
     dtype = tensors[0].dtype
+    times = 4 if dtype == torch.float32 else 2
     exact = computed(plain, tensors, is_causal, torch.float64)
     eager, found = (computed(each, tensors, is_causal, dtype) for each in (plain, run))
     lines = []
     for name, ours, theirs, right in zip(RESULTS, found, eager, exact, strict=True):
-        allowed = 2 * (theirs.double() - right).abs().max().item() + slack
+        allowed = times * (theirs.double() - right).abs().max().item() + slack
         if name in names and (line := where_wrong(name, ours, right, allowed)):
             worst = (ours.double() - right).abs().max().item()
             lines.append(
