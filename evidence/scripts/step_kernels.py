@@ -7,7 +7,8 @@ blocks and fused loss, 8 micro-batches a step. FOLDER gets NAME.json.gz, the tra
 step-kernels.jsonl a line a recipe: seconds of steps without the profiler, then for each kind of kernels and
 each of the longest kernels its seconds, launches, FLOPs or bytes, and the share of its roofline. Ledgers are
 traced first, several at a time; no recipe begins after ``--limit`` seconds. With ``--predict`` nothing runs,
-and predicted.jsonl gets what is predicted.
+and predicted.jsonl gets what is predicted. A recipe that is refused, or is predicted not to fit, is named in
+a line, and the next one begins.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.device_time import least_s, part_of
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import device_seconds
+from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.provenance import commit, now
@@ -53,6 +55,10 @@ KINDS = {
     "fp8-scales": ["precision=fp8", "block_kernels=fp8", "fp8_weights=scales"],
     "fp8-codes": ["precision=fp8", "block_kernels=fp8", "fp8_weights=codes"],
     "fp8-layouts": ["precision=fp8", "block_kernels=fp8", "fp8_weights=both-layouts"],
+    "fp8-delayed": ["precision=fp8", "block_kernels=fp8", "fp8_weights=scales", "fp8_scaling=delayed"],
+    "fp8-fastest": [
+        "precision=fp8", "block_kernels=fp8", "fp8_weights=both-layouts", "fp8_scaling=delayed",
+    ],
     "bf16-swiglu": [*FUSED, "block_kernels=swiglu"],
     "bf16-fused": [*FUSED, "block_kernels=swiglu-rope", "optimizer.implementation=triton"],
     "bf16-attention": [
@@ -221,6 +227,9 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Predict a recipe, run it, and return both."""
     recipe = recipe_of(name, options.gpu, tiny=options.tiny)
     ledger, predicted = ledger_of(recipe), predict(recipe)
+    if not predicted.fits:
+        needed = f"{predicted.peak_device_bytes / 2**30:.1f} GiB on {options.gpu}"
+        raise InputError(f"{needed}, which has less", "name a recipe that fits", field="batch.micro")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.folder / f"{name}.json.gz"
     seconds = record(recipe, device, path, warmup=WARMUP, active=1)
@@ -302,6 +311,16 @@ def run_all(names: list[str], options: argparse.Namespace) -> None:
         print(table([json.loads(line) for line in path.read_text("utf-8").splitlines()]))
 
 
+def one(name: str, options: argparse.Namespace) -> None:
+    """Trace one recipe's ledger, or run it and write its line."""
+    if options.trace:
+        ledger_of(recipe_of(name, options.gpu, tiny=options.tiny))
+        return
+    row = run(name, options)
+    with (options.folder / "step-kernels.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -315,18 +334,23 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     names = options.only.split(",")
+    if unknown := sorted(set(names) - set(RECIPES)):
+        parser.error(f"{unknown[0]} is none of {', '.join(RECIPES)}")
     if options.predict:
         with (options.folder / "predicted.jsonl").open("a", encoding="utf-8") as file:
             for name in names:
-                row = prediction(name, options)
+                try:
+                    row = prediction(name, options)
+                except InputError as error:
+                    print(f"{name}: {error}")
+                    continue
                 print(f"{name}: {1e3 * row['step_s']:,.0f} ms, {row['tokens_per_s']:,.0f} tokens/s")
                 file.write(json.dumps(row) + "\n")
-    elif options.trace:
-        ledger_of(recipe_of(names[0], options.gpu, tiny=options.tiny))
-    elif options.here:
-        row = run(names[0], options)
-        with (options.folder / "step-kernels.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    elif options.trace or options.here:
+        try:
+            one(names[0], options)
+        except InputError as error:
+            print(f"{names[0]}: {error}")
     else:
         run_all(names, options)
 
