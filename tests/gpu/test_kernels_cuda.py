@@ -117,6 +117,28 @@ def test_swiglu_in_fp8_has_the_nearest_codes_in_both_layouts(shape: tuple[int, i
         assert (steps != 0).float().mean() < 0.005
 
 
+@pytest.mark.parametrize("before", [0.0, 0.25, 4.0])
+def test_swiglu_in_fp8_by_the_step_befores_scale(before: float):
+    """``before``: over the present largest magnitude; 0: none is known. The present one is noted."""
+    torch.manual_seed(1)
+    gate_up, gradient = (torch.randn(4096, f, device=CARD).to(torch.bfloat16) for f in (9728, 4864))
+    for run, reference, measure, tensors in (
+        (swiglu_fp8.triton_delayed, swiglu_fp8.reference_delayed, swiglu_fp8.reference_amax, (gate_up,)),
+        (swiglu_fp8.triton_backward_delayed, swiglu_fp8.reference_backward_delayed,
+         swiglu_fp8.reference_backward_amax, (gradient, gate_up)),
+    ):  # fmt: skip
+        known = torch.cat((before * measure(*tensors), torch.zeros(1, device=CARD)))
+        noted = known.clone()
+        codes, transposed, scale = run(*tensors, noted)
+        expected, _, expected_scale = reference(*tensors, known)
+        torch.testing.assert_close(noted, known)
+        torch.testing.assert_close(scale, expected_scale)
+        assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
+        steps = (codes.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+        assert steps[expected.float() != 0].max() <= 1
+        assert (steps != 0).float().mean() < 0.005
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_swiglu_in_fp8_does_not_hide_what_is_not_finite(value: float):
     """A gate of inf times 0 is NaN, too; products of such a part are NaN, as its scale is infinite."""
@@ -166,6 +188,8 @@ RECIPES: list[dict[str, Any]] = [
      "model": {"implementation": "native"}},
     {"precision": "fp8", "block_kernels": "fp8", "fp8_weights": "both-layouts", "compile": "block",
      "model": {"implementation": "native"}},
+    {"precision": "fp8", "block_kernels": "fp8", "fp8_weights": "scales", "fp8_scaling": "delayed",
+     "compile": "block", "model": {"implementation": "native"}},
 ]  # fmt: skip
 
 
