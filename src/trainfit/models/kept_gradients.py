@@ -36,7 +36,8 @@ class KeptGradients:
 
     def begin_step(self) -> None:
         """Set the gradients to zero, and give them back to weights that have lost them."""
-        torch._foreach_zero_(list(self._of_weight.values()))
+        for kept in self._of_weight.values():
+            kept.zero_()
         self._attach()
 
     def _attach(self) -> None:
