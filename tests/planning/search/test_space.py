@@ -56,3 +56,15 @@ def test_an_offer_of_a_field_that_recipes_lack_is_one_line(monkeypatch: pytest.M
     offering(monkeypatch, {"optimizer": {"betas": [0.8, 0.9]}})
     with pytest.raises(InputError, match=r"optimizer\.betas: a technique offers it"):
         space(recipe(), keep_quality=False)
+
+
+def test_copy_engines_are_offered_where_gpus_of_a_host_are_linked() -> None:
+    def offers_them(gpu: str, count: int, **fields: Any) -> bool:
+        own = recipe(hardware={"gpu": gpu, "count": count}, **fields)
+        return any(("parallel.copy_engines", True) in option.values for option in offered(own))
+
+    assert offers_them("h200", 2, precision="bf16")
+    assert not offers_them("h200", 2, precision="bf16-master")  # Refused with mixed precision.
+    assert not offers_them("h200", 16, precision="bf16")  # Two hosts.
+    assert not offers_them("rtx-4090", 2, precision="bf16")  # PCIe.
+    assert not offers_them("h200", 1, precision="bf16")
