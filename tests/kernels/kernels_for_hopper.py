@@ -364,10 +364,20 @@ def small_calls() -> Iterator[tuple[str, Call]]:
         yield f"small: attention {dtype}, heads of {d}", attention(dtype, d, 1024)
 
 
+def blackwell_calls() -> Iterator[tuple[str, Call]]:
+    """fp32 products, of which Triton compiled some to nothing for compute capability 10.0."""
+    triton.runtime.driver.set_active(Driver(100))  # pyright: ignore[reportArgumentType]
+    flash_attention_launch._shared_bytes = lambda device: 227 * 1024  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    flash_attention_launch._is_hopper = lambda device: False  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    for d in (64, 128):
+        yield f"Blackwell: attention fp32, heads of {d}", attention(FP32, d, 1024)
+
+
 def counts(ptx: str) -> dict[str, int]:
     """Return 16-byte loads and stores, fused multiply-adds and accesses to spilled values of one kernel."""
     wide = {"loads": ptx.count("ld.global.v4.b32"), "stores": ptx.count("st.global.v4.b32")}
-    return {**wide, "fused": ptx.count("fma.rn.f32"), "spills": ptx.count(".local")}
+    writes = ptx.count("st.global")
+    return {**wide, "writes": writes, "fused": ptx.count("fma.rn.f32"), "spills": ptx.count(".local")}
 
 
 def main() -> None:
@@ -383,7 +393,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     report = {}
-    for name, call in chain_of(calls(), small_calls()):
+    for name, call in chain_of(calls(), small_calls(), blackwell_calls()):
         before = set(made)
         grids.clear()
         call(1)

@@ -40,6 +40,12 @@ def test_every_kernel_compiles(compiled: dict[str, dict]):
         assert report["shared_bytes"] <= SHARED_BYTES["small" if is_small else "H200"], name
 
 
+def test_attention_in_fp32_writes_its_results_on_blackwell(compiled: dict[str, dict]):
+    reports = {name: report for name, report in compiled.items() if name.startswith("Blackwell")}
+    assert len(reports) == 2
+    assert all(each["writes"] for report in reports.values() for each in report["ptx"].values())
+
+
 def test_quantised_weights_move_in_16_bytes_and_nothing_is_fused(compiled: dict[str, dict]):
     reports = {name: compiled[f"{name} bf16"]["ptx"] for name in ("nf4", "int8", "fp8")}
     assert not any(each["fused"] for report in reports.values() for each in report.values())

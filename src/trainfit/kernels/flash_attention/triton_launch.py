@@ -199,12 +199,13 @@ def tiles(kernel: str, x: Tensor) -> Tiles:
         return (NARROW_TILES if narrow else TILES)[kernel][d > 64]
     if x.dtype != torch.float32 and not narrow:
         return WIDE_TILES[kernel][d > 256]
-    if d <= 128 and not narrow:
+    if d <= 128 and not narrow and _is_hopper(x.device):
         return FP32_TILES[kernel][d > 64]
     row_bytes = block_d(d) * x.element_size()
     if row_bytes > 512:
         return Tiles(16, 16, 4, 1)  # Larger ones spill thousands of registers
-    return Tiles(32, 32, 4, 2) if row_bytes > 256 else Tiles(64, 32, 4, 2)
+    # On Blackwell Triton 3.6 compiles three TF32 products of 128 rows and columns to an empty kernel.
+    return Tiles(32, 32, 4, 2) if row_bytes > 256 or not narrow else Tiles(64, 32, 4, 2)
 
 
 HOPPER_SHARED_BYTES = 227 * 1024  # Shared memory per program (CUDA programming guide, compute capability 9.0)
@@ -232,6 +233,12 @@ NARROW_TILES = {
     "queries": (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
 }
 """The same with 99 KB (RTX 4090, compute capability 8.9); they use at most 72 KB, compiled for 8.0."""
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Return whether a GPU has compute capability 9; without CUDA, as an H200."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
