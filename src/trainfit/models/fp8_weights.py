@@ -5,7 +5,7 @@ largest magnitude alone, from which each use rounds; or the codes, which a backw
 in both layouts. All round alike. Shapes: n tokens, i inputs, o outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -149,7 +149,7 @@ class KeptWeights:
 
 
 def keep_weights(
-    layers: list[nn.Linear], products_of_owner: list[nn.Linear], kind: KeptFp8, *, emulated: bool
+    layers: Sequence[nn.Linear], products_of_owner: Sequence[nn.Linear], kind: KeptFp8, *, emulated: bool
 ) -> KeptWeights:
     """Keep what rounding takes of these layers' weights.
 

@@ -15,7 +15,7 @@ def rounded_tile(X, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr, WORDS: 
         WORDS: keep ptxas from taking packed conversions apart; the interpreter has no instruction for it.
     """
     codes = tl.maximum(X * inverse, -LARGEST, tl.PropagateNan.ALL)
-    codes = tl.minimum(codes, LARGEST, tl.PropagateNan.ALL).to(dtype)
+    codes = tl.minimum(codes, LARGEST, tl.PropagateNan.ALL).to(dtype)  # pyright: ignore[reportArgumentType]
     if WORDS:
         # ptxas 12.8 and 12.9 read one of two codes that an instruction has made together before it is made,
         # if both layouts are stored (triton-lang/triton#11111). A word of four codes that an instruction has
