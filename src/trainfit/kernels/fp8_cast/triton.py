@@ -15,14 +15,14 @@ def rounded_tile(X, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr, WORDS: 
         WORDS: keep ptxas from taking packed conversions apart; the interpreter has no instruction for it.
     """
     codes = tl.maximum(X * inverse, -LARGEST, tl.PropagateNan.ALL)
-    codes = tl.minimum(codes, LARGEST, tl.PropagateNan.ALL).to(dtype)  # pyright: ignore[reportArgumentType]
+    codes = tl.minimum(codes, LARGEST, tl.PropagateNan.ALL).to(dtype)
     if WORDS:
         # ptxas 12.8 and 12.9 read one of two codes that an instruction has made together before it is made,
         # if both layouts are stored (triton-lang/triton#11111). A word of four codes that an instruction has
         # written, as far as ptxas sees, is not merged with the conversions.
         words = [codes.to(tl.uint8, bitcast=True)]
         words = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", words, tl.uint8, is_pure=False, pack=4)
-        codes = words.to(dtype, bitcast=True)
+        codes = words.to(dtype, bitcast=True)  # pyright: ignore[reportArgumentType]
     return codes
 
 
