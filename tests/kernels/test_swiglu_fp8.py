@@ -133,9 +133,10 @@ def test_the_scale_of_the_step_before() -> None:
             assert torch.equal(transposed.float(), codes.float().t())
 
 
-def test_nan_of_a_step_is_infinite_in_the_next() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_in_a_step_is_infinite_in_the_next(value: float) -> None:
     gate_up, _ = given(16, 32, torch.float32)
-    gate_up[3, 5] = float("nan")
+    gate_up[3, 5] = value
     for run in (fp8.triton_delayed, fp8.reference_delayed):
         history = torch.tensor([1.0, 0.0])
         run(gate_up, history)

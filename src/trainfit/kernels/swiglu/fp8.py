@@ -94,7 +94,8 @@ def reference_backward_delayed(
 
 def _noted(history: Tensor, amax: Tensor) -> Tensor:
     """Raise the largest magnitude since the step before, and return the one to round by."""
-    history[1:].copy_(torch.maximum(history[1:], amax.nan_to_num(float("inf"))))
+    infinite = float("inf")
+    history[1:].copy_(torch.maximum(history[1:], amax.nan_to_num(nan=infinite, posinf=infinite)))
     return torch.where(history[:1] > 0, history[:1], history[1:])
 
 
