@@ -93,7 +93,9 @@ def fastest_kernels(recipe: Recipe) -> list[AttentionKernel]:
     if isinstance(found, str):
         return []
     seconds = found.shape.seconds
-    near = [kernel for kernel in seconds if seconds[kernel] <= FAR_BEHIND * min(seconds.values())]
+    near: list[AttentionKernel] = [
+        kernel for kernel in seconds if seconds[kernel] <= FAR_BEHIND * min(seconds.values())
+    ]
     return sorted(near, key=lambda kernel: seconds[kernel])
 
 
