@@ -55,6 +55,7 @@ class FieldsButData(TypedDict, total=False):
     attention: str
     block_kernels: str
     fp8_weights: str
+    fp8_scaling: str
     accumulation: str
     loss: str
     loss_terms: Mapping[str, float]

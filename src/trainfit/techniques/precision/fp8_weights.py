@@ -65,10 +65,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
-    """Draw native models, with the fp8 feed-forward part or without."""
+    """Draw models of both kinds, native ones with the fp8 feed-forward part or without."""
     family = chance.choice([kind for kind in native_types() if kind in FAMILIES])
-    model = {"implementation": "native", "config": chance.choice(FAMILIES[family])}
-    kernels, compiled = chance.choice(("standard", "fp8")), chance.choice((False, "block"))
+    implementation = chance.choice(("hf", "native", "native"))
+    model = {"implementation": implementation, "config": chance.choice(FAMILIES[family])}
+    kernels = chance.choice(("standard", "fp8")) if implementation == "native" else "standard"
+    compiled = chance.choice((False, "block"))
     kept = {FIELD: chance.choice(KINDS), "precision": "fp8", "block_kernels": kernels}
     return {**kept, "compile": compiled, "model": model}
 
