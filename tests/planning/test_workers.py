@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from trainfit.api.recipes import load_recipe
+from trainfit.planning.estimates import _result
 from trainfit.planning.room import Room
-from trainfit.planning.workers import CAN_FORK, NICENESS, Answer, Workers
+from trainfit.planning.workers import CAN_FORK, NICENESS, Answer, KilledError, Workers
 
 
 def priority(shared: dict[str, Any]) -> Answer:
@@ -35,12 +37,18 @@ def growing(shared: dict[str, Any]) -> Answer:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         kill = Path(request.get("kill", ""))
         if "kill" in request and not kill.exists():
-            kill.touch()
+            if "always" not in request:
+                kill.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         kept.append(os.urandom(request.get("mib", 0) << 20))
         return {"process": os.getpid(), "kept": len(kept)}
 
     return answer
+
+
+def numbered(shared: dict[str, Any]) -> Answer:
+    """Answer with the request, the process, and what is the same for all requests."""
+    return lambda request: {**request, **shared, "process": os.getpid()}
 
 
 def ending(shared: dict[str, Any]) -> Answer:
@@ -77,6 +85,35 @@ def test_a_request_whose_process_was_killed_is_asked_again(
     try:
         found = [workers.ask(each) for each in ({"kill": str(tmp_path / "once")}, {})]
         assert [one.result(120)["kept"] for one in found] == [1, 1]
+    finally:
+        workers.close()
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
+def test_a_process_that_was_killed_between_two_requests_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is that of its own request, with what is the same for all."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    workers = Workers(1, f"{Path(__file__).stem}:numbered", [], shared={"plan": 7})
+    try:
+        first = workers.ask({"request": 1}).result(120)
+        os.kill(first["process"], signal.SIGKILL)
+        later = [workers.ask({"request": number}).result(120) for number in (2, 3)]
+        assert [(one["request"], one["plan"]) for one in later] == [(2, 7), (3, 7)]
+        assert later[0]["process"] == later[1]["process"] != first["process"]
+    finally:
+        workers.close()
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="processes cannot be forked here")
+def test_a_request_whose_process_is_killed_each_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    workers = Workers(1, f"{Path(__file__).stem}:growing", [], shared={})
+    try:
+        given = workers.ask({"kill": "/nonexistent/once", "always": True})
+        with pytest.raises(KilledError, match="signal 9"):
+            given.result(120)
+        assert _result(load_recipe("gpt2"), given).refused is not None
+        assert workers.ask({}).result(120)["kept"] == 1
     finally:
         workers.close()
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.planning.room import Room
-from trainfit.planning.workers import CAN_FORK, Answer, Workers
+from trainfit.planning.workers import CAN_FORK, Answer, KilledError, Workers
 from trainfit.prediction import cache as ledgers
 from trainfit.prediction.estimate import cost, estimate
 from trainfit.prediction.machine import Machine, machine_of
@@ -173,7 +173,7 @@ class Estimates:
                 for each in self._unknown(ahead) if self.processes > 1 else ():
                     self._submit(each, ahead=True)
                 for each, one in zip(parts, futures, strict=True):
-                    self._take(each, _read(each.recipe, one.result()))
+                    self._take(each, _result(each.recipe, one))
             except BaseException:
                 self._close()
                 raise
@@ -236,6 +236,15 @@ class Estimates:
     def _close(self) -> None:
         for workers in self._workers.values():
             workers.close()
+
+
+def _result(recipe: Recipe, given: Future[dict[str, Any]]) -> Result:
+    """Return a process's result; of one that was killed twice, a refusal."""
+    try:
+        return _read(recipe, given.result())
+    except KilledError:
+        problem = "the process that traced it was killed twice, most likely for want of the host's memory"
+        return Result(recipe, None, refused=InputError(problem, "plan it where more is free"), is_complete=False)
 
 
 def _imports(recipe: Recipe) -> Sequence[str]:

@@ -29,7 +29,7 @@ class Room:
     def __init__(self, available: Callable[[], int] = available_bytes):
         self._available = available
         self._changed = threading.Condition()
-        self._running = 0
+        self._running, self._is_alone = 0, False
         self.trace_bytes = TRACE_BYTES
         """The most that a trace took."""
         self.least: int | None = None
@@ -42,10 +42,13 @@ class Room:
         """Wait until a trace has room, and keep it while the trace runs.
 
         Args:
-            alone: wait until no other one runs.
+            alone: wait until no other one runs, and let none begin until it has ended.
         """
         with self._changed:
-            while self._running and (alone or not self._has_room()):
+            while self._is_alone or (not alone and self._running and not self._has_room()):
+                self._changed.wait(ASK_S)
+            self._is_alone = alone
+            while alone and self._running:
                 self._changed.wait(ASK_S)
             self._running += 1
         try:
@@ -53,6 +56,7 @@ class Room:
         finally:
             with self._changed:
                 self._running -= 1
+                self._is_alone = self._is_alone and not alone
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:

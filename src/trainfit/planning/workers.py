@@ -3,8 +3,10 @@
 A server imports and forks; each fork answers from one pair of pipes. Where a fork has kept too much memory,
 or was killed, the server makes another one for its pipes.
 
-The first line to each process holds what is the same for all its requests. They end when their requests' pipe
-closes, as it does when the parent ends in any way.
+The first line to each process holds what is the same for all its requests. A process that has not got it, as the
+one before was killed between two requests, says so and gets it. Answers have the number of their request, so that
+one of a request that was given up is not taken for another's. They end when their requests' pipe closes, as it
+does when the parent ends in any way.
 """
 
 import gc
@@ -49,7 +51,7 @@ class Worker:
     def __init__(self, requests: int, answers: int, shared: dict[str, Any]):
         self._requests: IO[str] = os.fdopen(requests, "w")
         self._answers: IO[str] = os.fdopen(answers)
-        self._shared, self._is_new = shared, True
+        self._shared, self._is_new, self._number = shared, True, 0
         self.peak_bytes = self.held_bytes = 0
         """What the last answer took at most, and what the process has kept of it."""
 
@@ -60,26 +62,36 @@ class Worker:
             KilledError: the process was killed.
             RuntimeError: the process ended, and there is no other one.
         """
-        with suppress(BrokenPipeError):
-            self._requests.write(json.dumps(self._shared) + "\n" if self._is_new else "")
-            self._requests.write(json.dumps(request) + "\n")
-            self._requests.flush()
+        self._number += 1
+        if self._is_new:
+            self._write({"shared": self._shared})
         self._is_new = False
-        line = self._answers.readline()
-        if not line:
-            raise RuntimeError("a process that traces recipes ended unexpectedly")
-        given = json.loads(line)
-        if "killed" in given:
-            self._is_new = True
-            raise KilledError(f"a process that traces recipes was killed by signal {given['killed']}")
+        self._write({"number": self._number, "ask": request})
+        while True:
+            line = self._answers.readline()
+            if not line:
+                raise RuntimeError("a process that traces recipes ended unexpectedly")
+            given = json.loads(line)
+            if "killed" in given:
+                self._is_new = True
+                raise KilledError(f"a process that traces recipes was killed by signal {given['killed']}")
+            if given.get("number") != self._number:
+                continue  # Of a request before, whose process was killed.
+            if "answer" in given:
+                break
+            self._write({"shared": self._shared})
+            self._write({"number": self._number, "ask": request})
         self.peak_bytes, self.held_bytes = given["peak_bytes"], given["held_bytes"]
         return given["answer"]
 
+    def _write(self, line: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            self._requests.write(json.dumps(line) + "\n")
+            self._requests.flush()
+
     def renew(self) -> None:
         """Have the process replaced before the next request."""
-        with suppress(BrokenPipeError):
-            self._requests.write(json.dumps(RENEW) + "\n")
-            self._requests.flush()
+        self._write(RENEW)
         self._answers.readline()
         self._is_new = True
 
@@ -269,10 +281,12 @@ def _serve(pair: tuple[int, int], make: Callable[[dict[str, Any]], Answer]) -> b
             if request == RENEW:
                 out.write("{}\n")  # Only now the next request may be sent: this process must not read it.
                 return True
-            if answer is None:
-                answer = make(request)
+            if "shared" in request:
+                answer = make(request["shared"])
                 continue
-            found = {"answer": answer(request), **_grown(before)}
+            found: dict[str, Any] = {"number": request["number"]}
+            if answer is not None:
+                found |= {"answer": answer(request["ask"]), **_grown(before)}
             out.write(json.dumps(found) + "\n")
             out.flush()
     return False
