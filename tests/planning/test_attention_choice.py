@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import trainfit
 from measured_attention import TABLE, run_of
 from trainfit.api.planned import planned
 from trainfit.cli.main import main
@@ -130,6 +131,12 @@ def test_predict_says_what_best_became(capsys: pytest.CaptureFixture[str]) -> No
     built, remark = planned(read_recipe("smollm-135m", best))
     assert built == read_recipe("smollm-135m", cudnn)
     assert len(remark) == 1
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_deterministic_prediction_takes_no_kernel_that_does_not_repeat() -> None:
+    found = trainfit.predict("smollm-135m", gpu="h200", seq=64, attention="best", deterministic=True)
+    assert found.recipe.attention not in ("best", "cudnn")
 
 
 @pytest.mark.usefixtures("measured")

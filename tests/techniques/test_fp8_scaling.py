@@ -81,6 +81,10 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path) -> None:
     assert losses(again, 2) == expected[2:]
     with pytest.raises(InputError, match="in only one of checkpoint and model"):
         checkpoint.load(path, step_of(recipe("dynamic")))
+    next(iter(begun.carried.values()))[0] = float("inf")
+    broken = checkpoint.save(tmp_path / "broken", begun, Progress(2, None), {}, keep=1)
+    with pytest.raises(InputError, match="negative, or no finite number"):
+        checkpoint.load(broken, step_of(recipe()))
 
 
 def test_predicted_and_measured_bytes_are_equal() -> None:

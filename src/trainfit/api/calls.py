@@ -102,7 +102,7 @@ def predict_recipe(
 
     check_lengths(recipe, mean_new, lengths)
     machine = machine_of(recipe.hardware, calibration)
-    built, notes = planned(recipe, machine=machine)
+    built, notes = planned(recipe, machine=machine, deterministic=deterministic)
     notes += random_base_note(recipe)
     recorded = None if lengths is None else read(lengths, built)
     estimate = estimated(

@@ -51,7 +51,9 @@ def use_split_kernels(model: nn.Module) -> None:
             feed-forward part of another form than Llama's.
     """
     if not isinstance(model, NativeDecoder):
-        raise _refusal("the kernels replace the native decoder's parts: model.implementation: native", SPLIT)
+        raise _refusal(
+            "the kernels replace the native decoder's parts", SPLIT, "use model.implementation: native"
+        )
     _check_native(model, (*OF_SWIGLU, "position_embedding"), SPLIT)
     if model.config.qk_norm or model.config.rotary_dim != model.config.head_dim:
         raise _refusal("the kernels rotate whole heads without norms of their own", SPLIT)
@@ -268,5 +270,5 @@ def _swiglu_of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[
         yield from gated
 
 
-def _refusal(problem: str, kernels: str = "triton") -> InputError:
-    return InputError(problem, REMEDY, field="block_kernels", value=kernels)
+def _refusal(problem: str, kernels: str = "triton", remedy: str = REMEDY) -> InputError:
+    return InputError(problem, remedy, field="block_kernels", value=kernels)

@@ -2,7 +2,7 @@
 
 A weight is read by the forward and the backward of each micro-batch, and changes once a step. Kept are the
 largest magnitude alone, from which each use rounds; or the codes, which a backward transposes; or the codes
-in both layouts. All round alike. Shapes: n tokens, i inputs, o outputs.
+in both layouts. Shapes: n tokens, i inputs, o outputs.
 """
 
 from collections.abc import Callable, Sequence

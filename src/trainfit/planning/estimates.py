@@ -244,7 +244,9 @@ def _result(recipe: Recipe, given: Future[dict[str, Any]]) -> Result:
         return _read(recipe, given.result())
     except KilledError:
         problem = "the process that traced it was killed twice, most likely for want of the host's memory"
-        return Result(recipe, None, refused=InputError(problem, "plan it where more is free"), is_complete=False)
+        return Result(
+            recipe, None, refused=InputError(problem, "plan it where more is free"), is_complete=False
+        )
 
 
 def _imports(recipe: Recipe) -> Sequence[str]:

@@ -3,10 +3,10 @@
 A server imports and forks; each fork answers from one pair of pipes. Where a fork has kept too much memory,
 or was killed, the server makes another one for its pipes.
 
-The first line to each process holds what is the same for all its requests. A process that has not got it, as the
-one before was killed between two requests, says so and gets it. Answers have the number of their request, so that
-one of a request that was given up is not taken for another's. They end when their requests' pipe closes, as it
-does when the parent ends in any way.
+The first line to each process holds what is the same for all its requests. A process that has not got it, as
+the one before was killed between two requests, says so and gets it. Answers have the number of their request,
+so that one of a request that was given up is not taken for another's. Processes end when their requests' pipe
+closes, as it does when the parent ends in any way.
 """
 
 import gc

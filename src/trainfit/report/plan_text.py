@@ -53,7 +53,9 @@ def show(plan: Plan, *, file: Path | None = None, out: Console | None = None) ->
         out.print(describe(best.as_recipe()), style="bold green")
         rows(out, answer_lines(plan, best), "left", "wrap")
         if file is not None:
-            out.print(f"  written to {file}: trainfit train {file}", soft_wrap=True)
+            # Training is deterministic unless told otherwise, which cuDNN's attention is not.
+            flag = " --no-deterministic" if best.as_recipe().attention == "cudnn" else ""
+            out.print(f"  written to {file}: trainfit train {file}{flag}", soft_wrap=True)
         if len(plan.found) > 1:
             heading(out, "Next best")
             rows(out, [_line(plan, one) for one in plan.found[1:]], "right", "right", "right", "wrap")

@@ -236,9 +236,9 @@ def _load_carried(path: Path, step: Step) -> None:
     for name, tensor in step.carried.items():
         found = lazy[name]
         state.check_form(name, tensor, found.shape, found.dtype)
-        if not bool((found >= 0).all()):  # NaN is not.
+        if not bool((found.isfinite() & (found >= 0)).all()):
             remedy = "resume from an older checkpoint"
-            raise InputError("negative, or no number", remedy, field=f"carried {name}", file=str(path))
+            raise InputError("negative, or no finite number", remedy, field=f"carried {name}", file=str(path))
         tensor.copy_(found)
 
 

@@ -4,7 +4,8 @@ The choice is the same on a GPU and on the virtual GPU, so predicted memory is t
 Predictions assume a Triton with Gluon (torch 2.11 and later), and determinism as ``predict --deterministic``
 sets it. The Gluon configurations are the fastest of those measured with torch 2.11 and Triton 3.6, causal:
 with four query heads for each key head on an H100 (1K, 2K, 8K and 16K tokens, 32K in all), ungrouped on an
-H200 (16 heads, 8K and 16K). Other head sizes, fp32 and other GPUs take the Triton kernels.
+H200 (16 heads, 8K and 16K). Heads of 256 have a Gluon forward and cuDNN's backward; other head sizes, fp32
+and other GPUs take the Triton kernels.
 """
 
 from collections.abc import Callable

@@ -61,7 +61,8 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
     kind += ", with deterministic algorithms" if _must_repeat() else ""
     raise InputError(
         f"the enabled SDPA backends have no kernel for {kind}",
-        "use attention: sdpa or math" + (", or no deterministic algorithms" if _must_repeat() else ""),
+        "use attention: sdpa or math"
+        + (", or no deterministic algorithms (--no-deterministic)" if _must_repeat() else ""),
         field="attention",
     )
 
