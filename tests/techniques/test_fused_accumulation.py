@@ -103,6 +103,17 @@ def test_gradients_begin_at_zero_and_are_kept() -> None:
         step(step.random_batches(seed))
 
 
+def test_gradients_that_are_set_to_none_between_steps_are_not_lost() -> None:
+    found, plain = step_of(recipe()), step_of(recipe())
+    for seed in range(2):
+        for parameter in found.model.parameters():
+            parameter.grad = None
+        next(one for one in found.model.modules() if isinstance(one, KeptGradientLinear)).kept.fill_(1.0)
+        assert found(found.random_batches(seed)) == plain(plain.random_batches(seed))
+    for ours, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("compiled", [False, "block"])
 def test_a_ledger_has_the_same_flops_and_no_sums(compiled: Any) -> None:
     fields = {"compile": compiled, "precision": "bf16", "hardware": Hardware(gpu="h100-sxm")}

@@ -34,11 +34,18 @@ class KeptGradients:
         self._of_weight = of_weight
         self._attach()
 
-    def begin_step(self) -> None:
-        """Set the gradients to zero, and give them back to weights that have lost them."""
+    def end_step(self) -> None:
+        """Set the gradients to zero after an update, and give them back to weights that have lost them."""
         for kept in self._of_weight.values():
             kept.zero_()
         self._attach()
+
+    def begin_batch(self, _is_last: bool) -> None:
+        """Begin at zero where a weight has lost its gradient otherwise: sums would be lost too."""
+        for weight, kept in self._of_weight.items():
+            if weight.grad is not kept:
+                kept.zero_()
+                weight.grad = kept
 
     def _attach(self) -> None:
         for weight, kept in self._of_weight.items():

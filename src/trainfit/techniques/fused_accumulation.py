@@ -38,7 +38,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers before they are compiled; zero the gradients after each update."""
     from trainfit.models.kept_gradients import keep_gradients
 
-    draft.after_step.append(keep_gradients(draft.model).begin_step)
+    kept = keep_gradients(draft.model)
+    draft.before_batch.append(kept.begin_batch)
+    draft.after_step.append(kept.end_step)
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
