@@ -58,8 +58,9 @@ def test_a_number_without_its_origin_is_refused(tmp_path: Path, text: str, field
         fitted_table(tmp_path / "own.toml")
 
 
-WITHOUT_FIT = {"LEAST_SAID", "HOST_BOUND", "LEAST_S"}
-"""What a prediction lists, when the host is said to decide, an error of rounding."""
+WITHOUT_FIT = {"LEAST_SAID", "HOST_BOUND", "LEAST_S", "FAR_BEHIND"}
+"""What a prediction lists, when the host is said to decide, an error of rounding, when a kernel is
+warned of."""
 
 
 def test_the_code_of_predictions_holds_no_fitted_number() -> None:

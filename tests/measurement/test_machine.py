@@ -9,6 +9,7 @@ from tiny_sweep import BASE
 from tiny_training import tiny
 from trainfit.cli.main import main
 from trainfit.measurement import machine
+from trainfit.spec import host_memory
 from trainfit.spec.errors import InputError
 from trainfit.verification import this_machine
 
@@ -32,7 +33,7 @@ def test_ranks_are_bounded_by_the_gpus_that_are_seen(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_free_is_no_more_than_what_is_there() -> None:
-    assert 0 < machine.available_bytes() <= machine.host_bytes()
+    assert 0 < host_memory.available_bytes() <= host_memory.host_bytes()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from trainfit.spec.host_memory import host_bytes
 from trainfit.spec.provenance import commit, installed_version
 from trainfit.spec.result import Environment
 
@@ -29,14 +30,6 @@ def host_environment(device: str) -> Environment:
         variables={name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
         commit=commit(),
     )
-
-
-def host_bytes() -> int:
-    """Return the memory of this machine, or of the control group this process runs in, whichever is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdigit() else total
 
 
 def cpu_name() -> str:

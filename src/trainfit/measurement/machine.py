@@ -1,13 +1,11 @@
-"""Bounds of this machine: how many processes it can take, and how much memory is free. No torch here."""
+"""Bounds of this machine: how many processes it can take, and how many GPUs it shows. No torch here."""
 
 import os
-import re
 import sys
-from pathlib import Path
 
-from trainfit.measurement.environment import host_bytes
 from trainfit.measurement.nvml import visible_gpus
 from trainfit.spec.errors import InputError
+from trainfit.spec.host_memory import available_bytes
 from trainfit.spec.units import format_bytes
 
 PROCESS_BYTES = 3 * 2**27
@@ -20,24 +18,6 @@ PER_CORE = 2
 def num_cores() -> int:
     """Return the processors that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def available_bytes() -> int:
-    """Return the host's memory that processes can still take without swapping."""
-    meminfo = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
-    free = 1024 * int(found.group(1)) if found else host_bytes()
-    used = Path("/sys/fs/cgroup/memory.current")
-    if used.is_file():
-        free = min(free, host_bytes() - int(used.read_text()) + _reclaimable_bytes())
-    return max(0, free)
-
-
-def _reclaimable_bytes() -> int:
-    """Return the file pages that the control group counts as used and gives back when memory is short."""
-    stat = Path("/sys/fs/cgroup/memory.stat")
-    pairs = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
-    return int(pairs.get("inactive_file", 0)) + int(pairs.get("active_file", 0))
 
 
 def most_processes() -> int:

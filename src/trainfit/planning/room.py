@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trainfit.measurement.machine import available_bytes
+from trainfit.spec.host_memory import available_bytes
 from trainfit.spec.units import format_bytes
 
 TRACE_BYTES = 2**29

@@ -10,14 +10,15 @@ from contextlib import suppress
 
 from trainfit.catalog.load import gpu, gpu_of_device
 from trainfit.catalog.names import CPU
-from trainfit.measurement.environment import host_bytes, runs_on_cuda
-from trainfit.measurement.machine import PROCESS_BYTES, available_bytes
+from trainfit.measurement.environment import runs_on_cuda
+from trainfit.measurement.machine import PROCESS_BYTES
 from trainfit.measurement.nvml import Nvml
 from trainfit.prediction.evaluation import evaluation_peak
 from trainfit.rl.estimate.estimate import predict
 from trainfit.rl.estimate.names import of_update_alone
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.host_memory import available_bytes, host_bytes
 from trainfit.spec.objective import Policy
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes

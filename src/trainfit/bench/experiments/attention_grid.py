@@ -191,6 +191,7 @@ EXPERIMENT = Experiment(
         Column("of_fastest", "of fastest", format=".2f", note="rate of ours over the fastest other kernel's"),
         Column("geometric_mean", "geometric mean", format=".3f"),
         Column("least", format=".2f"),
+        Column("points"),
         Column("behind", note=f"points where ours has less than {BEHIND} of the fastest other's rate"),
     ),
     plots=(
