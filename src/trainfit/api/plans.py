@@ -141,8 +141,8 @@ def plan_recipe(
     chosen = {"adapter": recipe.adapter} if tune else {}  # ``tune`` decides which weights are trained.
     as_given = recipe.model_copy(update=chosen)
     recipe = _tuned(recipe.without_open_fields(), tune, given)
-    is_set = recipe.batch.model_fields_set & {"micro", "accumulate"}
-    if tokens_per_step is None and is_set and not any(name.startswith("batch") for name in vary):
+    # A number of micro-batches alone leaves their size free.
+    if tokens_per_step is None and "micro" in recipe.batch.model_fields_set and not any(name.startswith("batch") for name in vary):
         tokens_per_step = recipe.step_tokens
     goal = Goal(
         memory_bytes=None if memory_gib is None else int(memory_gib * GIB),

@@ -250,3 +250,14 @@ def test_short_sequences_get_batches_that_fill_the_gpu() -> None:
     best = plan_recipe(recipe(batch={"seq": 64}), (), vary=VARIED, processes=0, memory_gib=4).found[0]
     assert 2 * GIB < best.estimate.peak_device_bytes < 4 * GIB
     assert best.as_recipe().batch.tokens >= 2**14
+
+
+def test_a_number_of_micro_batches_alone_leaves_their_size_free() -> None:
+    given = ("batch.accumulate", "optimizer", "compile", "attention", "precision", "offload", "recompute")
+    found = plan_recipe(
+        recipe(batch={"seq": 64, "accumulate": 3}, precision="bf16"), given, processes=0, memory_gib=2
+    )
+    assert found.best.batch.accumulate == 3
+    assert found.best.batch.tokens * 3 >= 2**14
+    fixed = recipe(batch={"micro": 2, "seq": 64, "accumulate": 3}, precision="bf16")
+    assert plan_recipe(fixed, (*given, "batch.micro"), processes=0).best.batch == fixed.batch

@@ -24,6 +24,10 @@ HOST_DECIDES = 0.9
 """Least share of a step that the host works of which it decides the step's time."""
 MAX_EXTRAS = 4
 """Options beyond the start that are combined."""
+ALIKE = 0.5
+"""Least share of their families of options beyond the start in which two structures that are alike agree."""
+WRONG = 1.05
+"""Least ratio of a trace's time or memory to the composed estimate's at which that was wrong."""
 
 
 class Sizes(NamedTuple):
@@ -308,6 +312,25 @@ class Ranking:
         """Return whether blocks may recompute differently in a structure."""
         values = agree(options) or {}
         return values.get("parallel.tensor", self.combinations.recipe.parallel.tensor) == 1
+
+    def alike(self, some: Options, others: Options) -> bool:
+        """Return whether two structures differ from the start in nearly the same."""
+        a, b = set(some) ^ set(self.start), set(others) ^ set(self.start)
+        families, same = ({one.family for one in each} for each in (a | b, a & b))
+        return len(same) >= ALIKE * max(1, len(families))
+
+    def is_like_wrong(self, options: Options, *, mixed: bool) -> bool:
+        """Return whether a structure is like one whose composed estimate its trace showed to be wrong.
+
+        Its own estimate is likely to be wrong for the same reason. What differs in an attention kernel alone
+        would otherwise be traced again and again, and other structures never.
+        """
+        wrong = (
+            others
+            for (others, is_mix), off in self.corrections.items()
+            if is_mix == mixed and max(off) >= WRONG
+        )
+        return any(self.alike(options, others) for others in wrong)
 
     def correct(self, candidate: Candidate, one: Traced | InputError) -> None:
         """Correct the composed estimate of a structure by its trace; drop a refused one from the ranking."""

@@ -472,10 +472,14 @@ class Search:
     def _highest(
         self, worth: float, tried: Collection[Key], *, mixed: bool
     ) -> tuple[list[Candidate], list[tuple[Candidate, InputError]]]:
-        """Return the highest-ranked combinations that are not traced, for one round, and the refused ones."""
+        """Return the highest-ranked combinations that are not traced, for one round, and the refused ones.
+
+        Those that are like another of the round, or like what was ranked wrongly, come after all others.
+        """
         fitting = [one for one in self.traced if self.combinations.fits(one)]
         best = max((discounted(one.rate, one.candidate.options) for one in fitting), default=0.0)
         chosen: list[Candidate] = []
+        similar: list[Candidate] = []
         refused: list[tuple[Candidate, InputError]] = []
         for one in sorted(self.ranking.ranked(), key=lambda one: -discounted(one.rate, one.options)):
             if discounted(one.rate, one.options) < best * (1 + worth) or len(chosen) >= NUM_TRACED:
@@ -483,14 +487,19 @@ class Search:
             if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
                 continue  # Blocks that differ are compiled in each way that they may recompute: 20 s.
             new = one.key not in tried and one.key not in self.combinations.traced
-            if not new or one.key[:2] in {each.key[:2] for each in chosen}:
+            if not new or one.key[:2] in {each.key[:2] for each in (*chosen, *similar)}:
+                continue
+            is_similar = self.ranking.is_like_wrong(one.options, mixed=mixed) or any(
+                self.ranking.alike(one.options, each.options) for each in chosen
+            )
+            if is_similar and len(similar) == NUM_TRACED:
                 continue
             try:
                 self.combinations.recipe_of(*one.key, budget=1.0)
-                chosen.append(one)
+                (similar if is_similar else chosen).append(one)
             except InputError as error:
                 refused.append((one, error))
-        return chosen, refused
+        return [*chosen, *similar][:NUM_TRACED], refused
 
     def _find_smallest(self) -> bool:
         """Trace what is smallest by the composed estimate, until one fits; return whether one does.

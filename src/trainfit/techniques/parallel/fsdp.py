@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import link as find_link
 from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Offer, Technique, refusal, value_at
@@ -240,12 +241,16 @@ def _trace_whole(recipe: Recipe) -> bool:
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
     """Offer parameters that stay gathered between forward and backward, also with gradients that stay whole
-    until a step's last micro-batch, and shards within each host."""
-    count, in_host = recipe.hardware.count, find_gpu(recipe.hardware.gpu).gpus_per_host
+    until a step's last micro-batch, copy engines, and shards within each host."""
+    gpu = find_gpu(recipe.hardware.gpu)
+    count, in_host = recipe.hardware.count, gpu.gpus_per_host
     if count == 1:
         return ()
     gathered: Data = {"reshard_after_forward": False}
     meshes: list[Data] = [gathered, {**gathered, "sync_each_batch": False}]
+    # Where GPUs read each other's memory; what else they exclude is refused with its reason.
+    if count <= in_host and find_link(gpu.link).kind == "nvlink" and recipe.precision in COPIED["precision"]:
+        meshes.append({"copy_engines": True})
     if count > in_host and count % in_host == 0:
         meshes.append({"replicate": count // in_host, "shard": in_host})
     return tuple(
