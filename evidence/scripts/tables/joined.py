@@ -82,7 +82,7 @@ def errors(pairs: Sequence[Comparison], field: str) -> list[float]:
 
 
 def lost_commits() -> tuple[str, ...]:
-    """Return the commits that records name and this repository does not hold."""
+    """Return the commits that records name and HEAD does not descend from."""
     lines = (RESULTS / "lost-commits.txt").read_text("utf-8").splitlines()
     return tuple(line for line in lines if line and not line.startswith("#"))
 

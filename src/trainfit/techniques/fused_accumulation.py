@@ -58,5 +58,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "fused accumulation",
     needs={"batch": {"micro": 1, "accumulate": 4}},
-    draw=Draw(alone=_draw),  # Not offered to plans before a GPU has measured it.
+    draw=Draw(alone=_draw),  # Not offered to plans yet: measured beside other kernels alone.
 )

@@ -42,5 +42,5 @@ TECHNIQUE = Technique(
     check_device=partial(check_device, field="block_kernels"),
     apply=apply,
     describe=lambda recipe: f"{recipe.block_kernels} kernels",
-    draw=Draw(alone=_draw),  # Not offered to plans before a GPU has measured it in compiled blocks.
+    draw=Draw(alone=_draw),  # Not offered to plans yet: measured beside other kernels alone.
 )

@@ -54,5 +54,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "fp8 feed-forward kernels",
     needs={"precision": "fp8", "model": {"implementation": "native"}},
-    draw=Draw(alone=_draw),  # Not offered to plans before a GPU has run its kernels.
+    draw=Draw(alone=_draw),  # Not offered to plans yet: measured with delayed scaling alone.
 )
