@@ -22,7 +22,7 @@ from trainfit.kernels.swiglu import op as swiglu_op
 from trainfit.models.hf_attention import no_packed_sequences
 from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trainfit.virtual.cuda import fake_impls as fake_run
-from trainfit.virtual.quiet_torchao import LOGGERS, quiet_torchao
+from trainfit.virtual.quiet_imports import LOGGERS, quiet_imports
 from trainfit.virtual.trace import process_state
 from trainfit.virtual.trace.process_state import frozen_gc
 from trainfit.virtual.trace.tensors import tensors_of
@@ -220,7 +220,7 @@ def test_objects_that_the_caller_froze_stay_frozen() -> None:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("patch", [no_packed_sequences, grouped_heads_counted, quiet_torchao])
+@pytest.mark.parametrize("patch", [no_packed_sequences, grouped_heads_counted, quiet_imports])
 def test_a_second_thread_waits_for_a_process_wide_patch(
     patch: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

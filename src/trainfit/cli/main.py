@@ -27,7 +27,7 @@ from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, Inpu
 from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
 from trainfit.spec.stop import Stopped, StopSignal
-from trainfit.virtual.quiet_torchao import LOGGERS
+from trainfit.virtual.quiet_imports import LOGGERS
 
 EXIT_USAGE, EXIT_BUG = 2, 70
 COMPLETION = "_TRAINFIT_COMPLETE"

@@ -10,7 +10,7 @@ from trainfit.measurement.process import forked, spawned
 from trainfit.measurement.trial import import_for_steps
 from trainfit.spec.printable import say
 from trainfit.virtual.forked import autograd_has_threads
-from trainfit.virtual.quiet_torchao import quiet_torchao
+from trainfit.virtual.quiet_imports import quiet_imports
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Empty while modules are imported. Importing transformers imports torchao, which asks a GPU that it sees for
@@ -43,7 +43,7 @@ def _import() -> None:
     visible = os.environ.get(VISIBLE)
     os.environ[VISIBLE] = ""
     try:
-        with quiet_torchao():
+        with quiet_imports():
             import_for_steps(adapters=find_spec(SEES_GPU_ONCE) is None)
     finally:
         _forget_missing_gpu()

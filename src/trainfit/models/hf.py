@@ -20,7 +20,7 @@ from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.models.hf_text import text_class
 from trainfit.spec.errors import InputError
 from trainfit.spec.parsing.plain_data import FLOAT_TAG
-from trainfit.virtual.quiet_torchao import quiet_torchao
+from trainfit.virtual.quiet_imports import quiet_imports
 from trainfit.virtual.trace.exclusive import replaced
 
 NOT_THE_ARCHITECTURE = (
@@ -116,7 +116,7 @@ def causal_model_class(hf_config: Any) -> type[Any]:
     # BERT-like types, whose tokens attend to later ones unless is_decoder is set.
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(hf_config, "is_decoder", None) is False:
         raise _wrong_type(kind, f"an encoder: {NOT_CAUSAL}", OTHER_MODEL)
-    with quiet_torchao():  # Both import the model's module.
+    with quiet_imports():  # Both import the model's module.
         found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None) or text_class(type(hf_config))
     if found is None:
         problem = "transformers has no causal language model of this type"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels.flash_attention.op import MAX_HEAD_SIZE, attend, register
 from trainfit.spec.errors import InputError
-from trainfit.virtual.quiet_torchao import quiet_torchao
+from trainfit.virtual.quiet_imports import quiet_imports
 from trainfit.virtual.trace.exclusive import exclusive
 
 NAME = "trainfit_triton"
@@ -34,7 +34,7 @@ MEANING = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bia
 
 def register_attention() -> None:
     """Register ``attn_implementation=NAME`` with transformers."""
-    with quiet_torchao():
+    with quiet_imports():
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
 

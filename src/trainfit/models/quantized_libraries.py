@@ -17,7 +17,7 @@ from trainfit.models.quantized_linear import COMPUTE, QuantizedLinear
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.quantize import Quantized
-from trainfit.virtual.quiet_torchao import quiet_torchao
+from trainfit.virtual.quiet_imports import quiet_imports
 
 GROUP = 256  # Magnitudes of one scale, in both libraries
 
@@ -37,7 +37,7 @@ def dynamic_map() -> list[float]:
 @cache
 def nf4_tensor() -> Any:
     """Import torchao's ``NF4Tensor``."""
-    with quiet_torchao():
+    with quiet_imports():
         where = "torchao.quantization"
         module = optional(where, "torchao", field="quantize.library", value="torchao")
         # Where it stood before torchao 0.17

@@ -88,9 +88,9 @@ def check_device_of(recipe: Recipe, device_type: str, field: str, remedy: str) -
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers by torchao's, on the same weights; refuse where none gains."""
     from trainfit.models.layers import layer_lists
-    from trainfit.virtual.quiet_torchao import quiet_torchao
+    from trainfit.virtual.quiet_imports import quiet_imports
 
-    with quiet_torchao():
+    with quiet_imports():
         float8: Any = optional("torchao.float8", "torchao", field="precision", value="fp8")
 
     config = float8.Float8LinearConfig(emulate=draft.runs_on_cpu(recipe))

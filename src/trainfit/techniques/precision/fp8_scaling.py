@@ -54,5 +54,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "delayed scaling",
     needs={"precision": "fp8", "block_kernels": "fp8", "model": {"implementation": "native"}},
-    draw=Draw(alone=_draw),  # Not offered to plans: rounding differs, and losses are not compared over many steps.
+    draw=Draw(alone=_draw),  # Not offered to plans: no GPU has compared its losses over many steps.
 )

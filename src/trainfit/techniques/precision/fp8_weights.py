@@ -2,9 +2,9 @@
 
 Of ``precision: fp8``. ``scales``: the largest magnitude, so that each use reads the weight once instead of
 twice. ``codes``: rounded once; each backward transposes the codes. ``both-layouts``: rounded and transposed
-once. Kept are 4 bytes a weight, and one or two bytes a parameter of the converted layers. ``codes``
-and ``both-layouts`` multiply by the scale's inverse on a GPU where ``scales`` divides, so that about one value in
-four million gets the code beside it.
+once. Kept are 4 bytes a weight, and one or two bytes a parameter of the converted layers. On a GPU, ``codes``
+and ``both-layouts`` multiply by the scale's inverse where ``scales`` divides, so that about one value in four
+million gets the code beside it.
 """
 
 import random

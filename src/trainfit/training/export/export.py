@@ -25,7 +25,7 @@ from trainfit.training.export.safetensors_file import Entry, write_sharded
 from trainfit.training.export.saved_run import SavedRun, open_saved
 from trainfit.training.export.trained_model import TrainedWeights
 from trainfit.training.export.whole_model import WholeModel
-from trainfit.virtual.quiet_torchao import quiet_torchao
+from trainfit.virtual.quiet_imports import quiet_imports
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -60,7 +60,7 @@ def export(
     run = open_saved(run_folder, step)
     _check_outside(folder, run.checkpoint)
     _check_merge(run, merge=merge)
-    with quiet_torchao():
+    with quiet_imports():
         content = _Content(run, merge=merge, dtype=dtype)
         num_bytes = sum(entry.nbytes for entry in content.entries.values())
         _check_space(folder, num_bytes)

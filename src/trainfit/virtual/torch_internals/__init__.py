@@ -29,7 +29,7 @@ from trainfit.spec.files import cache_folder
 from trainfit.spec.optional import is_installed
 from trainfit.spec.private_names import BELOW, CHECKED, FAILS, PrivateName, change
 from trainfit.spec.provenance import installed_version
-from trainfit.virtual.quiet_torchao import silenced
+from trainfit.virtual.quiet_imports import silenced
 from trainfit.virtual.trace.exclusive import stored
 
 GROUPS = (
