@@ -7,7 +7,7 @@ the second. The sum is rounded once for each micro-batch, instead of the product
 import random
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 FIELD = "accumulation"
@@ -58,5 +58,6 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "fused accumulation",
     needs={"batch": {"micro": 1, "accumulate": 4}},
-    draw=Draw(alone=_draw),  # Not offered to plans yet: measured beside other kernels alone.
+    draw=Draw(alone=_draw),
+    offers=lambda recipe: (Offer({FIELD: "fused"}, Expected(time=0.97)),),
 )

@@ -13,7 +13,7 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.model_types import native_types
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Offer, Technique
 from trainfit.techniques.draft import Draft
 
 
@@ -33,6 +33,12 @@ def _draw(chance: random.Random, _: Data) -> Data:
     return {"block_kernels": "swiglu", "compile": compiled, "model": model}
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    """Offer both kernels in compiled blocks; of fp8 the feed-forward kernels are offered instead."""
+    fields: Data = {"block_kernels": "swiglu-rope", "compile": "block"}
+    return () if recipe.precision == "fp8" else (Offer(fields, is_slow=True, speeds_up="rest"),)
+
+
 TECHNIQUE = Technique(
     name="swiglu_kernels",
     order=11,
@@ -42,5 +48,6 @@ TECHNIQUE = Technique(
     check_device=partial(check_device, field="block_kernels"),
     apply=apply,
     describe=lambda recipe: f"{recipe.block_kernels} kernels",
-    draw=Draw(alone=_draw),  # Not offered to plans yet: measured beside other kernels alone.
+    draw=Draw(alone=_draw),
+    offers=_offers,
 )

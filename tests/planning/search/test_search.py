@@ -17,7 +17,7 @@ from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
 from trainfit.planning.estimates import Estimates, Request, Result
-from trainfit.planning.search.candidate import Goal
+from trainfit.planning.search.candidate import Combinations, Goal
 from trainfit.planning.search.search import plan as search
 from trainfit.prediction.predict import predict
 from trainfit.report.plan_text import frontier_panel
@@ -197,6 +197,24 @@ def test_what_excludes_accumulation_is_tried_with_whole_batches() -> None:
     assert found.found
     assert found.best.optimizer.in_backward
     assert found.best.batch.accumulate == 1
+
+
+def test_fused_accumulation_is_planned_where_gradients_accumulate() -> None:
+    vary = ("batch", "accumulation")
+    small = recipe(batch={"seq": 64}, precision="bf16")
+    with Estimates(0) as estimates:
+        combinations = Combinations(small, Goal(tokens_per_step=2**10, vary=vary), estimates)
+        (fused,) = combinations.space.options
+        assert combinations.batches(()) == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+        assert combinations.batches((fused,)) == [(1, 16), (2, 8), (4, 4), (8, 2)]
+        # One micro-batch a step: nothing is added, and no reason has to be read.
+        assert Combinations(small, Goal(vary=vary), estimates).space.options == ()
+
+        # Adding to the gradients of large weights takes long beside products of 1,024 tokens.
+        config = CONFIG | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 2}
+        large = {"model": {**MODEL, "config": config}, "batch": {"seq": 256, "micro": 4, "accumulate": 8}}
+        found = search(recipe_from({**large, "precision": "bf16"}), Goal(vary=("accumulation",)), estimates)
+    assert found.best.accumulation == "fused"
 
 
 def test_where_nothing_fits_the_least_is_named() -> None:

@@ -106,7 +106,10 @@ class Combinations:
         self.traced: dict[Key, Traced] = {}
         self.exact: set[Key] = set()
         """Traced combinations whose estimate is exact, not shortened for ranking."""
-        self._whole_batches: dict[Option, bool] = {}
+        self._counts: dict[Option, tuple[bool, bool]] = {}
+        most = max((count for _, count in self.batches(())), default=1)
+        allowed = (one for one in self.space.options if most > 1 or self._fewest((one,)) == 1)
+        self.space = self.space._replace(options=tuple(allowed))
 
     def recipe_of(
         self, options: Options, level: str, micro: int, accumulate: int, budget: float = 0
@@ -136,34 +139,46 @@ class Combinations:
             # An update's completions are those of the rollout, whatever was requested.
             tokens = policy.completions // policy.updates_per_rollout * batch.seq
         off = 0.0 if policy is not None else TOKENS_OFF
+        fewest = self._fewest(options)
         if not self.space.varies_batch:
             sequences = batch.micro * batch.accumulate * self.data_ranks(options)
             agrees = policy is None or of_update_alone(self.recipe) is not None
-            return [(batch.micro, batch.accumulate)] if agrees or sequences * batch.seq == tokens else []
+            is_allowed = batch.accumulate >= fewest and (agrees or sequences * batch.seq == tokens)
+            return [(batch.micro, batch.accumulate)] if is_allowed else []
         grid = range(1, MOST_MICRO) if every else GRID
         if tokens is None:
-            return [(micro, batch.accumulate) for micro in grid if micro * batch.seq < 2**31]
+            counts = [batch.accumulate] if batch.accumulate >= fewest else []
+            return [(micro, count) for micro in grid if micro * batch.seq < 2**31 for count in counts]
         wanted = tokens / (batch.seq * self.recipe.objective.sequences * self.data_ranks(options))
         found = [(micro, max(1, round(wanted / micro))) for micro in grid if micro <= wanted * (1 + off)]
         most = 1 if any(map(self._is_for_whole_batches, options)) else max(GRID)
         return [
             (micro, count)
             for micro, count in found
-            if count <= most and abs(micro * count - wanted) <= off * wanted
+            if fewest <= count <= most and abs(micro * count - wanted) <= off * wanted
         ]
 
     def _is_for_whole_batches(self, option: Option) -> bool:
         """Return whether an option is refused only where gradients are accumulated."""
-        if option not in self._whole_batches:
-            refused: list[bool] = []
-            for count in (1, 2):
-                try:
-                    changed(self.recipe, {**dict(option.values), "batch.accumulate": count})
-                    refused.append(False)
-                except InputError:
-                    refused.append(True)
-            self._whole_batches[option] = refused == [False, True]
-        return self._whole_batches[option]
+        return self._refused_counts(option) == (False, True)
+
+    def _fewest(self, options: Options) -> int:
+        """Return the fewest micro-batches a step: two, where an option needs gradients to accumulate."""
+        return 2 if any(self._refused_counts(one) == (True, False) for one in options) else 1
+
+    def _refused_counts(self, option: Option) -> tuple[bool, bool]:
+        """Return whether an option is refused with one micro-batch a step, and with two."""
+
+        def is_refused(count: int) -> bool:
+            try:
+                changed(self.recipe, {**dict(option.values), "batch.accumulate": count})
+            except InputError:
+                return True
+            return False
+
+        if option not in self._counts:
+            self._counts[option] = is_refused(1), is_refused(2)
+        return self._counts[option]
 
     def data_ranks(self, options: Options) -> int:
         """Return the ranks that read different data."""

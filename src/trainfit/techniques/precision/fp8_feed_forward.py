@@ -11,7 +11,7 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.model_types import native_types
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
@@ -54,5 +54,10 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "fp8 feed-forward kernels",
     needs={"precision": "fp8", "model": {"implementation": "native"}},
-    draw=Draw(alone=_draw),  # Not offered to plans yet: measured with delayed scaling alone.
+    draw=Draw(alone=_draw),
+    offers=lambda recipe: (
+        (Offer({"block_kernels": "fp8", "compile": "block"}, is_slow=True),)
+        if recipe.precision == "fp8"
+        else ()
+    ),
 )

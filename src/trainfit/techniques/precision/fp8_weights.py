@@ -14,7 +14,7 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.model_types import native_types
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import check_device
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 FIELD = "fp8_weights"
@@ -88,4 +88,5 @@ TECHNIQUE = Technique(
     describe=lambda recipe: f"fp8 {recipe.fp8_weights.replace('-', ' ')} of weights kept",
     needs={"precision": "fp8"},
     draw=Draw(alone=_draw),
+    offers=lambda recipe: tuple(Offer({FIELD: kind}) for kind in KINDS) if recipe.precision == "fp8" else (),
 )
