@@ -64,6 +64,17 @@ def test_paths_in_the_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytes
     assert sweep.file.train.data == str(tmp_path / "text.txt")
 
 
+def test_paths_of_an_inline_recipes_data_are_relative_to_the_sweeps_file(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("words\n")
+    text = (
+        "base: {model: {config: gpt2}, data: text.txt}\n"
+        "list: [{name: own}, {name: other, data: {eval: text.txt}}]\ntrain: {steps: 1}"
+    )
+    own, other = (one.recipe.data for one in read(tmp_path, text).variants)
+    assert (own.train, own.eval) == (str(tmp_path / "text.txt"), None)
+    assert (other.train, other.eval) == (str(tmp_path / "text.txt"),) * 2
+
+
 def test_a_training_has_the_data_of_its_recipe_unless_the_sweep_names_other(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"words": "some text"}\n')
     (tmp_path / "own.yaml").write_text(

@@ -20,6 +20,7 @@ RESULTS = Path(__file__).parents[2] / "records"
 SUITE = "h200-*.jsonl"
 FIRST_FILE = "first-predicted/h200.jsonl"
 """The accuracy suite, and its predictions as first committed."""
+SMOOTHED = 50  # Steps of which a curve of losses shows the mean
 UNNAMED = ("2.11.0", "5.17.0")
 """Versions of torch and transformers of the records that name none (evidence/README.md)."""
 
@@ -29,6 +30,23 @@ def records(*patterns: str) -> tuple[Record, ...]:
     """Return the records of the files below ``evidence/records/`` that match, ordered by file name."""
     files = sorted({file for pattern in patterns for file in RESULTS.glob(pattern)})
     return tuple(record for file in files for record in load(file))
+
+
+def trained_runs(*patterns: str) -> dict[str, Record]:
+    """Return the newest finished or diverged training run of these files by variant."""
+    found: dict[str, Record] = {}
+    for record in sorted(records(*patterns), key=lambda one: one.created_at):
+        is_over = record.outcome is not None and record.outcome.status in ("done", "diverged")
+        if record.kind == "train" and is_over:
+            name = next(tag.removeprefix("variant:") for tag in record.tags if tag.startswith("variant:"))
+            found[name] = record
+    return found
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the mean of each SMOOTHED steps."""
+    chunks = [losses[at : at + SMOOTHED] for at in range(0, len(losses), SMOOTHED)]
+    return [sum(chunk) / len(chunk) for chunk in chunks]
 
 
 def recipe_of(record: Record) -> Recipe:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from evidence.scripts.tables import bench
-from evidence.scripts.tables.joined import join, records
+from evidence.scripts.tables.joined import SMOOTHED, join, records, smoothed, trained_runs
 from trainfit.bench.experiments.layer_norm import DTYPES, KERNEL, PARTS
 from trainfit.bench.experiments.rounding import RATES
 from trainfit.bench.workloads.autocast_list import OPERATIONS, Published
@@ -36,19 +36,12 @@ MEMORY = "precision-memory/records.jsonl"
 NOT_YET = "not yet"
 TRAINED_STEPS = 1000
 FARTHEST = 1.0  # From fp32's loss; runs beyond it are not drawn
-SMOOTHED = 50  # Steps of which a curve shows the mean
 
 
 @cache
 def runs() -> dict[str, Record]:
     """Return the newest finished or diverged training run by variant."""
-    found: dict[str, Record] = {}
-    for record in sorted(records(*TRAINED), key=lambda one: one.created_at):
-        is_over = record.outcome is not None and record.outcome.status in ("done", "diverged")
-        if record.kind == "train" and is_over:
-            name = next(tag.removeprefix("variant:") for tag in record.tags if tag.startswith("variant:"))
-            found[name] = record
-    return found
+    return trained_runs(*TRAINED)
 
 
 def held_out_loss(variant: str) -> float | None:
@@ -98,11 +91,11 @@ def curves() -> str:
         control = runs().get(f"fp32{end}")
         if control is None:
             continue
-        exact = _smoothed((control.train or {})["losses"])
+        exact = smoothed((control.train or {})["losses"])
         steps = [min(SMOOTHED * (at + 1), TRAINED_STEPS) for at in range(len(exact))]
         series = []
         for name in NAMES:
-            losses = _smoothed(_losses(f"{name}{end}"))
+            losses = smoothed(_losses(f"{name}{end}"))
             apart = [mine - own for mine, own in zip(losses, exact, strict=False)]
             if name != "fp32" and apart and max(map(abs, apart)) < FARTHEST:
                 series.append(Series(name, apart, x=steps))
@@ -118,12 +111,6 @@ def _losses(variant: str) -> list[float]:
     record = runs().get(variant)
     is_done = record is not None and record.outcome is not None and record.outcome.status == "done"
     return (record.train or {})["losses"] if record is not None and is_done else []
-
-
-def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the mean of each SMOOTHED steps."""
-    chunks = [losses[at : at + SMOOTHED] for at in range(0, len(losses), SMOOTHED)]
-    return [sum(chunk) / len(chunk) for chunk in chunks]
 
 
 def tradeoff() -> str:

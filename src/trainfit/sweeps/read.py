@@ -23,8 +23,10 @@ from trainfit.spec.parsing.recipe_file import (
     recipe_from,
     recipe_lines,
     set_field,
+    with_data_paths,
     with_model_config,
 )
+from trainfit.spec.parsing.synonyms import written_out
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.sweep import FOLDER_NAME, SweepFile, TrainPart, Variant
 from trainfit.training.options import SYNTHETIC, TrainOptions, data_from, is_there, train_options
@@ -195,8 +197,9 @@ def _read(name: Any, path: Path, field: str) -> Data:
 
 
 def _located(data: Data, path: Path) -> Data:
+    """Return ``data`` with the paths of its model and its data section, which are relative to the file."""
     try:
-        return with_model_config(data, path.parent)
+        return with_data_paths(with_model_config(written_out(data), path.parent), path.parent)
     except InputError as error:
         raise error.in_file(str(path)) from None
 
