@@ -1,14 +1,16 @@
 """Optimizer offload: the same training, the state in host memory, copied in and out once a step."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tiny_recipe import tiny_recipe
+from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.offload.blocks import is_moment
+from trainfit.offload.optimizer_state import slots_of
 from trainfit.prediction.machine import machine_with
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.prediction.time.roofline import roofline
@@ -112,6 +114,37 @@ def test_predicted_memory_and_copies(in_backward: Any) -> None:
     time = roofline(ledger, slow)
     assert time is not None
     assert time.lowest_s >= state / PCIE3_BYTES_PER_S
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slots"),
+    [
+        ([8, 2, 2, 2, 2, 8], [0, 1, 2, 0, 1, 0]),
+        ([8, 2, 2, 2, 2, 2, 8], [0, 1, 2, 0, 1, 2, 0]),
+        ([8, 2, 2, 2, 0, 8], [0, 1, 2, 1, 2, 0]),  # A norm's state is not on the host.
+        ([8, 2, 2, 2, 2], [0, 1, 2, 0, 1]),
+        ([8, 8, 2, 2, 2, 2], [0, 1, 2, 0, 1, 2]),
+        ([], []),
+    ],
+)
+def test_large_parts_share_a_buffer_that_no_neighbour_has(sizes: list[int], slots: list[int]) -> None:
+    assert slots_of(sizes) == slots
+    held = [slot for slot, size in zip(slots, sizes, strict=True) if size]
+    assert all(a != b for a, b in pairwise(held))
+
+
+def test_a_head_shares_the_embeddings_memory() -> None:
+    large = CONFIG | {"vocab_size": 2**14}
+    recipe = recipe_of(large, "native", precision="bf16", offload=Offload(optimizer=True))
+    step = assemble(recipe, torch.device("meta"))
+    block = sum(one.numel() for one in step.model.get_submodule("layers.0").parameters() if one.dim() > 1)
+    on_device = 4 * (2**14 * 512 + 2 * block)
+    assert predict(recipe).breakdown.optimizer == pytest.approx(on_device, rel=0.01)
+    tiny = recipe_of(TINY_LLAMA | {"vocab_size": 4096, "num_hidden_layers": 4}, "native", precision="bf16")
+    places = (Offload(optimizer=True), Offload())
+    steps = [assemble(tiny.model_copy(update={"offload": each}), CPU) for each in places]
+    steps[0].load_state_dict({**steps[0].state_dict(), "model": steps[1].state_dict()["model"]})
+    assert trained(steps[0]) == trained(steps[1])
 
 
 def test_it_moves_what_the_weights_are_shaped_like() -> None:

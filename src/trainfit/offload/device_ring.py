@@ -1,9 +1,12 @@
-"""A ring of S device buffers for entries whose values live in pinned host memory: entry i uses buffer i % S.
+"""A ring of S device buffers for entries whose values live in pinned host memory.
+
+Entry i uses buffer i % S, unless ``slots`` names another, so that large entries can share a buffer.
 
 An entry is a block's weights or its optimizer state, as flat bytes on the host. Its buffer holds a copy from
 ``acquire`` until another entry takes the buffer, so contents depend only on the order of calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +35,18 @@ class DeviceRing:
         num_buffers: 2: the next entry is copied in while one is used; 3: a changed one is also copied back
             meanwhile.
         min_bytes: Smallest size of a buffer; a larger entry enlarges its buffer.
+        slots: The buffer of each entry; entries that follow each other in other buffers are copied ahead.
     """
 
-    def __init__(self, copy_streams: CopyStreams, num_buffers: int, min_bytes: int = 0):
+    def __init__(
+        self,
+        copy_streams: CopyStreams,
+        num_buffers: int,
+        min_bytes: int = 0,
+        slots: Sequence[int] | None = None,
+    ):
         self._copy_streams, self._num_buffers, self._min_bytes = copy_streams, num_buffers, min_bytes
+        self._slots = slots
         self._buffers: dict[int, _Buffer] = {}
         self._host: dict[int, Tensor] = {}
         self._written: dict[int | None, Event] = {}
@@ -43,14 +54,15 @@ class DeviceRing:
 
     def add(self, index: int, num_bytes: int) -> Tensor:
         """Add an entry: return uninitialised host memory, and make its buffer large enough."""
-        buffer = self._buffers.get(index % self._num_buffers)
+        slot = self._slot(index)
+        buffer = self._buffers.get(slot)
         if buffer is None or buffer.flat.numel() < num_bytes:
             for event in (buffer.copied_in, buffer.last_use) if buffer else ():
                 wait(event)
             size = max(num_bytes, self._min_bytes)
             flat = torch.empty(size, dtype=torch.uint8, device=self._copy_streams.device)
             # The computation may still be reading freed memory that the allocator returns.
-            self._buffers[index % self._num_buffers] = _Buffer(flat, self._copy_streams.now())
+            self._buffers[slot] = _Buffer(flat, self._copy_streams.now())
         self._host[index] = self._copy_streams.host_empty((num_bytes,), torch.uint8)
         self.invalidate(index)
         return self._host[index]
@@ -121,7 +133,10 @@ class DeviceRing:
             buffer.entry = index
 
     def _of(self, index: int) -> _Buffer:
-        return self._buffers[index % self._num_buffers]
+        return self._buffers[self._slot(index)]
+
+    def _slot(self, index: int) -> int:
+        return index % self._num_buffers if self._slots is None else self._slots[index]
 
 
 def padded(num_bytes: int) -> int:

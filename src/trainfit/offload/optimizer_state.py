@@ -19,6 +19,8 @@ from trainfit.offload.device_ring import DeviceRing, padded, view
 
 STREAMED_BUFFERS = 3
 """Parts of a streamed state on the device: one is updated, one arrives, one goes back."""
+LARGE = 2
+"""Least ratio of a large part's size to the median part's."""
 
 
 class _Moment(NamedTuple):
@@ -136,13 +138,40 @@ def streamed(
     """
     copy_streams = CopyStreams(device)
     parts = [parameters_of(one) for one in optimizers]
-    ring = DeviceRing(copy_streams, STREAMED_BUFFERS)
+    sizes = [sum(one.numel() for one in part if one.dim() > 1) for part in parts]
+    ring = DeviceRing(copy_streams, STREAMED_BUFFERS, slots=slots_of(sizes))
     moments = HostMoments(parts.__getitem__, ring, copy_streams, lambda: list(optimizers))
     for index, optimizer in enumerate(optimizers):
         following = index - 1 if last_first else index + 1
         optimizer.register_step_pre_hook(partial(_acquire, moments, index, following))
         optimizer.register_step_post_hook(partial(_release, moments, index))
     return moments
+
+
+def slots_of(sizes: Sequence[int], num_slots: int = STREAMED_BUFFERS) -> list[int]:
+    """Return the buffer of each part in turn, so that the large parts share the first.
+
+    Example: an embedding of 8, four blocks of 2 and a head of 8. In turn they would use the buffers
+    0 1 2 0 1 2, of 8, 2 and 8. With 0 1 2 0 1 0 the head shares the embedding's, and the others hold 2 each.
+    Where a buffer comes back after two parts, here 0, its copy to the host may have to be waited for.
+
+    Args:
+        sizes: Elements of each part's state; 0: it has none on the host.
+    """
+    held = sorted(filter(None, sizes))
+    least = LARGE * held[len(held) // 2] if held else 0
+    found: list[int] = []
+    last = -1
+    for index, size in enumerate(sizes):
+        following = next(filter(None, sizes[index + 1 :]), 0)
+        slot = (last + 1) % num_slots
+        if size > least and last != 0:
+            slot = 0
+        elif slot == 0 and last > 0 and following > least:
+            slot = 1  # The large one after it is copied ahead.
+        found.append(slot)
+        last = slot if size else last
+    return found
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
