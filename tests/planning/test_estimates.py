@@ -205,3 +205,17 @@ def test_gradients_reduced_once_a_step_count_once(strategy: str) -> None:
     assert ranked.estimate is not None
     assert exact.estimate is not None
     assert ranked.estimate.step_s == pytest.approx(exact.estimate.step_s, rel=0.02)
+
+
+def test_state_copied_once_a_step_counts_once() -> None:
+    wide = {**MODEL, "config": {**CONFIG, "hidden_size": 4096, "num_hidden_layers": 2}}
+    batch = {"micro": 2, "seq": 512, "accumulate": 32}
+    many = recipe(model=wide, batch=batch, precision="bf16", offload={"optimizer": True})
+    with Estimates(0) as estimates:
+        ranked, exact = estimates.of([Request(many, exact=False), Request(many)])
+    assert ranked.estimate is not None
+    assert exact.estimate is not None
+    assert exact.estimate.time is not None
+    assert ranked.estimate.step_s == pytest.approx(exact.estimate.step_s, rel=0.05)
+    # Half of them counted for each of 32 micro-batches would take longer than the whole step.
+    assert exact.estimate.time.communication_s * 16 > exact.estimate.step_s

@@ -40,6 +40,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Interval
 from trainfit.spec.value import canonical_json
 from trainfit.techniques import registry
+from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 FOLDER = "estimates"
 """Below the folder of ledgers, of which the oldest are evicted likewise."""
@@ -75,8 +76,8 @@ class Result(NamedTuple):
     """With a budget for recomputation solved."""
     estimate: Estimate | None
     update_s: float = 0.0
-    """Seconds of the optimizer's phase on the GPU, and of waiting for gradients that are reduced once a step,
-    part of the step; 0 where a budget was solved."""
+    """Seconds of the optimizer's phase on the GPU, and of waiting for gradients that are reduced, or states
+    that are copied, once a step, part of the step; 0 where a budget was solved."""
     refused: InputError | None = None
     is_complete: bool = True
     """False: the request's time was over. Not cached."""
@@ -389,7 +390,8 @@ def _traced(
     else:
         ledger = ledger_of(traced, machine, use_cache=use_cache, shorten=shorten)
         found = estimate(traced, machine, ledger)
-    waits_s = found.time.communication_s if found.time and _reduces_once(recipe) else 0.0
+    waits_once = _reduces_once(recipe) or _copies_once(recipe)
+    waits_s = found.time.communication_s if found.time and waits_once else 0.0
     # Where gradients are reduced once, the last backward also does what belongs to that.
     added_s = 0.0 if _reduces_once(recipe) else _added_s(ledger, machine)
     return found, _update_s(ledger, machine) + waits_s, added_s
@@ -402,10 +404,20 @@ def _reduces_once(recipe: Recipe) -> bool:
     return mesh.data_ranks > 1 == max(others) and not mesh.syncs_each_batch and not recipe.offload.activations
 
 
+def _copies_once(recipe: Recipe) -> bool:
+    """Return whether all copies are those of the optimizer's state in the update, once a step."""
+    offload = recipe.offload
+    return offload.optimizer and not (recipe.optimizer.in_backward or offload.weights or offload.activations)
+
+
 def _update_s(ledger: Ledger, machine: Machine) -> float:
     if machine.gpu.memory_bytes_per_s is None:
         return 0.0
-    updates = (op for op in ledger.steady_ops if ledger.segments[op.segment].phase == "optimizer")
+    updates = (
+        op
+        for op in ledger.steady_ops
+        if ledger.segments[op.segment].phase == "optimizer" and op.name not in COPY_DIRECTIONS
+    )
     return sum(ledger.times(op) * op_s(op, machine) for op in updates)
 
 

@@ -11,7 +11,14 @@ from trainfit.planning.estimates import Estimates, Result
 from trainfit.planning.search.candidate import MIX, Candidate, Goal, Key, Traced
 from trainfit.planning.search.plan import TIE, best_of, without_each
 from trainfit.planning.search.ranking import Batches, Sizes
-from trainfit.planning.search.search import MAX_ROUNDS, NUM_TRACED, WORTH_TRACING, Search
+from trainfit.planning.search.search import (
+    BARELY,
+    BARELY_GAIN,
+    MAX_ROUNDS,
+    NUM_TRACED,
+    WORTH_TRACING,
+    Search,
+)
 from trainfit.planning.search.space import Option, Options
 
 TOKENS = 512
@@ -117,3 +124,18 @@ def test_what_a_trace_shows_of_like_blocks_holds_for_their_mix(rounds: Rounds) -
     ranking.correct(mixed, Traced(mixed, Result(rounds.recipe, larger)))
     assert ranking._off(options, mixed=True) == pytest.approx((1.21, 4.0))
     assert ranking._off(options, mixed=False) == pytest.approx((1.1, 2.0))
+
+
+def test_what_is_hardly_over_the_limit_is_traced_where_it_gains_much(rounds: Rounds) -> None:
+    kernel, (seed, _) = KERNELS[-1], SEEDS
+    rounds._trace([((), rounds.ranking.level, 1, 1)])
+    rounds.order.clear()
+    rounds.ranking.added = {
+        one: rounds.ranking.added[one]._replace(other_bytes=0.03) for one in (kernel, seed)
+    }
+    rounds.combinations.usable_bytes = 3.0  # Those of the start, as composed.
+    assert not rounds._trace_highest(WORTH_TRACING)
+    assert not rounds._trace_highest(BARELY_GAIN, rounds=1, limit=1.005)
+    rounds._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY)
+    assert {kernel} <= set(rounds.order[0])
+    assert (seed,) not in rounds.order

@@ -8,9 +8,10 @@ exact traces of those that rank highest.
 5. Options without which the best recipe is as fast are left out of it.
 6. Options that are slow to trace (compilation) are added to the best recipe, or to what it would be without
    recomputation, and ranked with the others; the best is traced with the largest batch that fits, too.
-7. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
+7. Much faster recipes that, by the composed estimate, are hardly over the limit are traced: it may be off.
+8. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
    long as ten other traces.
-8. The best is traced without each option that it may only have for a larger batch, whose gain is small.
+9. The best is traced without each option that it may only have for a larger batch, whose gain is small.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -54,6 +55,9 @@ ALMOST = 1.5
 """Where nothing fits: multiple of the limit above which, by the composed estimate, nothing is traced."""
 NEARLY = 1.25
 """Multiple of the limit below which, by the composed estimate, a recipe may fit once compiled."""
+BARELY, BARELY_GAIN = 1.02, 0.02
+"""Multiple of the limit below which, by the composed estimate, a recipe may fit after all, and the least
+estimated gain for which that is tried."""
 COMPARABLE = 0.9
 """Least speed, as a share of the best's, of a recipe that is compiled in its place."""
 
@@ -106,6 +110,7 @@ class Search:
         if self._add_slow():
             self._trace_largest_like_best()
             self._trace_highest(TIE, rounds=SLOW_ROUNDS)
+        self._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY)
         if self._trace_highest(WORTH_TRACING, mixed=True):
             best = best_of(self.combinations)
             self._trace([simpler(self.ranking, best.candidate.key)] if best else [])
@@ -460,17 +465,21 @@ class Search:
             self.ranking.dropped[option] = frozenset(self.ranking.start) - frozenset(kept)
             return structure
 
-    def _trace_highest(self, worth: float, rounds: int = MAX_ROUNDS, *, mixed: bool = False) -> bool:
+    def _trace_highest(
+        self, worth: float, rounds: int = MAX_ROUNDS, *, mixed: bool = False, limit: float = 1.0
+    ) -> bool:
         """Trace what ranks highest until nothing left ranks that share above the fastest traced recipe.
 
         Args:
             mixed: trace recipes whose blocks differ in recomputation, else those whose blocks do not.
+            limit: multiple of the bytes that may be used, for the composed estimate.
+
         Returns:
             Whether there were any.
         """
         tried: set[Key] = set()
         for _ in range(rounds):
-            chosen, refused = self._highest(worth, tried, mixed=mixed)
+            chosen, refused = self._highest(worth, tried, mixed=mixed, limit=limit)
             for candidate, error in refused:
                 self.ranking.correct(candidate, error)
             if not chosen:
@@ -481,7 +490,7 @@ class Search:
         return bool(tried)
 
     def _highest(
-        self, worth: float, tried: Collection[Key], *, mixed: bool
+        self, worth: float, tried: Collection[Key], *, mixed: bool, limit: float = 1.0
     ) -> tuple[list[Candidate], list[tuple[Candidate, InputError]]]:
         """Return the highest-ranked combinations that are not traced, for one round, and the refused ones.
 
@@ -492,7 +501,7 @@ class Search:
         chosen: list[Candidate] = []
         similar: list[Candidate] = []
         refused: list[tuple[Candidate, InputError]] = []
-        for one in sorted(self.ranking.ranked(), key=lambda one: -discounted(one.rate, one.options)):
+        for one in sorted(self.ranking.ranked(limit), key=lambda one: -discounted(one.rate, one.options)):
             if discounted(one.rate, one.options) < best * (1 + worth) or len(chosen) >= NUM_TRACED:
                 break
             if (one.level == MIX) != mixed or (mixed and any(option.is_slow for option in one.options)):
