@@ -126,16 +126,16 @@ def test_what_a_trace_shows_of_like_blocks_holds_for_their_mix(rounds: Rounds) -
     assert ranking._off(options, mixed=False) == pytest.approx((1.1, 2.0))
 
 
-def test_what_is_hardly_over_the_limit_is_traced_where_it_gains_much(rounds: Rounds) -> None:
-    kernel, (seed, _) = KERNELS[-1], SEEDS
-    rounds._trace([((), rounds.ranking.level, 1, 1)])
-    rounds.order.clear()
-    rounds.ranking.added = {
-        one: rounds.ranking.added[one]._replace(other_bytes=0.03) for one in (kernel, seed)
-    }
-    rounds.combinations.usable_bytes = 3.0  # Those of the start, as composed.
+@pytest.mark.parametrize(("other", "is_tried"), [(KERNELS[-1], True), (SEEDS[0], False)])
+def test_what_is_hardly_over_the_limit_is_traced_where_it_gains_much(
+    rounds: Rounds, other: Option, is_tried: bool
+) -> None:
+    ranking = rounds.ranking
+    same = Sizes(1, 1, 1, 0, 0, micro_s=1.0)
+    ranking.levels = {ranking.level: same}
+    ranking.added = {one: same._replace(other_bytes=0.03, micro_s=true_s((one,))) for one in (SMALLER, other)}
+    rounds.combinations.usable_bytes = 2.04  # Both together take 2.06, as composed.
     assert not rounds._trace_highest(WORTH_TRACING)
     assert not rounds._trace_highest(BARELY_GAIN, rounds=1, limit=1.005)
-    rounds._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY)
-    assert {kernel} <= set(rounds.order[0])
-    assert (seed,) not in rounds.order
+    assert rounds._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY) == is_tried
+    assert [set(one) for one in rounds.order] == [{SMALLER, other}] * is_tried
