@@ -92,6 +92,21 @@ def test_a_plan_that_only_the_hosts_limit_forbids_says_so_first() -> None:
         _ = plan.best
 
 
+@pytest.mark.parametrize(("attention", "flag"), [("cudnn", " --no-deterministic"), ("sdpa", "")])
+def test_a_plan_says_how_its_recipe_trains(attention: str, flag: str, tmp_path: Any) -> None:
+    """Training repeats bit by bit by default, which cuDNN's attention does not."""
+    recipe = trainfit.load_recipe("gpt2", gpu="h100-sxm", attention=attention)
+    found = Found(recipe=recipe.content(), changes=(), numerics=(), estimate=trainfit.predict(recipe))
+    plan = Plan.model_construct(
+        given=recipe.content(), limit_bytes=79 * GIB, host_limit_bytes=79 * GIB, margin=0.02, found=(found,),
+        frontier=(found,), over_host=None, least=None, rejected=(), num_traced=1, num_ranked=0,
+        keep_quality=False, assumed="", largest=None, run_tokens=None, tokens_per_step=None,
+    )  # fmt: skip
+    path = tmp_path / "plan.yaml"
+    shown = drawn(lambda out: show_plan(plan, file=path, out=out), 300)
+    assert f"written to {path}: trainfit train {path}{flag}\n" in shown
+
+
 def test_progress_without_a_terminal_is_a_line_within_a_second(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
