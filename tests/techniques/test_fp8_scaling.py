@@ -8,7 +8,7 @@ import torch
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.measurement.run import measure
-from trainfit.models.fp8_feed_forward import Fp8FeedForward
+from trainfit.models.fp8_feed_forward import Fp8FeedForward, Histories
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Recipe
@@ -66,6 +66,14 @@ def test_magnitudes_are_those_of_the_step_before() -> None:
         step.cross_entropy(step.random_batches(1)[0])
     step.model.train()
     assert all(torch.equal(step.carried[name], one) for name, one in before.items())
+
+
+def test_twice_the_magnitude_of_the_step_before_is_not_cut_off() -> None:
+    histories = Histories(step_of(recipe()).model)
+    for number, one in enumerate(histories.tensors.values()):
+        one[1] = number + 1.0
+    histories.end_step()
+    assert [one.tolist() for one in histories.tensors.values()] == [[2.0 * n, 0.0] for n in range(1, 7)]
 
 
 def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path) -> None:

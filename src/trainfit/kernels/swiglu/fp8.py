@@ -78,8 +78,8 @@ def reference_delayed(gate_up: Tensor, history: Tensor) -> tuple[Tensor, Tensor,
     """Compute ``reference_forward`` by the largest magnitude of the step before.
 
     Args:
-        history: fp32 [2]: that magnitude, and the largest one since, which this raises. If the first is 0,
-            none is known, and the second stands in for it.
+        history: fp32 [2]: the magnitude to round by, and the largest one since, which this raises. If the
+            first is 0, none is known, and the second stands in for it.
     """
     return reference_forward(gate_up, _noted(history, reference_amax(gate_up)))
 

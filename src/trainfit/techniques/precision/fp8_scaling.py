@@ -2,8 +2,9 @@
 
 Of ``block_kernels: fp8``. The kernel that rounds notes the largest magnitude for the next step, so that none
 has to look for it first (Micikevicius et al., arXiv:2209.05433, section 4; Transformer Engine's delayed
-scaling with a history of one step). What is larger than the step before becomes the largest code. The first
-step measures. 8 bytes a tensor are kept, in checkpoints too. Other operands are measured as before.
+scaling with a history of one step and a margin of one bit). What is larger than twice that of the step before
+becomes the largest code. The first step measures. 8 bytes a tensor are kept, in checkpoints too. Other
+operands are measured as before.
 """
 
 import random
