@@ -90,12 +90,10 @@ def curves() -> str:
         values = smoothed(runs()[name]["losses"])
         steps = [SMOOTHED * (at + 1) for at in range(len(values))]
         first = sum(step <= FIRST_DRAWN for step in steps)
-        # The control's curve is the zero line on the right, so that colors agree only if it is drawn there.
         losses.append(Series(NAMES[name], values[first:], x=steps[first:]))
         differences.append(Series(NAMES[name], apart(name)[first:], x=steps[first:]))
-    mean = f"mean of {SMOOTHED} steps"
     panels = [
-        Panel(losses, "training loss", "step", f"loss, {mean}"),
-        Panel(differences, "above bf16", "step", f"loss minus that of bf16, {mean}", lines=[0.0]),
+        Panel(losses, f"training loss, mean of {SMOOTHED} steps", "step", "loss"),
+        Panel(differences, "the same minus that of bf16", "step", "difference", lines=[0.0]),
     ]
     return draw(panels, "loss-matched", title="Training losses of fp8 and bf16", size=(9, 3.6), columns=2)
