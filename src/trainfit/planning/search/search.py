@@ -6,9 +6,9 @@ exact traces of those that rank highest.
 3. All combinations are ranked by the composed estimate (ranking.py).
 4. The highest are traced. Each trace corrects the estimate of its structure, until none left ranks higher.
 5. Options without which the best recipe is as fast are left out of it.
-6. Options that are slow to trace (compilation) are added to the best recipe, or to what it would be without
+6. Much faster recipes that, by the composed estimate, are hardly over the limit are traced: it may be off.
+7. Options that are slow to trace (compilation) are added to the best recipe, or to what it would be without
    recomputation, and ranked with the others; the best is traced with the largest batch that fits, too.
-7. Much faster recipes that, by the composed estimate, are hardly over the limit are traced: it may be off.
 8. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
    long as ten other traces.
 9. The best is traced without each option that it may only have for a larger batch, whose gain is small.
@@ -107,10 +107,11 @@ class Search:
         self._add_options()
         self.say("tracing the recipes that rank highest")
         self._trace_highest(WORTH_TRACING)
+        self._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY)
         if self._add_slow():
             self._trace_largest_like_best()
             self._trace_highest(TIE, rounds=SLOW_ROUNDS)
-        self._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY)
+            self._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY)
         if self._trace_highest(WORTH_TRACING, mixed=True):
             best = best_of(self.combinations)
             self._trace([simpler(self.ranking, best.candidate.key)] if best else [])
