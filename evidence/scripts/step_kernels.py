@@ -36,7 +36,7 @@ from trainfit.explanation.trace.read import FIRST_FACTOR, Trace, read_trace
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import ledger_of, predict
-from trainfit.prediction.time.device_time import least_s, part_of
+from trainfit.prediction.time.device_time import FP8_PRODUCTS, least_s, part_of
 from trainfit.prediction.time.peaks import peak_flops_per_s
 from trainfit.prediction.time.roofline import device_seconds
 from trainfit.spec.errors import InputError
@@ -58,6 +58,14 @@ KINDS = {
     "fp8-delayed": ["precision=fp8", "block_kernels=fp8", "fp8_weights=scales", "fp8_scaling=delayed"],
     "fp8-fastest": [
         "precision=fp8", "block_kernels=fp8", "fp8_weights=both-layouts", "fp8_scaling=delayed",
+    ],
+    "fp8-fused": [
+        "precision=fp8", "block_kernels=fp8", "fp8_weights=scales", "fp8_scaling=delayed",
+        "accumulation=fused",
+    ],
+    "fp8-fastest-fused": [
+        "precision=fp8", "block_kernels=fp8", "fp8_weights=both-layouts", "fp8_scaling=delayed",
+        "accumulation=fused",
     ],
     "bf16-swiglu": [*FUSED, "block_kernels=swiglu"],
     "bf16-fused": [*FUSED, "block_kernels=swiglu-rope", "optimizer.implementation=triton"],
@@ -111,6 +119,11 @@ def recipe_of(name: str, gpu: str, *, tiny: bool = False) -> Recipe:
     return recipe_from(merge(recipe.content(), changed))
 
 
+def compiled_kind(name: str) -> str:
+    """Return the kind of a compiled kernel: whether it computes operands of products in fp8."""
+    return f"compiled, {'fp8 casts' if any(product in name for product in FP8_PRODUCTS) else 'other'}"
+
+
 def kind_of_op(op: Op, *, updates: bool) -> str:
     """Return the kind of kernels that an entry of a ledger is measured as."""
     part = part_of(op)
@@ -119,7 +132,7 @@ def kind_of_op(op: Op, *, updates: bool) -> str:
     if part != "memory":
         return "matrix products" if part == "products" else part
     if op.name.startswith("triton_"):
-        return f"compiled, {'fp8 casts' if '_scaled_mm' in op.name else 'other'}"
+        return compiled_kind(op.name)
     if "swiglu" in op.name:
         return "SwiGLU"
     return "loss" if "cross_entropy" in op.name else "other"
@@ -128,7 +141,7 @@ def kind_of_op(op: Op, *, updates: bool) -> str:
 def kind_of_measured(name: str) -> str:
     """Return the kind of a kernel by its name; compiled ones, and their casts to fp8, are kinds apart."""
     if name.startswith(("triton_poi", "triton_red", "triton_per")):
-        return f"compiled, {'fp8 casts' if '_scaled_mm' in name else 'other'}"
+        return compiled_kind(name)
     if "swiglu" in name:
         return "SwiGLU"
     kind = kind_of_kernel(name)

@@ -144,6 +144,7 @@ def test_predicted_and_measured_bytes_are_equal(implementation: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one micro-batch": ({"batch": Batch(micro=2, seq=16)}, "nothing to add to"),
     "autocast": ({"precision": "amp-bf16"}, "another dtype"),
+    "torchao's fp8 layers": ({"precision": "fp8"}, "torchao's fp8 layers"),
     "several GPUs": ({"hardware": Hardware(count=2)}, "several ranks"),
     "an adapter": ({"adapter": Adapter(kind="lora")}, "no gradients"),
     "offload": ({"recompute": "full", "offload": Offload(activations=True)}, "to the host"),

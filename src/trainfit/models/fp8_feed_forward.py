@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels.fp8_cast.op import E4M3, E5M2
 from trainfit.kernels.swiglu import fp8
-from trainfit.models.fp8_weights import Kept, kept_of, largest, product, transposed
+from trainfit.models.fp8_weights import Kept, kept_of, largest, product, transposed, weight_gradient
 from trainfit.models.native.decoder import FeedForward, Linear, NativeDecoder
 from trainfit.spec.errors import InputError
 
@@ -82,6 +82,8 @@ class Histories:
 class HeldLinear(Linear):
     """A linear layer whose product its owner computes; so no other technique converts it."""
 
+    kept: Tensor | None = None  # Sum of the weight's gradients (kept_gradients.py)
+
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
 
@@ -95,20 +97,22 @@ class Fp8FeedForward(FeedForward):
         # Evaluation measures, and notes nothing.
         histories = (getattr(self, name, None) if self.training else None for name in HISTORIES)
         return _FeedForward.apply(  # pyright: ignore
-            x_bse, self.up.weight, self.down.weight, self.emulated, *histories, *kept_of(self.up),
-            *kept_of(self.down),
+            x_bse, self.up.weight, self.down.weight, self.emulated, self.up.kept, self.down.kept,
+            *histories, *kept_of(self.up), *kept_of(self.down),
         )  # fmt: skip
 
 
 class _FeedForward(torch.autograd.Function):
-    """(x [..., e], weights [2f, e] and [e, f], emulated, two histories, *Kept of both) -> [..., e]."""
+    """(x [..., e], weights [2f, e] and [e, f], emulated, sums of both's gradients or None, two histories,
+    *Kept of both) -> [..., e].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
         # Dynamo decides by the number of parameters whether a function takes ctx.
-        w_up, w_down, emulated, history, gradient_history, *kept = others
-        # Not saved: its version changes before the backward where a block is recomputed.
-        ctx.emulated, ctx.history = emulated, gradient_history
+        w_up, w_down, emulated, of_up, of_down, history, gradient_history, *kept = others
+        # Not saved: their versions change before the backward, the history's where a block is recomputed.
+        ctx.emulated, ctx.history, ctx.of_weights = emulated, gradient_history, (of_up, of_down)
         up, down = Kept(*kept[:4]), Kept(*kept[4:])
         x_ne = x.flatten(0, -2)
         gate_up = product(largest(x_ne, E4M3), up.for_forward(w_up), x.dtype, emulated=emulated, fast=True)
@@ -126,9 +130,10 @@ class _FeedForward(torch.autograd.Function):
         x_ne, w_up, w_down, gate_up, hidden, scale, *kept = ctx.saved_tensors
         gradient, emulated, dtype = gradients[0], ctx.emulated, x_ne.dtype
         up, down = Kept(*kept[:4]), Kept(*kept[4:])
+        of_up, of_down = ctx.of_weights
         d_ne = largest(gradient.flatten(0, -2), E5M2)
         d_hidden = product(d_ne, down.for_backward(w_down, gradient), dtype, emulated=emulated)
-        dw_down = product(transposed(d_ne), (hidden, scale), dtype, emulated=emulated)
+        dw_down = weight_gradient(transposed(d_ne), (hidden, scale), of_down, dtype, emulated=emulated)
         if ctx.history is None:
             amax = torch.ops.trainfit.swiglu_backward_amax(d_hidden, gate_up)
             codes, turned, d_scale = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, amax)
@@ -137,8 +142,9 @@ class _FeedForward(torch.autograd.Function):
             codes, turned, d_scale = rounded
         del d_hidden
         dx = product((codes, d_scale), up.for_backward(w_up, gradient), dtype, emulated=emulated)
-        dw_up = product((turned, d_scale), transposed(largest(x_ne, E4M3)), dtype, emulated=emulated)
-        return dx.view(gradient.shape), dw_up, dw_down, *[None] * (3 + len(kept))
+        x_en = transposed(largest(x_ne, E4M3))
+        dw_up = weight_gradient((turned, d_scale), x_en, of_up, dtype, emulated=emulated)
+        return dx.view(gradient.shape), dw_up, dw_down, *[None] * (5 + len(kept))
 
 
 def _refusal(problem: str) -> InputError:

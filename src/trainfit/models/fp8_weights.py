@@ -75,24 +75,36 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, *, emulated: bool, fast:
     return torch._scaled_mm(a_codes, b_codes.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
+def weight_gradient(
+    d: Operand, x: Operand, kept: Tensor | None, dtype: torch.dtype, *, emulated: bool
+) -> Tensor | None:
+    """Return a weight's gradient of codes [o, n] and [i, n]; or add it to ``kept``, and return None."""
+    if kept is None:
+        return product(d, x, dtype, emulated=emulated)
+    torch.ops.trainfit.add_fp8_weight_gradient_(*d, *x, kept)
+    return None
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer whose products are in fp8, with scales as of torchao's ``tensorwise`` recipe."""
 
     emulated: bool
+    kept: Tensor | None = None  # Sum of the weight's gradients (kept_gradients.py)
 
     def forward(self, input: Tensor) -> Tensor:
-        y: Any = _Linear.apply(input, self.weight, self.emulated, *kept_of(self))
+        y: Any = _Linear.apply(input, self.weight, self.emulated, self.kept, *kept_of(self))
         return y if self.bias is None else y + self.bias
 
 
 class _Linear(torch.autograd.Function):
-    """(x [..., i], weight [o, i], emulated, *Kept) -> [..., o]."""
+    """(x [..., i], weight [o, i], emulated, sum of gradients or None, *Kept) -> [..., o]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
         # Dynamo decides by the number of parameters whether a function takes ctx.
-        weight, emulated, *kept = others
-        ctx.emulated = emulated
+        weight, emulated, of_weight, *kept = others
+        # Not saved: its version changes before the backward where a weight is used twice.
+        ctx.emulated, ctx.of_weight = emulated, of_weight
         x_ni = x.flatten(0, -2)
         y_no = product(
             largest(x_ni, E4M3), Kept(*kept).for_forward(weight), x.dtype, emulated=emulated, fast=True
@@ -106,8 +118,9 @@ class _Linear(torch.autograd.Function):
         gradient, emulated, dtype = gradients[0], ctx.emulated, x_ni.dtype
         d_no = largest(gradient.flatten(0, -2), E5M2)
         dx = product(d_no, Kept(*kept).for_backward(weight, gradient), dtype, emulated=emulated)
-        dw = product(transposed(d_no), transposed(largest(x_ni, E4M3)), dtype, emulated=emulated)
-        return dx.view(*gradient.shape[:-1], dx.shape[1]), dw, None, *[None] * len(Kept._fields)
+        x_in = transposed(largest(x_ni, E4M3))
+        dw = weight_gradient(transposed(d_no), x_in, ctx.of_weight, dtype, emulated=emulated)
+        return dx.view(*gradient.shape[:-1], dx.shape[1]), dw, *[None] * (2 + len(Kept._fields))
 
 
 class KeptWeights:

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.weight_gradient import op
+from trainfit.models.fp8_feed_forward import HeldLinear
+from trainfit.models.fp8_weights import Fp8Linear
 from trainfit.models.layers import require_blocks
+
+FP8 = (Fp8Linear, HeldLinear)
+"""Layers whose weights' gradients are products in fp8 of our own."""
 
 
 class KeptGradientLinear(nn.Linear):
@@ -29,7 +34,8 @@ class KeptGradients:
             weight = module.weight
             if weight not in of_weight:
                 of_weight[weight] = torch.zeros_like(weight, requires_grad=False)
-            module.__class__ = KeptGradientLinear
+            if not isinstance(module, FP8):  # Those take ``kept`` as they are.
+                module.__class__ = KeptGradientLinear
             module.kept = of_weight[weight]  # pyright: ignore
         self._of_weight = of_weight
         self._attach()
@@ -55,17 +61,21 @@ class KeptGradients:
 def keep_gradients(model: nn.Module) -> KeptGradients:
     """Replace the forward of trained linear layers of the model's blocks; others keep autograd's.
 
+    Layers that multiply in fp8 add by a product in fp8; torchao's keep autograd's sum.
+
     Raises:
         InputError: the model has no repeated blocks.
     """
     op.register()  # torch.compile cannot trace this.
+    op.register_fp8()
     blocks = require_blocks(model, "accumulation", "fused", "use accumulation: standard")
-    modules = [module for block in blocks for module in block.modules() if _is_plain(module)]
+    modules = [module for block in blocks for module in block.modules() if _adds(module)]
     return KeptGradients(modules)  # pyright: ignore
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module is a trained linear layer with nn.Linear's own forward."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+def _adds(module: nn.Module) -> bool:
+    """Return whether a module is a trained linear layer with nn.Linear's own forward, or one in fp8."""
+    if not isinstance(module, nn.Linear):
         return False
-    return module.weight.requires_grad
+    is_known = isinstance(module, FP8) or type(module).forward is nn.Linear.forward
+    return is_known and module.weight.requires_grad

@@ -13,7 +13,7 @@ from trainfit.techniques.draft import Draft
 FIELD = "accumulation"
 REMEDY = "use accumulation: standard"
 PRECISIONS = ("fp32", "bf16", "bf16-master", "fp16-master", "fp16-pure")
-"""Those whose products have the dtype of weights and gradients."""
+"""Those whose products have the dtype of weights and gradients; fp8's are apart."""
 
 
 def check(recipe: Recipe) -> None:
@@ -21,7 +21,11 @@ def check(recipe: Recipe) -> None:
     if recipe.batch.accumulate == 1:
         problem = "with one micro-batch a step there is nothing to add to"
         raise refusal(recipe, FIELD, problem, f"set batch.accumulate, or {REMEDY}")
-    if recipe.precision not in PRECISIONS:
+    if recipe.precision == "fp8":
+        if recipe.block_kernels != "fp8" and recipe.fp8_weights == "each-use":
+            problem = "torchao's fp8 layers give autograd each micro-batch's gradient"
+            raise refusal(recipe, FIELD, problem, f"{REMEDY}, or fp8_weights: scales")
+    elif recipe.precision not in PRECISIONS:
         problem = f"{recipe.precision} multiplies in another dtype than that of the gradients"
         raise refusal(recipe, FIELD, problem, f"{REMEDY}, or precision: bf16 or bf16-master")
     if recipe.hardware.count > 1:

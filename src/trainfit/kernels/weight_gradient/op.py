@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainfit.kernels.custom_op import declare, refuse_second_derivative
+from trainfit.kernels.weight_gradient import cublaslt
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor) -> Tensor:
@@ -60,3 +61,27 @@ def register() -> None:
 
 def _run(kept: Tensor, gradient: Tensor, x: Tensor) -> None:
     kept.addmm_(gradient.t(), x)
+
+
+@cache
+def register_fp8() -> None:
+    """Declare ``torch.ops.trainfit.add_fp8_weight_gradient_``: ``kept += scales * gradient x^T`` of codes.
+
+    Its arguments are e5m2 codes [o, n] and their scale, e4m3 codes [i, n] and their scale, as of
+    ``torch._scaled_mm``, and ``kept`` [o, i]. A ledger's entry has the dtype of the first.
+    """
+    declare("add_fp8_weight_gradient_", _run_fp8, lambda *_: None, mutates=("kept",), dry_run=_dry_run_fp8)
+
+
+def _run_fp8(gradient: Tensor, gradient_scale: Tensor, x: Tensor, x_scale: Tensor, kept: Tensor) -> None:
+    if kept.is_cuda:
+        cublaslt.add(kept, gradient, gradient_scale, x, x_scale, fast=False)
+    else:
+        product = F.linear(gradient.float(), x.float()) * (gradient_scale * x_scale)
+        kept.copy_(kept.float() + product)
+
+
+def _dry_run_fp8(
+    gradient: Tensor, gradient_scale: Tensor, x: Tensor, x_scale: Tensor, kept: Tensor, *, capability: Any
+) -> None:
+    kept.new_empty(cublaslt.WORKSPACE_BYTES, dtype=torch.uint8)

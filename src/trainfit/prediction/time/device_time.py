@@ -84,9 +84,13 @@ def _factor(op: Op, rates: Rates) -> float:
     return memory * rates.fp8_casts if _casts_to_fp8(op) else memory
 
 
+FP8_PRODUCTS = ("_scaled_mm", "add_fp8_weight")
+"""In the names of compiled kernels that compute the operands; Inductor shortens long names."""
+
+
 def _casts_to_fp8(op: Op) -> bool:
     """Return whether an operation is a compiled kernel that casts a product's input to fp8."""
-    return op.name.startswith("triton_") and "_scaled_mm" in op.name
+    return op.name.startswith("triton_") and any(product in op.name for product in FP8_PRODUCTS)
 
 
 def _by_share(op: Op, gpu: Gpu, dtype: str) -> float:

@@ -103,6 +103,12 @@ def weight_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
     return plain(2 * args[1].numel() * args[2].shape[1])
 
 
+@flop_rule("trainfit::add_fp8_weight_gradient_")
+def fp8_weight_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
+    """Count the product of codes [o, n] and [i, n], each followed by its scale."""
+    return plain(2 * args[0].numel() * args[2].shape[0])
+
+
 @flop_rule("aten::convolution", "aten::_convolution", "aten::convolution_overrideable")
 def convolution(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
     """Count one filter over its group's channels per output point (transposed: per input point)."""

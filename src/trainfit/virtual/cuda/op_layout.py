@@ -19,6 +19,8 @@ PRODUCTS = {
 """Name of an operation of aten -> position of the first factor."""
 WEIGHT_GRADIENT = "trainfit::add_weight_gradient_"
 """The product of the transposed second argument and the third, added to the first."""
+FP8_WEIGHT_GRADIENT = "trainfit::add_fp8_weight_gradient_"
+"""The product of the first argument and the transposed third, added to the last."""
 CONVOLUTIONS = {"convolution": (0, 1, 6), "convolution_backward": (1, 2, 7)}
 """Name of an operation of aten -> positions of input, weight and whether it is transposed; the number of
 groups comes two after that."""
@@ -138,6 +140,8 @@ def _factors(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
     namespace, _, name = func._schema.name.partition("::")
     if func._schema.name == WEIGHT_GRADIENT:
         return args[1].t(), args[2]
+    if func._schema.name == FP8_WEIGHT_GRADIENT:
+        return args[0], args[2].t()
     at = PRODUCTS.get(name) if namespace == "aten" else None
     if at is None or len(args) < at + 2:
         return None
