@@ -63,5 +63,8 @@ TECHNIQUE = Technique(
     describe=lambda recipe: "fused accumulation",
     needs={"batch": {"micro": 1, "accumulate": 4}},
     draw=Draw(alone=_draw),
-    offers=lambda recipe: (Offer({FIELD: "fused"}, Expected(time=0.97)),),
+    # No GPU has run the products in fp8 that add.
+    offers=lambda recipe: (
+        (Offer({FIELD: "fused"}, Expected(time=0.97)),) if recipe.precision != "fp8" else ()
+    ),
 )
