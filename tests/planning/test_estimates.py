@@ -216,6 +216,7 @@ def test_state_copied_once_a_step_counts_once() -> None:
     assert ranked.estimate is not None
     assert exact.estimate is not None
     assert exact.estimate.time is not None
+    assert exact.estimate.step_s is not None
     assert ranked.estimate.step_s == pytest.approx(exact.estimate.step_s, rel=0.05)
     # Half of them counted for each of 32 micro-batches would take longer than the whole step.
     assert exact.estimate.time.communication_s * 16 > exact.estimate.step_s
