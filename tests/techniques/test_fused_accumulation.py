@@ -132,9 +132,22 @@ def test_a_ledger_has_the_same_flops_and_no_sums(compiled: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("implementation", ["native", "hf"])
-def test_predicted_and_measured_bytes_are_equal(implementation: str) -> None:
-    on_cpu = recipe(implementation=implementation, hardware=Hardware(gpu="cpu"))
+@pytest.mark.parametrize("kernels", ["standard", "triton"])
+@pytest.mark.parametrize("recompute", ["full", "selective", Every(every=2)])
+def test_what_is_recomputed_is_what_a_sum_apart_recomputes(recompute: Any, kernels: Any) -> None:
+    """A block's last product is not run again: what its gradient needs is saved before it."""
+    gpu = Hardware(gpu="h100-sxm")
+    fields = {"recompute": recompute, "precision": "bf16", "hardware": gpu, "block_kernels": kernels}
+    plain, fused = (predict(recipe(kind, layers=4, **fields)) for kind in ("standard", "fused"))
+    assert fused.hardware_flops == plain.hardware_flops
+    assert fused.peak_allocated_bytes <= plain.peak_allocated_bytes + 2 * plain.breakdown.gradients
+
+
+@pytest.mark.parametrize(
+    ("implementation", "recompute"), [("native", "none"), ("hf", "none"), ("native", "full")]
+)
+def test_predicted_and_measured_bytes_are_equal(implementation: str, recompute: Any) -> None:
+    on_cpu = recipe(implementation=implementation, recompute=recompute, hardware=Hardware(gpu="cpu"))
     predicted, measured = predict(on_cpu), measure(on_cpu, steps=0, device="cpu", start=forked)
     assert measured.status == "done", measured.message
     assert predicted.phases == measured.phases

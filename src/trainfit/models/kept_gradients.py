@@ -20,15 +20,20 @@ class KeptGradientLinear(nn.Linear):
     """A linear layer that adds to ``kept``, its weight's gradient."""
 
     kept: Tensor
+    saves_first: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        return op.linear(input, self.weight, self.bias, self.kept)
+        return op.linear(input, self.weight, self.bias, self.kept, saves_first=self.saves_first)
 
 
 class KeptGradients:
-    """Memory of the gradients of linear layers' weights."""
+    """Memory of the gradients of linear layers' weights.
 
-    def __init__(self, modules: list[nn.Linear]):
+    Args:
+        saves_first: as ``op.linear`` takes it.
+    """
+
+    def __init__(self, modules: list[nn.Linear], *, saves_first: bool):
         of_weight: dict[Tensor, Tensor] = {}
         for module in modules:
             weight = module.weight
@@ -36,6 +41,7 @@ class KeptGradients:
                 of_weight[weight] = torch.zeros_like(weight, requires_grad=False)
             if not isinstance(module, FP8):  # Those take ``kept`` as they are.
                 module.__class__ = KeptGradientLinear
+                module.saves_first = saves_first  # pyright: ignore
             module.kept = of_weight[weight]  # pyright: ignore
         self._of_weight = of_weight
         self._attach()
@@ -58,10 +64,13 @@ class KeptGradients:
             weight.grad = kept
 
 
-def keep_gradients(model: nn.Module) -> KeptGradients:
+def keep_gradients(model: nn.Module, *, recomputed: bool) -> KeptGradients:
     """Replace the forward of trained linear layers of the model's blocks; others keep autograd's.
 
     Layers that multiply in fp8 add by a product in fp8; torchao's keep autograd's sum.
+
+    Args:
+        recomputed: the backward recomputes blocks, or parts of them.
 
     Raises:
         InputError: the model has no repeated blocks.
@@ -70,7 +79,7 @@ def keep_gradients(model: nn.Module) -> KeptGradients:
     op.register_fp8()
     blocks = require_blocks(model, "accumulation", "fused", "use accumulation: standard")
     modules = [module for block in blocks for module in block.modules() if _adds(module)]
-    return KeptGradients(modules)  # pyright: ignore
+    return KeptGradients(modules, saves_first=recomputed)  # pyright: ignore
 
 
 def _adds(module: nn.Module) -> bool:

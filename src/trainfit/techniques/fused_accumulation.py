@@ -42,7 +42,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers before they are compiled; zero the gradients after each update."""
     from trainfit.models.kept_gradients import keep_gradients
 
-    kept = keep_gradients(draft.model)
+    kept = keep_gradients(draft.model, recomputed=recipe.recompute != "none")
     draft.before_batch.append(kept.begin_batch)
     draft.after_step.append(kept.end_step)
 

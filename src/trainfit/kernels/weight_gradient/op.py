@@ -20,7 +20,9 @@ from trainfit.kernels.custom_op import declare, refuse_second_derivative
 from trainfit.kernels.weight_gradient import cublaslt
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, *, saves_first: bool = False
+) -> Tensor:
     """Return ``x W^T + b``; the backward adds the weight's gradient to ``kept`` and gives autograd none.
 
     Call ``register`` before.
@@ -30,27 +32,50 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor) -> Tens
         weight: [o, i], of the dtype of ``x``.
         bias: [o], or None.
         kept: [o, i], of the same dtype; the sum of gradients so far.
+        saves_first: save ``x`` and ``weight`` before the product. Recomputation of a block ends with the last
+            tensor that it saves; saved after the product, those of a block's last layer would have it run
+            again. A compiler leaves out what is not needed by itself.
     """
-    return _Linear.apply(x, weight, bias, kept)  # pyright: ignore[reportReturnType]
+    holder = None
+    if saves_first and x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        held: Any = _Held.apply(x, weight)
+        x, holder = held, held.grad_fn
+    return _Linear.apply(x, weight, bias, kept, holder)  # pyright: ignore[reportReturnType]
+
+
+class _Held(torch.autograd.Function):
+    """Saves a layer's input and weight for the node that follows it, whose backward runs before its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, holder: Any
+    ) -> Tensor:
+        if holder is None:
+            ctx.save_for_backward(x, weight)
         # Not saved: its version changes before the backward where a weight is used twice.
-        ctx.kept, ctx.has_bias = kept, bias is not None
+        ctx.kept, ctx.has_bias, ctx.holder = kept, bias is not None, holder
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
-        x, weight = ctx.saved_tensors
+        x, weight = (ctx.holder or ctx).saved_tensors
         gradient = gradients[0]
         of_x = gradient @ weight if ctx.needs_input_grad[0] else None
         gradient_no = gradient.flatten(0, -2)
         torch.ops.trainfit.add_weight_gradient_(ctx.kept, gradient_no, x.flatten(0, -2))
-        return of_x, None, gradient_no.sum(0) if ctx.has_bias else None, None
+        return of_x, None, gradient_no.sum(0) if ctx.has_bias else None, None, None
 
 
 @cache
