@@ -390,11 +390,12 @@ def _traced(
     else:
         ledger = ledger_of(traced, machine, use_cache=use_cache, shorten=shorten)
         found = estimate(traced, machine, ledger)
-    waits_once = _reduces_once(recipe) or _copies_once(recipe)
+    is_continued = recipe.batch.accumulate > 2
+    waits_once = _reduces_once(recipe) or (is_continued and _copies_once(recipe))
     waits_s = found.time.communication_s if found.time and waits_once else 0.0
     # Where gradients are reduced once, the last backward also does what belongs to that.
     added_s = 0.0 if _reduces_once(recipe) else _added_s(ledger, machine)
-    return found, _update_s(ledger, machine) + waits_s, added_s
+    return found, _update_s(ledger, machine, with_copies=not is_continued) + waits_s, added_s
 
 
 def _reduces_once(recipe: Recipe) -> bool:
@@ -410,13 +411,20 @@ def _copies_once(recipe: Recipe) -> bool:
     return offload.optimizer and not (recipe.optimizer.in_backward or offload.weights or offload.activations)
 
 
-def _update_s(ledger: Ledger, machine: Machine) -> float:
+def _update_s(ledger: Ledger, machine: Machine, *, with_copies: bool) -> float:
+    """Return the GPU's seconds of the update.
+
+    Args:
+        with_copies: count copies of offloaded state as if nothing ran beside them. A larger micro-batch then
+            seems to cost little, so that plans also try offloaded state whose copies a backward hides.
+    """
     if machine.gpu.memory_bytes_per_s is None:
         return 0.0
     updates = (
         op
         for op in ledger.steady_ops
-        if ledger.segments[op.segment].phase == "optimizer" and op.name not in COPY_DIRECTIONS
+        if ledger.segments[op.segment].phase == "optimizer"
+        and (with_copies or op.name not in COPY_DIRECTIONS)
     )
     return sum(ledger.times(op) * op_s(op, machine) for op in updates)
 
