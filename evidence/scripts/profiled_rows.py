@@ -17,6 +17,7 @@ from typing import Any
 from trainfit.catalog.load import FOLDER
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.predict import ledger_of
+from trainfit.prediction.time.device_time import FP8_PRODUCTS
 from trainfit.spec.calibration import OpTime
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
@@ -29,8 +30,6 @@ KERNELS = {
     "swiglu_backward_kernel": "trainfit.swiglu_backward.default",
 }
 """Kernel -> the operator that launches it and, of any length, nothing else."""
-FITTED = "_scaled_mm"
-"""In the names of compiled casts to fp8."""
 
 
 def rows_of(record: dict[str, Any], ledger: Ledger) -> Iterator[OpTime]:
@@ -43,7 +42,8 @@ def rows_of(record: dict[str, Any], ledger: Ledger) -> Iterator[OpTime]:
         name, count = kernel["name"], kernel["num_kernels"]
         op = KERNELS.get(name, name)
         sizes = bytes_of.get(op, Counter())
-        if FITTED in op or len(sizes) != 1 or sizes.total() != count:
+        is_cast = any(product in op for product in FP8_PRODUCTS)
+        if is_cast or len(sizes) != 1 or sizes.total() != count:
             continue  # Of several sizes the mean would be of none.
         (num_bytes,) = sizes
         mean_s = kernel["seconds"] / count
@@ -53,11 +53,11 @@ def rows_of(record: dict[str, Any], ledger: Ledger) -> Iterator[OpTime]:
 def written(text: str, rows: list[OpTime]) -> str:
     """Return a calibration's text with its rows of profiled steps replaced."""
     given = json.loads(text)
-    lines = [json.dumps(row) for row in given["ops"] if row[-1] != PART]
-    lines += [json.dumps([*row[:10], float(f"{row.seconds:.4g}"), row.part]) for row in rows]
+    ops = [row for row in given["ops"] if row[-1] != PART]
+    ops += [[*row[:10], float(f"{row.seconds:.4g}"), row.part] for row in rows]
+    lines = [json.dumps(row, separators=(",", ":")) for row in ops]
     shortened = json.dumps({**given, "ops": []}, separators=(",", ":"), ensure_ascii=False)
-    compact = [json.dumps(json.loads(line), separators=(",", ":")) for line in lines]
-    return shortened.replace('"ops":[]', '"ops":[' + ",\n".join(compact) + "]")
+    return shortened.replace('"ops":[]', '"ops":[' + ",\n".join(lines) + "]")
 
 
 def main() -> None:

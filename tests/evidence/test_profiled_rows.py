@@ -1,15 +1,15 @@
 """Kernels of profiled steps in the catalog's calibration of an H100."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from evidence.scripts.profiled_rows import PART, rows_of, written
 from page_claims import ROOT
 from trainfit.catalog.load import FOLDER
-from trainfit.prediction.predict import ledger_of
 from trainfit.spec.calibration import Calibration
-from trainfit.spec.parsing.recipe_file import recipe_from
 
 PATH = FOLDER / "calibrations" / "h100-sxm.json"
 RECORDS = ROOT / "evidence/records/step-kernels"
@@ -30,18 +30,25 @@ def test_the_catalogs_rows_are_those_of_the_records() -> None:
 
 
 def test_a_kernel_of_one_size_is_taken_and_casts_to_fp8_are_not() -> None:
-    recipe = recipe_from(
-        {"model": {"config": "llama-3.2-1b", "implementation": "native"}, "batch": {"seq": 64},
-         "precision": "bf16", "block_kernels": "triton", "hardware": {"gpu": "h100-sxm"}}
-    )  # fmt: skip
-    ledger = ledger_of(recipe)
-    of_op = [op for op in ledger.steady_ops if op.name == "trainfit.swiglu_backward.default"]
-    count = int(sum(map(ledger.times, of_op)))
+    sizes = {
+        "trainfit.swiglu_backward.default": (64, 64), "trainfit.swiglu.default": (48, 48),
+        "triton_poi_fused_add_1": (8, 16), "triton_poi_fused__scaled_mm_2": (32,),
+        "triton_red_fused_add_fp8_weight_gradient__3": (32,),
+    }  # fmt: skip
+    ops = [
+        SimpleNamespace(name=name, num_bytes=each, dtype="bfloat16", calls=1)
+        for name, several in sizes.items()
+        for each in several
+    ]
+    ledger: Any = SimpleNamespace(steady_ops=ops, times=lambda op: 1)
+    counts = {
+        "swiglu_backward_kernel": 2, "swiglu_kernel": 3,  # Launched by something else too
+        "triton_poi_fused_add_1": 2, "triton_poi_fused__scaled_mm_2": 1,
+        "triton_red_fused_add_fp8_weight_gradient__3": 1, "not_in_the_ledger": 1,
+    }  # fmt: skip
     kernels = [
-        {"name": "swiglu_backward_kernel", "num_kernels": count, "seconds": 3e-6 * count},
-        {"name": "swiglu_kernel", "num_kernels": count + 1, "seconds": 1.0},  # Of other launches too
-        {"name": "triton_poi_fused__scaled_mm_0", "num_kernels": 1, "seconds": 1.0},
+        {"name": name, "num_kernels": count, "seconds": 3e-6 * count} for name, count in counts.items()
     ]
     (row,) = rows_of({"kernels": kernels}, ledger)
-    assert (row.op, row.num_bytes, row.part) == (of_op[0].name, of_op[0].num_bytes, PART)
+    assert (row.op, row.num_bytes, row.part) == ("trainfit.swiglu_backward.default", 64, PART)
     assert row.seconds == pytest.approx(3e-6)
