@@ -3,6 +3,7 @@
 import hashlib
 import io
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from evidence.scripts import english_novels
 from evidence.scripts.tables import bench, loss_matched
+from page_claims import check
 from trainfit.report.plot import Panel
 from trainfit.spec.parsing.recipe_file import merge, recipe_from
 from trainfit.spec.recipe import Recipe
@@ -20,6 +22,7 @@ from trainfit.techniques import registry
 from trainfit.training.tokenizer import load_tokenizer
 
 FILE = Path(__file__).parents[2] / "recipes" / "speed" / "loss-matched-0.5b.yaml"
+PAGE = "evidence/pages/kernels.md"
 WITHOUT_TEXT = ["data.train=stories", "data.eval=null", "data.tokenizer=null"]
 TINY = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 1040, "num_attention_heads": 4,
@@ -153,3 +156,24 @@ def test_the_runs_trained_on_the_text_of_the_record() -> None:
         # An end token follows each document; a novel of more than a MiB is several.
         more = summary["run"]["train_tokens"] - files["train.txt"]["tokens"]
         assert 94 <= more < 188
+
+
+def test_the_page_states_how_far_runs_lie_apart() -> None:
+    def apart(loss: Callable[[str], float], *names: str) -> list[float]:
+        return [loss(name) - loss("bf16") for name in names]
+
+    check(
+        PAGE,
+        "Over the last 100 steps fp8 is # above bf16 and delayed scaling #, "
+        "other kernels # and another seed # below it",
+        (
+            *apart(loss_matched.at_the_end, "fp8", "fp8 delayed"),
+            *(-far for far in apart(loss_matched.at_the_end, "bf16 kernels", "bf16 seed 1")),
+        ),
+    )
+    (more,) = apart(loss_matched.at_the_end, "fp8 delayed")
+    check(
+        PAGE, "in training, delayed scaling stays # % above", [100 * more / loss_matched.at_the_end("bf16")]
+    )
+    pattern = "On held-out text fp8 is #, delayed scaling # and other kernels # above bf16"
+    check(PAGE, pattern, apart(loss_matched.held_out, "fp8", "fp8 delayed", "bf16 kernels"))

@@ -9,6 +9,7 @@ import random
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.precision import fp8_scaling
 
 FIELD = "accumulation"
 REMEDY = "use accumulation: standard"
@@ -53,6 +54,22 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
     return {FIELD: "fused", "precision": chance.choice(PRECISIONS[:3]), "batch": batch}
 
 
+def _offers(recipe: Recipe) -> tuple[Offer, ...]:
+    """Offer it, in fp8 together with the kernels whose layers it is for, and with their kinds of scaling.
+
+    The planner takes of offers that set the same field only one.
+    """
+    expected = Expected(time=0.97)
+    if recipe.precision != "fp8":
+        return (Offer({FIELD: "fused"}, expected),)
+    fields: Data = {FIELD: "fused", **fp8_scaling.KERNELS}
+    delayed = fields | {fp8_scaling.FIELD: "delayed"}
+    return (
+        Offer(fields, expected, is_slow=True),
+        Offer(delayed, expected, numerics=fp8_scaling.NUMERICS, is_slow=True),
+    )
+
+
 TECHNIQUE = Technique(
     name="fused_accumulation",
     order=68,
@@ -63,8 +80,5 @@ TECHNIQUE = Technique(
     describe=lambda recipe: "fused accumulation",
     needs={"batch": {"micro": 1, "accumulate": 4}},
     draw=Draw(alone=_draw),
-    # No GPU has run the products in fp8 that add.
-    offers=lambda recipe: (
-        (Offer({FIELD: "fused"}, Expected(time=0.97)),) if recipe.precision != "fp8" else ()
-    ),
+    offers=_offers,
 )

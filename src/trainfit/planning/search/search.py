@@ -34,7 +34,7 @@ from trainfit.planning.search.space import OWN_FAMILY, Option, Options, agree, c
 from trainfit.rl.shares import check_counts
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Policy
-from trainfit.spec.plan import Plan
+from trainfit.spec.plan import Plan, written
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import format_bytes
 
@@ -357,7 +357,8 @@ class Search:
         structures = [(one, self._with(one, at[0])) for one in slow]
         wanted = [(one, self._larger((some, *at[1:]))) for one, some in structures if some]
         if wanted:
-            self.say(f"tracing {', '.join(one.label for one, _ in wanted)}")
+            fields = dict.fromkeys(written(*each) for one, _ in wanted for each in one.values)
+            self.say(f"tracing {', '.join(fields)}")
         # The next traces, of blocks that differ, rarely depend on these, and fill the other processes.
         mixed = [one.key for one in self._highest(WORTH_TRACING, set(), mixed=True)[0]] if wanted else []
         keys = [*(key for _, key in wanted), at, *frontier(self.ranking)]

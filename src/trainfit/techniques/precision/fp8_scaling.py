@@ -10,12 +10,15 @@ operands are measured as before.
 import random
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique, refusal
+from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.precision import fp8_feed_forward
 
 FIELD = "fp8_scaling"
 REMEDY = "use fp8_scaling: dynamic"
+KERNELS: Data = {"block_kernels": "fp8", "compile": "block"}
+"""The fields that an offer of delayed scaling sets too."""
+NUMERICS = "SwiGLU rounded by the step before's largest magnitudes"
 
 
 def check(recipe: Recipe) -> None:
@@ -55,5 +58,10 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: "delayed scaling",
     needs={"precision": "fp8", "block_kernels": "fp8", "model": {"implementation": "native"}},
-    draw=Draw(alone=_draw),  # Not offered to plans: no GPU has compared its losses over many steps.
+    draw=Draw(alone=_draw),
+    offers=lambda recipe: (
+        (Offer({FIELD: "delayed", **KERNELS}, numerics=NUMERICS, is_slow=True),)
+        if recipe.precision == "fp8"
+        else ()
+    ),
 )
