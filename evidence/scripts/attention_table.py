@@ -4,12 +4,13 @@
 
 Enters: files of Records. Leaves: the whole file anew, so a shape that no record given has is gone from it. Of
 several records of a shape and GPU the newest counts, and only as a whole: kernels of one shape are compared
-within one run; one that came to fewer kernels than an older one with the same torch does not take its place.
-Rates are each kernel's own, forward and backward apart. Both leave out what leaves a large GPU idle
-(``FEWEST_ROWS``), and medians of fewer than six samples.
+within one run; one that came to fewer kernels than an older one with the same torch does not take its place,
+and one of fewer heads in all sequences neither. Rates are each kernel's own, forward and backward apart. Both
+leave out what leaves a large GPU idle (``FEWEST_ROWS``), and medians of fewer than six samples.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -44,8 +45,8 @@ HOPPER, GLUON_HEADS, WIDE_GLUON_HEADS, WIDEST = (9, 0), (64, 128), (256,), 512
 """Where ``ours`` is not the plain kernels, as kernels/flash_attention/dispatch.py has it, which imports
 torch."""
 NEW_KERNELS = "2026-11-28"
-"""Records before this day have the plain kernels at heads over 128, and in fp32 some without tensor cores, 4
-to 14 times slower: those are left out."""
+"""Records before this day have the plain kernels at heads over 128, on Hopper no longer those of ``triton``,
+and in fp32 some without tensor cores, 4 to 14 times slower."""
 Key = tuple[str, int, bool, int]
 RateKey = tuple[Kernel, str, int, int, bool]
 
@@ -108,11 +109,11 @@ def _newest_shapes(
     """By GPU and key; one of fewer heads does not take the place of one of more."""
     found: dict[tuple[str, Key], tuple[Record, AttentionShape]] = {}
     for record, result, gpu in records:
-        for shape in shapes_of(result.rows, record.created_at):
+        for shape in shapes_of(result.rows, gpu, record.created_at):
             before, known = found.get((gpu, shape.key), (None, None))
             if before and before.bench and known:
                 same_torch = before.bench.environment.torch == result.environment.torch
-                if shape.heads < known.heads or (same_torch and set(shape.seconds) < set(known.seconds)):
+                if _size(shape) < _size(known) or (same_torch and set(shape.seconds) < set(known.seconds)):
                     continue
             found[gpu, shape.key] = record, shape
     return found
@@ -126,9 +127,14 @@ def _newest_rates(
     for record, result, gpu in records:
         for rate in rates_of(result.rows, gpu, record.created_at):
             known = found.get((gpu, rate.key))
-            if known is None or rate.heads >= known[1].heads:
+            if known is None or _size(rate) >= _size(known[1]):
                 found[gpu, rate.key] = record, rate
     return found
+
+
+def _size(one: AttentionShape | AttentionRate) -> int:
+    """Return the heads of all sequences."""
+    return one.heads * one.batch
 
 
 def _run(record: Record, shapes: list[AttentionShape], rates: list[AttentionRate]) -> AttentionRun:
@@ -142,20 +148,24 @@ def _run(record: Record, shapes: list[AttentionShape], rates: list[AttentionRate
     )  # fmt: skip
 
 
-def shapes_of(rows: Sequence[BenchRow], measured_at: str) -> list[AttentionShape]:
-    """Causal shapes of which at least two kernels have a time of forward and backward together."""
+def shapes_of(rows: Sequence[BenchRow], gpu: str, measured_at: str) -> list[AttentionShape]:
+    """Causal shapes of which at least two kernels have a time of forward and backward together.
+
+    A shape of which ours has other kernels today is left out: without ours, ours would not be chosen there.
+    """
     found: dict[Key, dict[tuple[int, int], dict[str, Spread]]] = {}  # By heads and batch within.
+    outdated: set[Key] = set()
     for row in _timed(rows):
         at = row.point
         if at["pass"] != "both" or not at["causal"] or at["body"] not in KERNELS:
             continue
-        if _is_outdated(str(at["body"]), str(at["dtype"]), measured_at):
-            continue
         key = (str(at["dtype"]), int(at["head"]), bool(at["causal"]), int(at["seq"]))
+        if at["body"] == "ours" and _is_outdated(key[0], key[1], gpu, measured_at):
+            outdated.add(key)
         batch = (int(at["heads"]), int(at["batch"]))
         assert row.times is not None
         found.setdefault(key, {}).setdefault(batch, {})[KERNELS[str(at["body"])]] = row.times
-    return list(_largest(found))
+    return list(_largest({key: batches for key, batches in found.items() if key not in outdated}))
 
 
 def rates_of(rows: Sequence[BenchRow], gpu: str, measured_at: str) -> list[AttentionRate]:
@@ -180,7 +190,7 @@ def rates_of(rows: Sequence[BenchRow], gpu: str, measured_at: str) -> list[Atten
     for (kernel, dtype, head, seq, masked), batches in found.items():
         whole = {batch: seconds for batch, seconds in batches.items() if len(seconds) == 2}
         if whole:
-            heads, batch = max(whole)
+            heads, batch = max(whole, key=math.prod)
             row = {
                 "kernel": kernel,
                 "dtype": dtype,
@@ -201,7 +211,7 @@ def _kernels_of(body: str, dtype: str, head: int, gpu: str, measured_at: str) ->
     heads of 256 the backward is cuDNN's, which has times of its own.
     """
     if body == "ours":
-        if _is_outdated(body, dtype, measured_at):
+        if dtype == "fp32" and measured_at < NEW_KERNELS:
             return ()
         if gpus()[gpu].compute_capability != HOPPER or dtype != "bf16":
             return ("plain",)
@@ -219,8 +229,10 @@ def _kernels_of(body: str, dtype: str, head: int, gpu: str, measured_at: str) ->
     return (bodies[body],) if body in bodies else ()
 
 
-def _is_outdated(body: str, dtype: str, measured_at: str) -> bool:
-    return body == "ours" and dtype == "fp32" and measured_at < NEW_KERNELS
+def _is_outdated(dtype: str, head: int, gpu: str, measured_at: str) -> bool:
+    """Return whether ours has other kernels today than at that time."""
+    is_wide = head > max(GLUON_HEADS) and gpus()[gpu].compute_capability == HOPPER
+    return measured_at < NEW_KERNELS and (dtype == "fp32" or is_wide)
 
 
 def _timed(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:
@@ -237,7 +249,7 @@ def _largest(found: dict[Key, dict[tuple[int, int], dict[str, Spread]]]) -> Iter
     for (dtype, head, causal, seq), batches in found.items():
         several = {batch: times for batch, times in batches.items() if len(times) > 1}
         if several:
-            heads, batch = max(several)
+            heads, batch = max(several, key=math.prod)
             yield parse(
                 AttentionShape,
                 {"dtype": dtype, "head": head, "causal": causal, "seq": seq, "heads": heads, "batch": batch,

@@ -172,19 +172,43 @@ def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
     assert attention_table.text_of([run]).count("kernel = ") == 6
 
 
-def test_older_rates_of_ours_in_fp32_are_left_out() -> None:
-    """They are of kernels without tensor cores; the other kernels' of the same record stay."""
+def test_older_times_of_ours_in_fp32_are_left_out() -> None:
+    """They are of kernels without tensor cores; the other kernels' rates of the same record stay."""
     rows = [row(name, 1.0, dtype="fp32") for name in ("ours", "pytorch", "efficient")]
-    rows += [*passes("ours", dtype="fp32"), *passes("pytorch", dtype="fp32")]
+    rows += [*passes("ours", dtype="fp32"), *passes("pytorch", dtype="fp32"), row("flash", 1.0), row("ours", 1.0)]
     old, new = (runs_of([record(*rows, at=f"2026-11-{day}T15:00:00")])[0] for day in (21, 28))
-    assert [set(run.shapes[0].seconds) for run in (old, new)] == [
-        {"sdpa", "efficient"},
-        {"sdpa", "efficient", "triton"},
+    assert [[set(shape.seconds) for shape in run.shapes] for run in (old, new)] == [
+        [{"flash", "triton"}],
+        [{"flash", "triton"}, {"sdpa", "efficient", "triton"}],
     ]
     assert [{rate.kernel for rate in run.rates} for run in (old, new)] == [
         {"efficient"},
         {"efficient", "plain"},
     ]
+
+
+def test_older_shapes_of_wide_heads_do_not_say_what_is_fastest_on_hopper() -> None:
+    rows = [row(name, 1.0, head=head) for head in (64, 256) for name in ("ours", "cudnn", "flash")]
+    rows += passes("cudnn", head=256)
+
+    def heads(day: int, gpu: str) -> list[int]:
+        (run,) = runs_of([record(*rows, at=f"2026-11-{day}T15:00:00", gpu=gpu)])
+        assert [rate.kernel for rate in run.rates] == ["cudnn"]
+        return [shape.head for shape in run.shapes]
+
+    assert [heads(21, "h200"), heads(28, "h200"), heads(21, "a100-sxm4-80gb")] == [[64], [64, 256], [64, 256]]
+
+
+def test_few_heads_of_many_sequences_take_the_place_of_more_heads() -> None:
+    old = record(row("flash", 3e-3), row("ours", 1e-3), *passes("flash"))
+    many: dict[str, Any] = {"heads": 4, "batch": 128}
+    new = record(
+        row("flash", 9e-3, **many), row("ours", 8e-3, **many), *passes("flash", 2e-3, **many),
+        at="2026-11-22T15:00:00",
+    )  # fmt: skip
+    (run,) = runs_of([old, new])
+    assert [(shape.heads, shape.seconds["flash"]) for shape in run.shapes] == [(4, 9e-3)]
+    assert [(rate.heads, rate.forward) for rate in run.rates] == [(4, 2e-3)]
 
 
 def test_of_wide_heads_on_hopper_forward_and_backward_are_kernels_of_their_own() -> None:
