@@ -180,10 +180,15 @@ def test_of_kernels_as_fast_as_each_other_the_smaller_is_taken(monkeypatch: pyte
     assert chosen == ["triton", "cudnn"]
 
 
-@pytest.mark.parametrize(("head", "seq"), [(32, 128), (64, 32768), (128, 2048), (256, 32768)])
-def test_in_fp32_it_is_never_ours_where_ours_is_slower(head: int, seq: int) -> None:
+@pytest.mark.parametrize(
+    ("head", "seq", "kernel"),
+    [(32, 128, "sdpa"), (64, 2048, "triton"), (128, 2048, "sdpa"), (256, 32768, "sdpa")],
+)
+def test_in_fp32_it_is_ours_only_where_ours_is_measured_to_be_faster(
+    head: int, seq: int, kernel: str
+) -> None:
     wanted = recipe(LLAMA | {"head_dim": head}, precision="fp32", batch={"seq": seq}, recompute="full")
-    assert choose(wanted).recipe.attention == "sdpa"
+    assert choose(wanted).recipe.attention == kernel
 
 
 def test_a_gpu_that_is_not_named_takes_no_other_gpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +228,8 @@ def test_a_plan_does_not_try_kernels_that_are_far_behind() -> None:
         wide = recipe(LLAMA | {"head_dim": head}, hardware={"gpu": "h100-sxm"}, batch={"seq": 2048})
         assert {"cudnn", "triton"} <= set(fastest_kernels(wide))
         assert "efficient" not in fastest_kernels(wide)
-        assert fastest_kernels(wide.model_copy(update={"precision": "fp32"})) == []  # Not measured
+        fp32: dict[int, list[str]] = {64: ["triton", "sdpa"], 128: ["sdpa", "triton"]}
+        assert fastest_kernels(wide.model_copy(update={"precision": "fp32"})) == fp32.get(head, [])
 
 
 def test_deterministic_algorithms_exclude_cudnn() -> None:

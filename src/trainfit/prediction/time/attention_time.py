@@ -17,7 +17,8 @@ from trainfit.spec.hardware import Gpu
 
 DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 FAR_BEHIND = 3.0
-"""Multiple of the fastest kernel's time above which one is far behind (trainfit's in fp32: 4 to 30)."""
+"""Multiple of the fastest kernel's time above which one is far behind (PyTorch's efficient kernel in bf16)."""
+TRAINFITS: tuple[Kernel, ...] = ("gluon", "passes", "plain")
 
 
 def compute_share(op: Op, gpu: Gpu) -> float:
@@ -70,10 +71,11 @@ def far_behind(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         fastest = min(equal, key=lambda rate: rate.seconds_of_an_element)
         times = own.seconds_of_an_element / fastest.seconds_of_an_element
         if times > FAR_BEHIND:
+            remedy = "triton" if fastest.kernel in TRAINFITS else "sdpa"
             found[
                 f"attention in {dtype} with heads of {head} takes about {times:.0f} times as long by the "
                 f"{kernel} kernel as by {fastest.kernel}, as measured on {gpu.attention_rates_of}: use "
-                "attention: sdpa"
+                f"attention: {remedy}"
             ] = None
     return tuple(found)
 
