@@ -17,7 +17,7 @@ from trainfit.spec.hardware import Gpu
 
 DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 FAR_BEHIND = 3.0
-"""Multiple of the fastest kernel's time above which one is far behind (PyTorch's efficient kernel in bf16)."""
+"""Multiple of the fastest kernel's time above which one is far behind (PyTorch's efficient one in bf16)."""
 TRAINFITS: tuple[Kernel, ...] = ("gluon", "passes", "plain")
 
 
