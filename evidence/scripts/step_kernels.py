@@ -245,11 +245,12 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"{needed}, which has less", "name a recipe that fits", field="batch.micro")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = options.folder / f"{name}.json.gz"
+    ran_on = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     seconds = record(recipe, device, path, warmup=WARMUP, active=1)
     tokens = recipe.micro_sequences * recipe.batch.seq * recipe.batch.accumulate
     step_s = median(seconds[1:])
     row = {
-        "name": name, "recipe": recipe.content(), "torch": torch.__version__, "device": str(device),
+        "name": name, "recipe": recipe.content(), "torch": torch.__version__, "device": ran_on,
         "steps_s": seconds, "step_s": step_s, "tokens_per_s": tokens / step_s,
         "predicted_s": predicted.step_s, "clock": clock(),
     }  # fmt: skip

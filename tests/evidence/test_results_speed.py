@@ -1,7 +1,13 @@
 """The table of speed: ours from records, the best other beside it."""
 
+import json
+from typing import Any
+
 from evidence.scripts.tables import speed
 from evidence.scripts.tables.joined import RESULTS
+from page_claims import check
+
+PAGE = "evidence/pages/kernels.md"
 
 
 def test_rows_are_the_fastest_measured_steps_beside_what_is_cited() -> None:
@@ -18,4 +24,43 @@ def test_the_trainer_has_its_fastest_settings() -> None:
     lora, whole, fsdp2 = (one for one in speed.every() if not one.is_cited)
     assert (lora.other, round(lora.ratio, 2)) == ("Trainer with Liger", 1.46)
     assert (whole.other, round(whole.ratio, 2)) == ("Trainer, DDP and Liger", 1.22)
-    assert round(fsdp2.ratio, 2) == 1.43  # As evidence/pages/accuracy.md says.
+    assert round(fsdp2.ratio, 2) == 1.59
+
+
+def lines(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / file).read_text("utf-8").splitlines()]
+
+
+def variants(file: str) -> dict[str, dict[str, Any]]:
+    return {
+        tag.removeprefix("variant:"): one
+        for one in lines(file)
+        for tag in one["tags"]
+        if tag.startswith("variant:")
+    }
+
+
+def test_the_page_states_how_far_predictions_of_the_h100_are_off() -> None:
+    predicted, measured = (variants(f"speed/one-h100-{kind}.jsonl") for kind in ("predicted", "measured"))
+    off = {
+        name: 100 * (predicted[name]["estimate"]["tokens_per_s"] / one["measurement"]["tokens_per_s"] - 1)
+        for name, one in measured.items()
+    }
+    in_fp8 = [value for name, value in off.items() if name.endswith("fp8")]
+    sentence = "Predictions for the H100 are # to # % too fast in fp8, and # % for 0.5B in bf16"
+    check(PAGE, sentence, (min(in_fp8), max(in_fp8), off["0.5b"]))
+
+    longer = dict[str, float]()
+    products = lines("step-kernels/step-products-fused.jsonl")
+    for name in {one["name"] for one in products}:
+        head = [one for one in products if one["name"] == name]
+        took_s, expected_s = (sum(one[key] for one in head) for key in ("measured_s", "expected_s"))
+        longer[name.partition("-")[0]] = 100 * (took_s / expected_s - 1)
+    sentence = r"took # % \(1.5B\) and # % \(3B\) longer than predicted, and as long for 7B"
+    check(PAGE, sentence, (longer["1.5b"], longer["3b"]))
+    assert abs(longer["7b"]) < 1
+
+    steps = {one["name"]: one["tokens_per_s"] for one in lines("step-kernels/step-kernels-fused.jsonl")}
+    sentence = r"on the host \(# tokens/s\); four without are faster \(#\)"
+    planned = measured["7b fp8"]["measurement"]["tokens_per_s"]
+    check(PAGE, sentence, (planned, steps["7b-fp8-fused"]))

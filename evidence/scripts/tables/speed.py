@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from evidence.scripts.tables import plan_choices
@@ -31,6 +32,7 @@ BY_TRAINER = (
 )
 """Model, what trains, the plans it is one of, and the Trainer's runs."""
 FSDP2 = "several-gpus/speed-measured.jsonl"
+TWO = "speed/two-h200-measured.jsonl"
 
 
 class Row(NamedTuple):
@@ -95,8 +97,7 @@ def against_llmq() -> Iterator[Row]:
 def _steps() -> Iterator[dict[str, Any]]:
     """Yield measured steps of all weights on one H100 with 1,024 tokens a sequence."""
     for file in sorted({path for pattern in STEPS for path in RESULTS.glob(pattern)}):
-        for line in file.read_text("utf-8").splitlines():
-            row = json.loads(line)
+        for row in _lines(file):
             recipe = row.get("recipe")
             if recipe is None:
                 continue  # Products of a step, by shape.
@@ -142,14 +143,52 @@ def against_trainer() -> Iterator[Row]:
 
 
 def against_fsdp2() -> Iterator[Row]:
-    """Yield 14B over two GPUs: trainfit's model and kernels, and transformers' model with recomputation."""
-    lines = (json.loads(line) for line in (RESULTS / FSDP2).read_text("utf-8").splitlines())
-    rows = [one for one in lines if one["recipe"]["model"]["config"] == "qwen3-14b"]
-    speeds = {one["recipe"]["model"]["implementation"]: one["measurement"]["tokens_per_s"] for one in rows}
+    """Yield 14B over two GPUs: the fastest of ours, and transformers' model with recomputation."""
+    rows = [
+        (one["recipe"]["model"]["implementation"], one["measurement"]["tokens_per_s"], file)
+        for file in (FSDP2, TWO)
+        for one in _lines(RESULTS / file)
+        if one["recipe"]["model"]["config"] == "qwen3-14b" and one["measurement"]
+    ]
+    _, ours, file = max(row for row in rows if row[0] == "native")
+    ((_, theirs, _),) = [row for row in rows if row[0] == "hf"]
     yield Row(
-        "Qwen3 14B, all weights, 4,096 tokens", _gpus(2, "H200"), speeds["native"],
-        "transformers, FSDP2, all blocks recomputed", speeds["hf"], False, "2.11.0", FSDP2,
+        "Qwen3 14B, all weights, 4,096 tokens", _gpus(2, "H200"), ours,
+        "transformers, FSDP2, all blocks recomputed", theirs, False, "2.11.0", f"{file}, {FSDP2}",
     )  # fmt: skip
+
+
+def planned() -> str:
+    """Return recipes of recipes/speed/ that were measured, beside what had been predicted of them before."""
+    rows = []
+    for file in sorted((RESULTS / "speed").glob("*-measured.jsonl")):
+        predicted = {one["recipe_id"]: one["estimate"] for one in _lines(RESULTS / "speed" / _before(file))}
+        for record in _lines(file):
+            estimate, measured = predicted.get(record["recipe_id"]), record["measurement"]
+            if not estimate or not measured or not measured["tokens_per_s"]:
+                continue
+            name = next(tag for tag in record["tags"] if tag.startswith("variant:")).removeprefix("variant:")
+            off = estimate["tokens_per_s"] / measured["tokens_per_s"] - 1
+            bytes_off = estimate["peak_allocated_bytes"] / measured["peak_allocated_bytes"] - 1
+            rows.append((
+                file.name.removesuffix("-measured.jsonl"), name, f"{estimate['tokens_per_s']:,.0f}",
+                f"{measured['tokens_per_s']:,.0f}", f"{off:+.1%}",
+                f"{measured['peak_allocated_bytes'] / 2**30:.2f}", f"{bytes_off:+.3%}",
+                f"{estimate['mfu'] / (1 + off):.1%}",
+            ))  # fmt: skip
+    heads = (
+        "recipes/speed", "recipe", "predicted, tokens/s", "measured", "predicted / measured - 1", "peak, GiB",
+        "predicted / measured - 1", "MFU",
+    )  # fmt: skip
+    return markdown_grid(heads, rows)
+
+
+def _before(measured: Path) -> str:
+    return measured.name.replace("-measured", "-predicted")
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, file.read_text("utf-8").splitlines())
 
 
 def _title(model: str) -> str:

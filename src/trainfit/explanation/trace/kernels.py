@@ -6,7 +6,9 @@ COMMUNICATION, COPIES = "communication", "copies and fills"
 
 KINDS: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|nvshmem|rccl|all_?reduce|all_?gather|reduce_?scatter|mscclpp|symm_mem"),
-    ("attention", r"flash|fmha|attention|attn|cudnn.*sdpa|sdpa|softmax_warp_.*qk"),
+    ("attention",
+     r"flash|fmha|attention|attn|cudnn.*sdpa|sdpa|softmax_warp_.*qk|dot_do_o|convert_dq|"
+     r"^(?:(?:forward|backward)_gluon|forward|prepare(?:_tma)?|(?:key|query)_gradient(?:_tma)?|scale_by_thread)_kernel"),
     ("convolutions", r"conv(?!ert)|winograd|wgrad|dgrad|implicit_gemm|im2col|col2im|nchwToNhwc|nhwcToNchw"),
     ("matrix products",
      r"gemm|nvjet|cutlass|xmma|s\d+16816|ampere_|hopper_|_mm_|\bmm\b|matmul|gemv|splitk|cublas|Kernel2|"
@@ -20,7 +22,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("random numbers", r"dropout|distribution|random|philox|bernoulli"),
     ("elementwise", r"elementwise|vectorized|unrolled|triton_poi|CatArray|copy_kernel|fill|cast|triton"),
 )  # fmt: skip
-"""Kind -> pattern; the first that matches counts. cuBLAS's products are named nvjet, gemm, xmma, cutlass."""
+"""Kind -> pattern; the first that matches counts. cuBLAS's products are named nvjet, gemm, xmma, cutlass; the
+second line of attention's has helpers of cuDNN's, the third trainfit's kernels (kernels/flash_attention)."""
 OTHER = "other"
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS)
 LONGEST_NAME = 400
