@@ -26,6 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
     "all": {"fp8_weights": "scales", "fp8_scaling": "delayed"},
     "compiled": {"fp8_weights": "scales", "fp8_scaling": "delayed", "compile": "block"},
     "recomputed": {"fp8_weights": "scales", "recompute": "full"},
+    "compiled and recomputed": {
+        "fp8_weights": "scales",
+        "fp8_scaling": "delayed",
+        "compile": "block",
+        "recompute": "full",
+    },
 }
 
 

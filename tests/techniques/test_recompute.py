@@ -88,6 +88,26 @@ def test_compiled_gradients_are_the_eager_ones(fresh_compiler: None) -> None:
         torch._dynamo.reset()
 
 
+OWN_FUNCTIONS: dict[str, dict[str, Any]] = {
+    "fused sums": {"precision": "bf16", "accumulation": "fused"},
+    "kernels": {"precision": "bf16", "block_kernels": "swiglu-rope"},
+    "fp8": {"precision": "fp8", "block_kernels": "fp8"},
+}
+
+
+@pytest.mark.parametrize("name", OWN_FUNCTIONS)
+def test_a_compiled_block_with_functions_of_its_own_keeps_its_input_alone(name: str) -> None:
+    """The compiler saves what they save, and recomputes only what is around them."""
+    config = LLAMA | {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6}
+    fields = {
+        "compile": "block", "batch": Batch(micro=8, seq=256, accumulate=2), **OWN_FUNCTIONS[name],
+        "hardware": Hardware(gpu="h100-sxm"),
+    }  # fmt: skip
+    none, full = (predict(recipe_of(config, "native", **fields, recompute=one)) for one in ("none", "full"))
+    assert full.breakdown.activations < 0.3 * none.breakdown.activations
+    assert full.hardware_flops == pytest.approx(none.hardware_flops * 4 / 3, rel=0.05)
+
+
 CASES: dict[str, Recipe] = {
     "selective": on_cpu(LLAMA | {"num_hidden_layers": 5}, precision="bf16", recompute="selective"),
     "second": on_cpu(LLAMA | {"num_hidden_layers": 5}, precision="bf16", recompute=SECOND),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -96,6 +96,7 @@ def set_recompute(
     save: Sequence[str] | str = DEFAULT_SAVED,
     every: int = 1,
     compiled: bool = False,
+    whole: bool = False,
 ) -> None:
     """Checkpoint one decoder block in place, by changing its class; random state and autocast are restored.
 
@@ -103,7 +104,14 @@ def set_recompute(
         save: with ``selective``, results to save: ``mm``, ``attention``, or ATen operations by name.
         every: as in ``SavePolicy``.
         compiled: the block will be compiled, alone or with the model.
+        whole: with ``full``, the block's graph, compiled alone, runs again as a whole, with its last product.
+            Otherwise the compiler decides what of it runs again, and saves what functions of
+            ``torch.autograd.Function`` in it save.
     """
+    if whole:
+        assert policy == "full", "what is kept of a graph is the compiler's choice"
+        block.__class__ = _recomputed_whole(type(block))
+        return
     contexts = None if policy == "full" else _contexts(SavePolicy(texts(save, field="save"), every), compiled)
     block.__class__ = _recomputed(type(block), contexts)
 
@@ -117,6 +125,16 @@ def _recomputed(block: type[nn.Module], contexts: Callable[[], Any] | None) -> t
         return checkpoint(block.forward, self, *args, use_reentrant=False, **settings, **kwargs)
 
     return type(f"Recomputed{block.__name__}", (block,), {"forward": forward, ORIGINAL: block})
+
+
+@cache
+def _recomputed_whole(block: type[nn.Module]) -> type[nn.Module]:
+    """Return the block's class with its call checkpointed, which ``compile()`` leaves as it is."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(block.__call__, self), *args, use_reentrant=False, **kwargs)
+
+    return type(f"Recomputed{block.__name__}", (block,), {"__call__": call, ORIGINAL: block})
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -12,6 +12,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Every
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.recompute.full import runs_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,18 +42,18 @@ def labelled_blocks(
     return [(block, getattr(block, BLOCK_CONFIG)) for block in blocks]
 
 
-def checkpoint_labelled(blocks: Iterable[tuple[nn.Module, str]]) -> None:
+def checkpoint_labelled(recipe: Recipe, blocks: Iterable[tuple[nn.Module, str]]) -> None:
     """Recompute the blocks whose label begins with ``full``."""
     from trainfit.checkpointing.selective import set_recompute
 
     for block, label in blocks:
         if label.startswith("full"):
-            set_recompute(block, "full")
+            set_recompute(block, "full", whole=runs_whole(recipe))
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Checkpoint every k-th block."""
-    checkpoint_labelled(labelled_blocks(recipe, draft.model, _label_blocks))
+    checkpoint_labelled(recipe, labelled_blocks(recipe, draft.model, _label_blocks))
 
 
 def _describe(recipe: Recipe) -> str:

@@ -18,6 +18,16 @@ def _applies(recipe: Recipe) -> bool:
     return recipe.recompute == "full" and not (recipe.offload.activations or recipe.offload.weights)
 
 
+def runs_whole(recipe: Recipe) -> bool:
+    """Return whether a compiled block runs again as a whole.
+
+    The compiler saves what functions of ``torch.autograd.Function`` save, which are in these blocks.
+    """
+    has_functions = recipe.block_kernels != "standard" or recipe.fp8_weights != "each-use"
+    has_functions |= recipe.accumulation == "fused"
+    return has_functions and recipe.compile == "block" and recipe.hardware.count == 1
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Checkpoint every decoder block; refuse a model whose own code has no checkpointing."""
     from trainfit.checkpointing.selective import set_recompute
@@ -25,7 +35,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     if recipe.model.implementation == "native":
         for block in require_blocks(draft.model, "recompute", "full", "use recompute: none"):
-            set_recompute(block, "full")
+            set_recompute(block, "full", whole=runs_whole(recipe))
         return
     model: Any = draft.model
     if not model.supports_gradient_checkpointing:

@@ -80,7 +80,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     labelled = labelled_blocks(recipe, draft.model, _label_blocks)
     if recipe.compile:
         # With its number as an attribute each block would be compiled separately.
-        checkpoint_labelled(labelled)
+        checkpoint_labelled(recipe, labelled)
         return
     block_config = [(level, float(share)) for level, share in (label.split() for _, label in labelled)]
     PerBlockSaving([block for block, _ in labelled], draft.device, block_config).install()
