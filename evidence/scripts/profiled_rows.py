@@ -4,7 +4,9 @@
 
 Files of step_kernels.py, of one GPU. Taken are the compiled kernels that the ledger names alike, but for
 casts to fp8, whose rate is fitted (rates.toml), and trainfit's kernels below, whose bytes are those of the
-recipe's ledger. Rows of an earlier run are replaced.
+recipe's ledger. Where step-products-X.jsonl of step_products.py stands beside step-kernels-X.jsonl and has
+dtypes, its products are taken too, their seconds over what the power limit is taken to add (rates.toml). Rows
+of an earlier run are replaced.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.catalog.load import FOLDER
+from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.device_time import FP8_PRODUCTS
@@ -50,6 +53,41 @@ def rows_of(record: dict[str, Any], ledger: Ledger) -> Iterator[OpTime]:
         yield OpTime(op, dtype_of[op], "", (), "", 0, 0, False, 0.0, num_bytes, mean_s, PART)
 
 
+def products_of(record: dict[str, Any], products: list[dict[str, Any]], ledger: Ledger) -> Iterator[OpTime]:
+    """Yield a step's products by shape, with their mean seconds at the clocks of a step without a limit.
+
+    Args:
+        products: rows of step_products.py, of all steps.
+    """
+    kinds = {kind["name"]: kind["seconds"] for kind in record["kinds"]}
+    slowdown = rates().power.slowdown(kinds["matrix products"] / record["step_s"])
+    ops = {(*op.shape[1:], op.dtype): op for op in ledger.steady_ops if op.shape}
+    sums = dict[tuple[Any, ...], tuple[int, float]]()
+    for row in products:
+        if row["name"] == record["name"] and "dtype" in row:
+            key = (row["m"], row["n"], row["k"], row["dtype"])
+            count, seconds = sums.get(key, (0, 0.0))
+            sums[key] = count + row["num_calls"], seconds + row["measured_s"]
+    for key, (count, seconds) in sums.items():
+        if op := ops.get(key):
+            yield OpTime(
+                op.name, op.dtype, op.layout, op.shape, "", 0, 0, False, float(op.causal_flops), op.num_bytes,
+                seconds / count / slowdown, PART,
+            )  # fmt: skip
+
+
+def rows_of_file(file: Path) -> Iterator[tuple[str, OpTime]]:
+    """Yield the GPU and the rows of a file of step_kernels.py, and of step_products.py's beside it."""
+    beside = file.with_name(file.name.replace("step-kernels", "step-products"))
+    products = (
+        [json.loads(line) for line in beside.read_text("utf-8").splitlines()] if beside.exists() else []
+    )
+    for record in map(json.loads, file.read_text("utf-8").splitlines()):
+        ledger = ledger_of(recipe_from(record["recipe"]))
+        for row in (*rows_of(record, ledger), *products_of(record, products, ledger)):
+            yield record["recipe"]["hardware"]["gpu"], row
+
+
 def written(text: str, rows: list[OpTime]) -> str:
     """Return a calibration's text with its rows of profiled steps replaced."""
     given = json.loads(text)
@@ -64,13 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     options = parser.parse_args()
-    records = [json.loads(line) for file in options.files for line in file.read_text("utf-8").splitlines()]
-    (gpu,) = {record["recipe"]["hardware"]["gpu"] for record in records}
-    rows = [row for record in records for row in rows_of(record, ledger_of(recipe_from(record["recipe"])))]
+    found = [each for file in options.files for each in rows_of_file(file)]
+    (gpu,), rows = {gpu for gpu, _ in found}, [row for _, row in found]
     path = FOLDER / "calibrations" / f"{gpu}.json"
     path.write_text(written(path.read_text("utf-8"), rows), encoding="utf-8")
     for row in rows:
-        say(f"{row.num_bytes / row.seconds / 1e9:9,.0f} GB/s {row.seconds * 1e6:9.1f} us  {row.op}")
+        work, unit = (row.flops / 1e12, "TFLOP/s") if row.shape else (row.num_bytes / 1e9, "GB/s")
+        say(f"{work / row.seconds:9,.0f} {unit:7} {row.seconds * 1e6:9.1f} us  {row.op} {row.shape or ''}")
 
 
 if __name__ == "__main__":

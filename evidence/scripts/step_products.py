@@ -3,8 +3,8 @@
     python -m evidence.scripts.step_products FOLDER [--gpu h100-sxm]
 
 FOLDER has NAME.json.gz and step-kernels.jsonl of evidence/scripts/step_kernels.py. Prints a line for each
-shape and writes step-products.jsonl: m, n, k, layout of both factors (t: stored by columns), calls, measured
-and expected seconds, the share of the bf16 peak, and the kernels that ran.
+shape and writes step-products.jsonl: m, n, k, layout of both factors (t: stored by columns), dtype of the
+first, calls, measured and expected seconds, the share of that dtype's peak, and the kernels that ran.
 """
 
 import argparse
@@ -21,14 +21,24 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.machine import machine_of
 from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.device_time import part_of
-from trainfit.prediction.time.peaks import peak_flops_per_s
+from trainfit.prediction.time.peaks import PEAK_DTYPE, peak_flops_per_s
 from trainfit.prediction.time.roofline import device_seconds
 from trainfit.spec.recipe import Recipe
 
-FACTORS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}
-"""Operation -> position of its first factor."""
-ADDS = ("aten::addmm_",)
+FUSED = "trainfit::add_fp8_weight_gradient_"
+FACTORS = {
+    "aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::addmm_": (1, 2), "aten::_scaled_mm": (0, 1),
+    FUSED: (0, 2),
+}  # fmt: skip
+"""Operation -> positions of its factors."""
+ADDS = ("aten::addmm_", FUSED)
 """Operations that add to their result."""
+DTYPES = {
+    "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "c10::Float8_e5m2": "float8_e5m2",
+    "c10::BFloat16": "bfloat16",
+}
+"""A profiler's name of a dtype -> torch's."""
 
 
 class Shape(NamedTuple):
@@ -39,6 +49,7 @@ class Shape(NamedTuple):
     k: int
     layout: str
     adds: bool
+    dtype: str
 
 
 def measured(trace: dict[str, Any]) -> dict[Shape, dict[str, Any]]:
@@ -46,7 +57,7 @@ def measured(trace: dict[str, Any]) -> dict[Shape, dict[str, Any]]:
     events = trace["traceEvents"]
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep")]
     products = sorted((e for e in events if e.get("name") in FACTORS), key=lambda e: e["ts"])
-    products = [e for e in products if len(e["args"].get("Input Dims", ())) > FACTORS[e["name"]] + 1]
+    products = [e for e in products if len(e["args"].get("Input Dims", ())) > FACTORS[e["name"]][1]]
     launches = {
         e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")
     }
@@ -70,22 +81,28 @@ def measured(trace: dict[str, Any]) -> dict[Shape, dict[str, Any]]:
 
 
 def _shape(product: dict[str, Any]) -> Shape:
-    at, args = FACTORS[product["name"]], product["args"]
-    (m, k), (_, n) = args["Input Dims"][at : at + 2]
-    order = "".join("n" if strides[-1] == 1 else "t" for strides in args["Input Strides"][at : at + 2])
-    adds = product["name"] in ADDS and args["Concrete Inputs"][3:4] not in (["0"], ["0."])
-    return Shape(m, n, k, order, adds)
+    args, name = product["args"], product["name"]
+    first, second = FACTORS[name]
+    (m, k), (_, n) = args["Input Dims"][first], args["Input Dims"][second]
+    if name == FUSED:  # Its second factor is given as [n, k], both by rows.
+        n, order = args["Input Dims"][second][0], "nt"
+    else:
+        strides = (args["Input Strides"][at] for at in (first, second))
+        order = "".join("n" if each[-1] == 1 else "t" for each in strides)
+    adds = name in ADDS and args["Concrete Inputs"][3:4] not in (["0"], ["0."])
+    return Shape(m, n, k, order, adds, DTYPES.get(args["Input type"][first], args["Input type"][first]))
 
 
-def expected(ledger: Ledger, recipe: Recipe) -> dict[tuple[int, ...], tuple[int, float]]:
-    """Return calls and seconds of each shape that the ledger of a step holds, by (m, n, k)."""
-    machine, found = machine_of(recipe.hardware), dict[tuple[int, ...], tuple[int, float]]()
+def expected(ledger: Ledger, recipe: Recipe) -> dict[tuple[Any, ...], tuple[int, float]]:
+    """Return calls and seconds of each shape that the ledger of a step holds, by (m, n, k) and dtype."""
+    machine, found = machine_of(recipe.hardware), dict[tuple[Any, ...], tuple[int, float]]()
     seconds = device_seconds(ledger, machine)
     for op in ledger.steady_ops:
         if part_of(op) == "products" and op.shape:
-            calls, taken_s = found.get(op.shape[1:], (0, 0.0))
+            key = (*op.shape[1:], op.dtype)
+            calls, taken_s = found.get(key, (0, 0.0))
             times = ledger.times(op)
-            found[op.shape[1:]] = calls + times * op.calls, taken_s + times * seconds[id(op)]
+            found[key] = calls + times * op.calls, taken_s + times * seconds[id(op)]
     return found
 
 
@@ -94,12 +111,12 @@ def rows_of(path: Path, recipe: Recipe) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         found = measured(json.load(file))
     known = expected(ledger_of(recipe), recipe)
-    peak = peak_flops_per_s(gpu_row(recipe.hardware.gpu), "bf16")
+    gpu = gpu_row(recipe.hardware.gpu)
     for shape, row in sorted(found.items(), key=lambda item: -item[1]["measured_s"]):
-        calls, taken_s = known.get(shape[:3], (0, 0.0))
+        calls, taken_s = known.get((*shape[:3], shape.dtype), (0, 0.0))
         flops = 2 * shape.m * shape.n * shape.k * row["num_calls"]
         expected_s = taken_s / calls * row["num_calls"] if calls else None
-        share = flops / row["measured_s"] / peak
+        share = flops / row["measured_s"] / peak_flops_per_s(gpu, PEAK_DTYPE[shape.dtype])
         yield shape._asdict() | row | {
             "kernels": sorted(row["kernels"]), "expected_s": expected_s, "share": share,
         }  # fmt: skip

@@ -1,18 +1,21 @@
 """Kernels of profiled steps in the catalog's calibration of an H100."""
 
 import json
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from evidence.scripts.profiled_rows import PART, rows_of, written
+from evidence.scripts.profiled_rows import PART, products_of, rows_of, written
 from page_claims import ROOT
 from trainfit.catalog.load import FOLDER
+from trainfit.catalog.rates import rates
 from trainfit.spec.calibration import Calibration
 
 PATH = FOLDER / "calibrations" / "h100-sxm.json"
 RECORDS = ROOT / "evidence/records/step-kernels"
+FILES = ("step-kernels.jsonl", "step-kernels-faster.jsonl", "step-kernels-fused.jsonl")
 
 
 def test_the_catalogs_rows_are_those_of_the_records() -> None:
@@ -20,13 +23,41 @@ def test_the_catalogs_rows_are_those_of_the_records() -> None:
     rows = [row for row in Calibration.model_validate_json(text).ops if row.part == PART]
     seconds = [
         kernel["seconds"] / kernel["num_kernels"]
-        for name in ("step-kernels.jsonl", "step-kernels-faster.jsonl")
-        for line in (RECORDS / name).read_text("utf-8").splitlines()
+        for file in FILES
+        for line in (RECORDS / file).read_text("utf-8").splitlines()
         for kernel in json.loads(line)["kernels"]
     ]
-    assert len(rows) > 20
-    assert all(any(row.seconds == pytest.approx(one, rel=1e-3) for one in seconds) for row in rows)
+    kernels = [row for row in rows if not row.shape]
+    assert len(kernels) > 20
+    assert all(any(row.seconds == pytest.approx(one, rel=1e-3) for one in seconds) for row in kernels)
+    lines = (RECORDS / "step-products-fused.jsonl").read_text("utf-8").splitlines()
+    alone, most = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+    for product in map(json.loads, lines):
+        key = (product["m"], product["n"], product["k"], product["dtype"])
+        alone[key] += product["measured_s"]
+        most[key] += product["num_calls"]
+    products = {(*row.shape[1:], row.dtype): row.seconds for row in rows if row.shape}
+    assert products.keys() == alone.keys()
+    for key, taken_s in products.items():
+        assert 0.9 < taken_s / (alone[key] / most[key]) <= 1.001, key  # Without the power limit's share
     assert written(text, rows) == text
+
+
+def test_products_of_a_shape_are_one_row_at_the_clocks_of_a_short_step() -> None:
+    op = SimpleNamespace(
+        name="aten.mm.out", num_bytes=64, dtype="bfloat16", layout="nt", shape=(1, 2, 3, 4), causal_flops=48
+    )
+    other = SimpleNamespace(shape=(), dtype="bfloat16")
+    products = [
+        {"name": "a", "m": 2, "n": 3, "k": 4, "dtype": "bfloat16", "num_calls": calls, "measured_s": taken_s}
+        for calls, taken_s in ((1, 3e-6), (3, 5e-6))
+    ]
+    unknown = products[0] | {"k": 5}, products[0] | {"name": "b"}, {"name": "a", "m": 2, "n": 3, "k": 4}
+    record = {"name": "a", "kinds": [{"name": "matrix products", "seconds": 0.8}], "step_s": 1.0}
+    ledger: Any = SimpleNamespace(steady_ops=[other, op])
+    (row,) = products_of(record, [*products, *unknown], ledger)
+    assert (row.op, row.shape, row.flops, row.part) == ("aten.mm.out", (1, 2, 3, 4), 48, PART)
+    assert row.seconds == pytest.approx(2e-6 / rates().power.slowdown(0.8))
 
 
 def test_a_kernel_of_one_size_is_taken_and_casts_to_fp8_are_not() -> None:
