@@ -211,7 +211,7 @@ KERNEL_CLAIMS: dict[str, Callable[[], Figures]] = {
         lambda: (grid.mean_ratio("both"), min(grid.ratio(*shape, "both") for shape in grid.shapes())),
     r"beside cuDNN alone: # forward, # backward, # together":
         lambda: tuple(grid.mean_ratio(which, 256) for which in ("forward", "backward", "both")),
-    r"two kernels take # ms where cuDNN's attention takes # ms \(0\.5B, 32 sequences\), but # ms for # ms":
+    r"trainfit's kernels take # ms where cuDNN's take # ms \(0\.5B, 32 sequences\), but # ms for # ms":
         lambda: tuple(
             grid.step_ms(f"{size}-{kind}") for size in ("0.5b", "7b") for kind in ("bf16-attention", "bf16")
         ),

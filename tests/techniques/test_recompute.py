@@ -19,6 +19,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Recipe
 from trainfit.spec.recompute import Budget, Every, SavedOps, Selective  # fmt: skip
 from trainfit.step import assemble
+from trainfit.techniques.recompute import full
 from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trial_start import forked
 from virtual_runs import PLAIN, recipe_of, steady_sum, sums, with_layers
@@ -95,17 +96,26 @@ OWN_FUNCTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("torch_version", [None, (2, 11)], ids=str)
 @pytest.mark.parametrize("name", OWN_FUNCTIONS)
-def test_a_compiled_block_with_functions_of_its_own_keeps_its_input_alone(name: str) -> None:
-    """The compiler saves what they save, and recomputes only what is around them."""
-    config = LLAMA | {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 6}
+def test_a_compiled_block_with_functions_of_its_own_keeps_its_input_alone(
+    name: str, torch_version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either the compiler recomputes what they save, or, as with torch 2.11, the whole block runs again."""
+    if torch_version:
+        monkeypatch.setattr(full, "installed_torch", lambda: torch_version)
+    config = LLAMA | {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 12}
+    seq = 320 if torch_version else 256  # Not the same recipe twice: traces are kept.
     fields = {
-        "compile": "block", "batch": Batch(micro=8, seq=256, accumulate=2), **OWN_FUNCTIONS[name],
+        "compile": "block", "batch": Batch(micro=8, seq=seq, accumulate=2), **OWN_FUNCTIONS[name],
         "hardware": Hardware(gpu="h100-sxm"),
     }  # fmt: skip
-    none, full = (predict(recipe_of(config, "native", **fields, recompute=one)) for one in ("none", "full"))
-    assert full.breakdown.activations < 0.3 * none.breakdown.activations
-    assert full.hardware_flops == pytest.approx(none.hardware_flops * 4 / 3, rel=0.05)
+    none, again = (predict(recipe_of(config, "native", **fields, recompute=one)) for one in ("none", "full"))
+    assert again.breakdown.activations < 0.12 * none.breakdown.activations
+    whole = again.hardware_flops / none.hardware_flops
+    assert 1.2 < whole <= 4 / 3 + 0.01
+    if torch_version:
+        assert whole > 1.32  # The last product runs again too.
 
 
 CASES: dict[str, Recipe] = {

@@ -84,7 +84,7 @@ def interprets_triton() -> bool:
         return False
     from triton.runtime.interpreter import InterpretedFunction
 
-    kernel = triton_kernels("kernels.flash_attention.triton").forward_kernel
+    kernel = triton_kernels("kernels.flash_attention.triton").attention_forward_kernel
     return isinstance(kernel, InterpretedFunction)
 
 

@@ -58,6 +58,27 @@ def test_an_offer_of_a_field_that_recipes_lack_is_one_line(monkeypatch: pytest.M
         space(recipe(), keep_quality=False)
 
 
+def test_fp8_offers_scaling_and_sums_with_the_kernels_that_they_need() -> None:
+    kernels = {"block_kernels": "fp8", "compile": "block"}
+    wanted: list[tuple[Data, bool]] = [
+        ({"accumulation": "fused"}, True),
+        ({"fp8_scaling": "delayed"}, False),
+        ({"accumulation": "fused", "fp8_scaling": "delayed"}, False),
+    ]
+    own = recipe(precision="fp8", batch={"micro": 1, "seq": 512, "accumulate": 4})
+    by_quality = {keeps: space(own, keep_quality=keeps).options for keeps in (False, True)}
+    for fields, keeps_quality in wanted:
+        values = {**fields, **kernels}
+        found = {keeps: [one for one in of if dict(one.values) == values] for keeps, of in by_quality.items()}
+        (option,) = found[False]
+        assert option.is_slow
+        assert bool(option.numerics) is not keeps_quality
+        assert bool(found[True]) is keeps_quality
+    in_bf16 = [dict(one.values) for one in space(recipe(precision="bf16"), keep_quality=False).options]
+    assert {"accumulation": "fused"} in in_bf16
+    assert not any("fp8_scaling" in values for values in in_bf16)
+
+
 def test_copy_engines_are_offered_where_gpus_of_a_host_are_linked() -> None:
     def offers_them(gpu: str, count: int, **fields: Any) -> bool:
         own = recipe(hardware={"gpu": gpu, "count": count}, **fields)

@@ -8,7 +8,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|nvshmem|rccl|all_?reduce|all_?gather|reduce_?scatter|mscclpp|symm_mem"),
     ("attention",
      r"flash|fmha|attention|attn|cudnn.*sdpa|sdpa|softmax_warp_.*qk|dot_do_o|convert_dq|"
-     r"^(?:(?:forward|backward)_gluon|forward|prepare(?:_tma)?|(?:key|query)_gradient(?:_tma)?|scale_by_thread)_kernel"),
+     r"^(?:(?:forward|backward)_gluon|prepare_tma|(?:key|query)_gradient(?:_tma)?|scale_by_thread)_kernel"),
     ("convolutions", r"conv(?!ert)|winograd|wgrad|dgrad|implicit_gemm|im2col|col2im|nchwToNhwc|nhwcToNchw"),
     ("matrix products",
      r"gemm|nvjet|cutlass|xmma|s\d+16816|ampere_|hopper_|_mm_|\bmm\b|matmul|gemv|splitk|cublas|Kernel2|"

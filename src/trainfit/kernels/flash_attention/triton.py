@@ -109,7 +109,7 @@ def _forward_tiles(
 
 
 @triton.jit
-def forward_kernel(
+def attention_forward_kernel(
     Q, K, V, OUT, LSE, scale_log2, n, m, d, heads, all_heads, group,
     q_batch, q_head, q_row: tl.constexpr, q_column, k_batch, k_head, k_row: tl.constexpr, k_column,
     v_batch, v_head, v_row: tl.constexpr, v_column, o_batch, o_head, o_row, o_column,
@@ -162,7 +162,7 @@ def first_row_and_head(padded, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def prepare_kernel(
+def attention_prepare_kernel(
     OUT, DO, LSE, LSE_2, DELTA, n, padded, d, heads,
     o_batch, o_head, o_row: tl.constexpr, o_column, do_batch, do_head, do_row: tl.constexpr, do_column,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,

@@ -23,7 +23,7 @@ def prepare_tma_kernel(
     OUT, DO, DQ, LSE, LSE_2, DELTA, n, padded, heads,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute the results of ``prepare_kernel`` (triton.py) through TMA, and set dQ to zeros.
+    """Compute the results of ``attention_prepare_kernel`` (triton.py) through TMA, and set dQ to zeros.
 
     OUT, DO and DQ are tensor descriptors [b, heads, rows, d] with blocks [1, 1, BLOCK_M, BLOCK_D]: the
     hardware reads zeros outside and drops writes there.

@@ -67,7 +67,7 @@ def triton_forward(
     how = how or tiles("forward", q)
     if out.numel():
         q, scale, _ = _with_positive(scale, q)
-        _kernels().forward_kernel[(-(-n // how.block_m) * b * h,)](
+        _kernels().attention_forward_kernel[(-(-n // how.block_m) * b * h,)](
             q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, b * h, h // k.shape[1],
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(q),
             CAUSAL=is_causal, ALL_KEYS=k.shape[2] > 0 and k.shape[2] % how.block_n == 0,
@@ -105,7 +105,7 @@ def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor,
     b, h, n, d = out.shape
     blocks = -(-n // ROWS)
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
-    _kernels().prepare_kernel[(blocks * b * h,)](
+    _kernels().attention_prepare_kernel[(blocks * b * h,)](
         out, gradient, lse, lse_2, delta, n, blocks * ROWS, d, h, *out.stride(), *gradient.stride(),
         BLOCK_M=ROWS, BLOCK_D=block_d(d), EVEN_D=block_d(d) == d, num_warps=4 if d <= 256 else 16,
     )  # fmt: skip

@@ -11,6 +11,10 @@ from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.virtual.cuda.scratch.gpu_traits import installed_torch
+
+RECOMPUTES_FUNCTIONS = (2, 13)
+"""The first torch that was seen to; 2.12 was not tried."""
 
 
 def _applies(recipe: Recipe) -> bool:
@@ -19,13 +23,15 @@ def _applies(recipe: Recipe) -> bool:
 
 
 def runs_whole(recipe: Recipe) -> bool:
-    """Return whether a compiled block runs again as a whole.
+    """Return whether a compiled block runs again as a whole, because its compiler keeps too much.
 
-    The compiler saves what functions of ``torch.autograd.Function`` save, which are in these blocks.
+    That of torch 2.11 saves what functions of ``torch.autograd.Function`` and some operators of trainfit's
+    save, which are in these blocks; that of 2.13 computes it again.
     """
+    if recipe.compile != "block" or recipe.hardware.count > 1 or installed_torch() >= RECOMPUTES_FUNCTIONS:
+        return False
     has_functions = recipe.block_kernels != "standard" or recipe.fp8_weights != "each-use"
-    has_functions |= recipe.accumulation == "fused"
-    return has_functions and recipe.compile == "block" and recipe.hardware.count == 1
+    return has_functions or recipe.accumulation == "fused" or recipe.quantize is not None
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
