@@ -68,6 +68,6 @@ def test_the_page_states_how_far_predictions_of_the_h100_are_off() -> None:
     assert abs(longer["7b"]) < 1
 
     steps = {one["name"]: one["tokens_per_s"] for one in lines("step-kernels/step-kernels-fused.jsonl")}
-    sentence = r"on the host \(# tokens/s\); four without are faster \(#\)"
+    sentence = r"on the host \(# tokens/s\), where four without are faster \(#\)"
     planned = measured["7b fp8"]["measurement"]["tokens_per_s"]
     check(PAGE, sentence, (planned, steps["7b-fp8-fused"]))
