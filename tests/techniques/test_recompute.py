@@ -19,8 +19,8 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Recipe
 from trainfit.spec.recompute import Budget, Every, SavedOps, Selective  # fmt: skip
 from trainfit.step import assemble
-from trainfit.techniques.recompute import full
 from trainfit.techniques.recompute.budget import grouped_heads_counted
+from trainfit.virtual.cuda.scratch import gpu_traits
 from trial_start import forked
 from virtual_runs import PLAIN, recipe_of, steady_sum, sums, with_layers
 
@@ -103,7 +103,7 @@ def test_a_compiled_block_with_functions_of_its_own_keeps_its_input_alone(
 ) -> None:
     """Either the compiler recomputes what they save, or, as with torch 2.11, the whole block runs again."""
     if torch_version:
-        monkeypatch.setattr(full, "installed_torch", lambda: torch_version)
+        monkeypatch.setattr(gpu_traits, "installed_torch", lambda: torch_version)
     config = LLAMA | {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 12}
     seq = 320 if torch_version else 256  # Not the same recipe twice: traces are kept.
     fields = {

@@ -11,7 +11,6 @@ from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.virtual.cuda.scratch.gpu_traits import installed_torch
 
 RECOMPUTES_FUNCTIONS = (2, 13)
 """The first torch that was seen to; 2.12 was not tried."""
@@ -28,6 +27,8 @@ def runs_whole(recipe: Recipe) -> bool:
     That of torch 2.11 saves what functions of ``torch.autograd.Function`` and some operators of trainfit's
     save, which are in these blocks; that of 2.13 computes it again.
     """
+    from trainfit.virtual.cuda.scratch.gpu_traits import installed_torch  # Its package imports torch.
+
     if recipe.compile != "block" or recipe.hardware.count > 1 or installed_torch() >= RECOMPUTES_FUNCTIONS:
         return False
     has_functions = recipe.block_kernels != "standard" or recipe.fp8_weights != "each-use"
