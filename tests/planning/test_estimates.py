@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from planned_recipe import CONFIG, MODEL, recipe
-from trainfit.planning.estimates import Estimates, Request, continued
+from trainfit.planning.answer import Request, continued
+from trainfit.planning.estimates import Estimates
 from trainfit.planning.workers import CAN_FORK
 from trainfit.prediction.predict import predict
 from trainfit.spec.micro_batches import Added, Derived
@@ -64,7 +65,7 @@ def test_recipes_that_compile_have_processes_of_their_own(monkeypatch: pytest.Mo
             pass
 
     monkeypatch.setattr("trainfit.planning.estimates.Workers", Refusing)
-    monkeypatch.setattr("trainfit.planning.estimates._save", lambda *_: None)
+    monkeypatch.setattr("trainfit.planning.estimates.save", lambda *_: None)
     with Estimates(2, use_cache=False) as estimates:
         estimates.later.append(recipe(compile="block"))
         estimates.of([Request(recipe()), Request(recipe(loss="fused"))])
@@ -96,7 +97,7 @@ def test_a_request_ahead_that_still_waits_is_given_to_the_other_processes(
             pass
 
     monkeypatch.setattr("trainfit.planning.estimates.Workers", Busy)
-    monkeypatch.setattr("trainfit.planning.estimates._save", lambda *_: None)
+    monkeypatch.setattr("trainfit.planning.estimates.save", lambda *_: None)
     with Estimates(2, use_cache=False) as estimates:
         # Two: where torch is imported, a single one needs no other process.
         first = [Request(recipe()), Request(recipe(loss="chunked"))]

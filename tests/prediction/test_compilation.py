@@ -12,7 +12,7 @@ from trainfit.api.plans import _with_eager
 from trainfit.catalog.constants import constants
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
-from trainfit.planning.estimates import Result
+from trainfit.planning.answer import Result
 from trainfit.prediction.compilation import compared, compilation, without
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.report.prediction_text import compiling

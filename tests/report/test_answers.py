@@ -8,7 +8,8 @@ import pytest
 
 import trainfit
 from trainfit.api.results import drawn
-from trainfit.planning.estimates import Estimates, Result
+from trainfit.planning.answer import Result
+from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.candidate import Candidate, Combinations, Goal, Traced
 from trainfit.report import gpus
 from trainfit.report.console import progress

@@ -189,7 +189,7 @@ MICRO_BATCHES = 8
 
 def _with_eager(found: values.Plan, estimates: "Estimates") -> values.Plan:
     """Return the plan with what compiling gains its best recipe, if that is compiled."""
-    from trainfit.planning.estimates import Request
+    from trainfit.planning.answer import Request
     from trainfit.prediction import compilation
 
     if not found.found or found.found[0].estimate.compilation is None:
@@ -210,7 +210,7 @@ def _with_accumulation(found: values.Plan, estimates: "Estimates") -> values.Pla
     Nothing else is said of the tokens of a step, so the search compares single micro-batches. Where memory is
     short these are small, and each pays for an update.
     """
-    from trainfit.planning.estimates import Request
+    from trainfit.planning.answer import Request
     from trainfit.planning.search.space import changed
     from trainfit.spec.objective import Policy
 

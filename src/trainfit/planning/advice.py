@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import gpus, model_config
-from trainfit.planning.estimates import Estimates, Request, Result
+from trainfit.planning.answer import Request, Result
+from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.candidate import MARGIN, Combinations, Goal, Key, Traced
 from trainfit.planning.search.plan import found as as_found
 from trainfit.planning.search.space import (

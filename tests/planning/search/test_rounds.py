@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from planned_recipe import recipe
-from trainfit.planning.estimates import Estimates, Result
+from trainfit.planning.answer import Result
+from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.candidate import MIX, Candidate, Goal, Key, Traced
 from trainfit.planning.search.plan import TIE, best_of, without_each
 from trainfit.planning.search.ranking import Batches, Sizes

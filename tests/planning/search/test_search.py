@@ -16,7 +16,8 @@ from trainfit.api.plans import Plan as PrintedPlan
 from trainfit.api.plans import plan_recipe
 from trainfit.cli.main import main
 from trainfit.planning.advice import changes_that_fit
-from trainfit.planning.estimates import Estimates, Request, Result
+from trainfit.planning.answer import Request, Result
+from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.candidate import Combinations, Goal
 from trainfit.planning.search.search import plan as search
 from trainfit.prediction.predict import predict

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.planning.estimates import Estimates, Request, Result
+from trainfit.planning.answer import Request, Result
+from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.space import Option, Options, Space, agree, changed, space
 from trainfit.rl.estimate.names import of_update_alone
 from trainfit.spec.errors import InputError
