@@ -96,7 +96,7 @@ def test_block_kernels_round_fp64s_answers_once(name: str, dtype: torch.dtype):
         assert ((got.double() - want).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("shape", [(257, 1543), (4096, 4864)], ids=str)
+@pytest.mark.parametrize("shape", [(257, 1543), (260, 1543), (4096, 4864)], ids=str)
 def test_swiglu_in_fp8_has_the_nearest_codes_in_both_layouts(shape: tuple[int, int]):
     """The last bit of fp32 decides where a value lies in the middle of two codes."""
     n, f = shape
@@ -151,7 +151,7 @@ def test_swiglu_in_fp8_does_not_hide_what_is_not_finite(value: float):
     assert (codes.float() * scale).isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(257, 1543), (4608, 3584)], ids=str)
+@pytest.mark.parametrize("shape", [(257, 1543), (260, 1543), (4608, 3584)], ids=str)
 def test_weights_in_fp8_have_the_nearest_codes_in_both_layouts(shape: tuple[int, int]):
     torch.manual_seed(1)
     x = torch.randn(shape, device=CARD).to(torch.bfloat16)

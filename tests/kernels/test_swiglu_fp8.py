@@ -13,7 +13,7 @@ from trainfit.kernels.swiglu import fp8
 from trainfit.kernels.swiglu.fp8 import E4M3, E5M2
 
 pytestmark = interpreted_loops
-SHAPES = [(48, 80), (300, 144), (1, 16), (130, 256)]
+SHAPES = [(48, 80), (300, 144), (4, 16), (132, 256)]
 
 
 def given(n: int, f: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def test_zeros_and_larger_values_than_expected() -> None:
 
 def test_the_scale_of_the_step_before() -> None:
     """The first step measures; the next rounds by it whatever comes, and notes what came."""
-    gate_up, gradient = given(130, 144, torch.float32)
+    gate_up, gradient = given(132, 144, torch.float32)
     for run, reference, measure, tensors in (
         (fp8.triton_delayed, fp8.reference_delayed, fp8.reference_amax, (gate_up,)),
         (fp8.triton_backward_delayed, fp8.reference_backward_delayed, fp8.reference_backward_amax,
@@ -141,3 +141,17 @@ def test_what_is_not_finite_in_a_step_is_infinite_in_the_next(value: float) -> N
         history = torch.tensor([1.0, 0.0])
         run(gate_up, history)
         assert history.tolist() == [1.0, float("inf")]
+
+
+def test_tokens_that_are_no_multiple_of_four_have_the_codes_of_the_reference() -> None:
+    gate_up, gradient = given(130, 48, torch.bfloat16)
+    amax, d_amax = fp8.reference_amax(gate_up), fp8.reference_backward_amax(gradient, gate_up)
+    for found, expected in (
+        (fp8.triton_forward(gate_up, amax), fp8.reference_forward(gate_up, amax)),
+        (
+            fp8.triton_backward(gradient, gate_up, d_amax),
+            fp8.reference_backward_fp8(gradient, gate_up, d_amax),
+        ),
+    ):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.float(), other.float())

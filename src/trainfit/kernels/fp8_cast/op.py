@@ -14,6 +14,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-12
 """The least magnitude that a scale is of, as torchao's."""
 ROWS, BLOCK = 64, 128  # Of a program's tile
+FOUR = 4
+"""Rows whose codes a kernel puts into a word before it transposes. Products in fp8 read 16."""
 
 
 @cache
@@ -61,10 +63,19 @@ def reference_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, s
 
 
 def triton_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor) -> None:
-    """Compute ``reference_cast`` in one kernel."""
+    """Compute ``reference_cast`` in one kernel; in PyTorch where the rows are not a multiple of four."""
     rows, columns = x.shape
-    triton_kernels("kernels.fp8_cast.triton").fp8_cast_kernel[(-(-rows // ROWS), -(-columns // BLOCK))](
-        x, amax, codes, transposed, scale, rows, columns,
-        ROWS=ROWS, BLOCK=BLOCK, LEAST=LEAST, LARGEST=torch.finfo(codes.dtype).max,
-        BOTH=transposed.numel() > 0, WORDS=not interprets_triton(), num_warps=8,
-    )  # fmt: skip
+    kernels = triton_kernels("kernels.fp8_cast.triton")
+    grid = (-(-rows // ROWS), -(-columns // BLOCK))
+    constants = {
+        "ROWS": ROWS, "BLOCK": BLOCK, "LEAST": LEAST, "LARGEST": torch.finfo(codes.dtype).max,
+        "WORDS": not interprets_triton(),
+    }  # fmt: skip
+    if not transposed.numel():
+        kernels.fp8_cast_kernel[grid](x, amax, codes, scale, rows, columns, **constants, num_warps=8)
+    elif rows % FOUR:
+        reference_cast(x, amax, codes, transposed, scale)
+    else:
+        kernels.fp8_cast_both_kernel[grid](
+            x, amax, codes, transposed, scale, rows // FOUR, columns, **constants, num_warps=8
+        )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.custom_op import declare, interprets_triton, triton_kernels
-from trainfit.kernels.fp8_cast.op import E4M3, E5M2, LEAST, rounded, transposed_bytes
+from trainfit.kernels.fp8_cast.op import E4M3, E5M2, FOUR, LEAST, rounded, transposed_bytes
 from trainfit.kernels.swiglu.op import reference_backward
 
 TRITON = "kernels.swiglu.fp8_triton"
@@ -116,7 +116,9 @@ def triton_amax(gate_up: Tensor) -> Tensor:
 
 
 def triton_forward(gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``reference_forward`` in one kernel."""
+    """Compute ``reference_forward`` in one kernel; in PyTorch where the tokens are not a multiple of four."""
+    if gate_up.shape[0] % FOUR:
+        return reference_forward(gate_up, amax)
     out = _fake_forward(gate_up, amax)
     _launch("swiglu_fp8_kernel", Tile(), gate_up, amax, *out)
     return out
@@ -130,7 +132,9 @@ def triton_backward_amax(gradient: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def triton_backward(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``reference_backward_fp8`` in one kernel."""
+    """Compute ``reference_backward_fp8`` as ``triton_forward`` does."""
+    if gate_up.shape[0] % FOUR:
+        return reference_backward_fp8(gradient, gate_up, amax)
     out = _fake_backward(gradient, gate_up, amax)
     _launch("swiglu_backward_fp8_kernel", Tile(), gradient, gate_up, amax, *out)
     return out
@@ -138,6 +142,8 @@ def triton_backward(gradient: Tensor, gate_up: Tensor, amax: Tensor) -> tuple[Te
 
 def triton_delayed(gate_up: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``reference_delayed`` in two kernels, of which the first ends at once if it knows enough."""
+    if gate_up.shape[0] % FOUR:
+        return reference_delayed(gate_up, history)
     out = _fake_forward(gate_up, history)
     _launch("swiglu_amax_kernel", AMAX, gate_up, history, delayed=True)
     _launch("swiglu_fp8_kernel", Tile(), gate_up, history, *out, delayed=True)
@@ -148,6 +154,8 @@ def triton_backward_delayed(
     gradient: Tensor, gate_up: Tensor, history: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``reference_backward_delayed`` as ``triton_delayed`` does."""
+    if gate_up.shape[0] % FOUR:
+        return reference_backward_delayed(gradient, gate_up, history)
     out = _fake_backward(gradient, gate_up, history)
     _launch("swiglu_backward_amax_kernel", BACKWARD_AMAX, gradient, gate_up, history, delayed=True)
     _launch("swiglu_backward_fp8_kernel", Tile(), gradient, gate_up, history, *out, delayed=True)
@@ -158,14 +166,16 @@ def _launch(kernel: str, tile: Tile, *tensors: Tensor, delayed: bool = False) ->
     gate_up = tensors[1 if "backward" in kernel else 0]
     n, f = gate_up.shape[0], gate_up.shape[1] // 2
     rows, block, num_warps, loops = tile
-    constants: dict[str, Any] = {"LOOPS": loops}
-    if "amax" not in kernel:
+    constants: dict[str, Any] = {"FAST": not interprets_triton()}
+    if "amax" in kernel:
+        constants |= {"LOOPS": loops}
+    else:
         largest = torch.finfo(E5M2 if "backward" in kernel else E4M3).max
-        constants = {"LARGEST": largest, "WORDS": not interprets_triton()}
+        constants |= {"LARGEST": largest, "WORDS": not interprets_triton()}
     if gate_up.numel():
         getattr(triton_kernels(TRITON), kernel)[(-(-n // (rows * loops)), -(-f // block))](
-            *tensors, n, f, ROWS=rows, BLOCK=block, LEAST=LEAST, DELAYED=delayed, num_warps=num_warps,
-            **constants,
+            *tensors, n if "amax" in kernel else n // FOUR, f, ROWS=rows, BLOCK=block, LEAST=LEAST,
+            DELAYED=delayed, num_warps=num_warps, **constants,
         )  # fmt: skip
 
 
