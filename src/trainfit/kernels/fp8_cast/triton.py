@@ -7,6 +7,21 @@ import triton.language as tl
 
 
 @triton.jit
+def larger(x, y):
+    """Return the larger magnitude; NaN if one is."""
+    return tl.maximum(tl.abs(x), tl.abs(y), tl.PropagateNan.ALL)
+
+
+@triton.jit
+def raise_to(AMAX, x):
+    """Raise AMAX to a tile's largest magnitude, and to inf for NaN: the scale makes all products NaN."""
+    largest = tl.reduce(tl.reduce(x, 1, larger), 0, larger)
+    # Most tiles are below what others have noted, and a read costs less than an atomic operation.
+    if not (largest <= tl.load(AMAX)):
+        tl.atomic_max(AMAX, tl.where(largest == largest, largest, float("inf")))
+
+
+@triton.jit
 def rounded_tile(X, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr):
     """Round a tile; NaN stays NaN.
 

@@ -130,8 +130,9 @@ MOVED_ONCE: dict[str, tuple[int, ...]] = {
 
 OWN_VECTOR_WORK = frozenset(
     """
-    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded adamw_master add_rounded
-    cross_entropy multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs sample_tokens
+    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded adamw_master
+    add_rms_norm_amax add_rounded cross_entropy fp8_cast_both multiply_unless_one own_rms_norm
+    own_rms_norm_backward rms_norm_amax rms_norm_backward_add rms_norm_fp8 rotate_pairs sample_tokens
     split_rotated split_rotated_backward swiglu swiglu_backward
     """.split()
 )
