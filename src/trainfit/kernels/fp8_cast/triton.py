@@ -22,6 +22,18 @@ def raise_to(AMAX, x):
 
 
 @triton.jit
+def wide(x, PACKED: tl.constexpr):
+    """Return x in fp32; PACKED: an instruction for each element of bf16 instead of one and a half."""
+    if PACKED and x.dtype == tl.bfloat16:
+        asm: tl.constexpr = """{
+            shl.b32 $0, $2, 16;
+            and.b32 $1, $2, 0xFFFF0000;
+        }"""
+        return tl.inline_asm_elementwise(asm, "=&r,=&r,r", [x], tl.float32, is_pure=True, pack=2)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def rounded_tile(X, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr):
     """Round a tile; NaN stays NaN.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainfit.kernels.fp8_cast.triton import larger, raise_to, store_both
+from trainfit.kernels.fp8_cast.triton import larger, raise_to, store_both, wide
 
 
 @triton.jit
@@ -99,12 +99,12 @@ def _rms_norm_amax(
             x = h
         squares = tl.zeros([ROWS, BLOCK], tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            wide = x[chunk].to(tl.float32)
-            squares += wide * wide
+            one = wide(x[chunk], PACKED)
+            squares += one * one
         rstd = tl.rsqrt(tl.sum(squares, 1) * (1.0 / WIDTH) + eps)
         tl.store(RSTD + rows, rstd, mask=inside)
         for chunk in tl.static_range(CHUNKS):
-            largest = larger(largest, x[chunk].to(tl.float32) * rstd[:, None] * w[chunk])
+            largest = larger(largest, wide(x[chunk], PACKED) * rstd[:, None] * w[chunk])
     # Rounding keeps the order of magnitudes.
     raise_to(AMAX, largest.to(X.dtype.element_ty).to(tl.float32))
 
@@ -150,7 +150,7 @@ def _rounded_to_16_bits(x, dtype: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def _normed(X, RSTD, w, rows, columns, width, inside, known, PACKED: tl.constexpr):
     """Return y of a tile, rounded to X's dtype."""
-    x = tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = wide(tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0), PACKED)
     rstd = tl.load(RSTD + rows, mask=known, other=0.0)
     return _rounded_to_16_bits(x * rstd[:, None] * w[None, :], X.dtype.element_ty, PACKED)
 
@@ -184,6 +184,7 @@ def rms_norm_fp8_kernel(
 def rms_norm_backward_add_kernel(
     G, X, W, RSTD, ADDED, DX, PARTS, n,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute dx = rstd (g w - y mean(g w y)) + added with y = x rstd.
 
@@ -204,7 +205,7 @@ def rms_norm_backward_add_kernel(
         products = tl.zeros([ROWS, BLOCK], tl.float32)
         sums = ()
         for chunk in tl.static_range(CHUNKS):
-            product = g[chunk].to(tl.float32) * x[chunk].to(tl.float32)
+            product = wide(g[chunk], PACKED) * wide(x[chunk], PACKED)
             sums = sums + (dw[chunk] + product * of_weight,)
             products += product * w[chunk]
         dw = sums
@@ -212,8 +213,8 @@ def rms_norm_backward_add_kernel(
         factor = (tl.sum(products, 1) * (-1.0 / WIDTH))[:, None] * rstd * rstd * rstd
         dx = ()
         for chunk in tl.static_range(CHUNKS):
-            of_x = x[chunk].to(tl.float32) * factor + added[chunk].to(tl.float32)
-            found = g[chunk].to(tl.float32) * w[chunk] * rstd + of_x
+            of_x = wide(x[chunk], PACKED) * factor + wide(added[chunk], PACKED)
+            found = wide(g[chunk], PACKED) * w[chunk] * rstd + of_x
             dx = dx + (found.to(DX.dtype.element_ty),)
         _store(DX, dx, rows, inside, WIDTH, BLOCK, CHUNKS)
     columns = tl.arange(0, BLOCK)
