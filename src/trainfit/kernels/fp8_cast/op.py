@@ -13,7 +13,7 @@ from trainfit.kernels.custom_op import declare, interprets_triton, triton_kernel
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-12
 """The least magnitude that a scale is of, as torchao's."""
-ROWS, BLOCK = 64, 128  # Of a program's tile
+ROWS, BLOCK, WARPS = 64, 128, 8  # Of a program's tile
 FOUR = 4
 """Rows whose codes a kernel puts into a word before it transposes. Products in fp8 read 16."""
 
@@ -98,10 +98,10 @@ def triton_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, scal
         "WORDS": not interprets_triton(),
     }  # fmt: skip
     if not transposed.numel():
-        kernels.fp8_cast_kernel[grid](x, amax, codes, scale, rows, columns, **constants, num_warps=8)
+        kernels.fp8_cast_kernel[grid](x, amax, codes, scale, rows, columns, **constants, num_warps=WARPS)
     elif rows % FOUR:
         reference_cast(x, amax, codes, transposed, scale)
     else:
         kernels.fp8_cast_both_kernel[grid](
-            x, amax, codes, transposed, scale, rows // FOUR, columns, **constants, num_warps=8
+            x, amax, codes, transposed, scale, rows // FOUR, columns, **constants, num_warps=WARPS
         )

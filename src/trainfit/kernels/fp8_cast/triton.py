@@ -113,9 +113,9 @@ def store_both(
 
 
 @triton.jit
-def _loaded(X, rows, columns, width, inside):
+def loaded(X, rows, columns, width, inside, PACKED: tl.constexpr):
     """Load a tile in fp32."""
-    return tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    return wide(tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0), PACKED)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def fp8_cast_kernel(
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows[:, None] < n) & (columns[None, :] < width)
     scale = tl.maximum(tl.load(AMAX), LEAST, tl.PropagateNan.ALL) / LARGEST
-    x = _loaded(X, rows, columns, width, inside)
+    x = loaded(X, rows, columns, width, inside, WORDS)
     codes = rounded_tile(x, 1.0 / scale, OUT.dtype.element_ty, LARGEST, WORDS)
     tl.store(OUT + rows[:, None] * width + columns[None, :], codes, mask=inside)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -146,10 +146,10 @@ def fp8_cast_both_kernel(
     inside = (fours[:, None] < quarter) & (columns[None, :] < width)
     scale = tl.maximum(tl.load(AMAX), LEAST, tl.PropagateNan.ALL) / LARGEST
     tiles = (
-        _loaded(X, 4 * fours, columns, width, inside),
-        _loaded(X, 4 * fours + 1, columns, width, inside),
-        _loaded(X, 4 * fours + 2, columns, width, inside),
-        _loaded(X, 4 * fours + 3, columns, width, inside),
+        loaded(X, 4 * fours, columns, width, inside, WORDS),
+        loaded(X, 4 * fours + 1, columns, width, inside, WORDS),
+        loaded(X, 4 * fours + 2, columns, width, inside, WORDS),
+        loaded(X, 4 * fours + 3, columns, width, inside, WORDS),
     )
     store_both(tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainfit.kernels.fp8_cast.triton import larger, raise_to, store_both, wide
+from trainfit.kernels.fp8_cast.triton import larger, loaded, raise_to, store_both, wide
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _rounded_to_16_bits(x, dtype: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def _normed(X, RSTD, w, rows, columns, width, inside, known, PACKED: tl.constexpr):
     """Return y of a tile, rounded to X's dtype."""
-    x = wide(tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0), PACKED)
+    x = loaded(X, rows, columns, width, inside, PACKED)
     rstd = tl.load(RSTD + rows, mask=known, other=0.0)
     return _rounded_to_16_bits(x * rstd[:, None] * w[None, :], X.dtype.element_ty, PACKED)
 
