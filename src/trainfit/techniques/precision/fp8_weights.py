@@ -42,7 +42,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers before torchao converts them; compute what is kept after updates."""
     from torch import nn
 
-    from trainfit.models.fp8_feed_forward import HeldLinear
+    from trainfit.models.fp8_block import HeldLinear
     from trainfit.models.fp8_weights import keep_weights
     from trainfit.models.layers import require_blocks
     from trainfit.techniques.precision.fp8 import gains
