@@ -20,9 +20,10 @@ FOUR = 4
 
 @cache
 def register() -> None:
-    """Declare ``torch.ops.trainfit.fp8_cast_``."""
+    """Declare ``torch.ops.trainfit.fp8_cast_`` and ``fp8_cast_both``."""
     mutates = ("codes", "transposed", "scale")
     declare("fp8_cast_", reference_cast, lambda *_: None, triton=triton_cast, mutates=mutates)
+    declare("fp8_cast_both", reference_cast_both, _fake_cast_both, triton=triton_cast_both)
 
 
 def magnitude(x: Tensor) -> Tensor:
@@ -60,6 +61,31 @@ def reference_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, s
     scale.copy_(of_codes)
     if transposed.numel():
         transposed.copy_(transposed_bytes(codes))
+
+
+def reference_cast_both(x: Tensor, amax: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix's codes as [n, i] and as [i, n], and their scale, fp32 [1].
+
+    Args:
+        amax: the largest magnitude, fp32 [1] or [].
+        e5m2: round to e5m2 instead of e4m3.
+    """
+    codes, scale = rounded(x, amax, E5M2 if e5m2 else E4M3)
+    return codes, transposed_bytes(codes), scale
+
+
+def triton_cast_both(x: Tensor, amax: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_cast_both`` as ``triton_cast`` does."""
+    codes, transposed, scale = _fake_cast_both(x, amax, e5m2)
+    if x.numel():
+        triton_cast(x, amax, codes, transposed, scale)
+    return codes, transposed, scale
+
+
+def _fake_cast_both(x: Tensor, amax: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor]:
+    n, i = x.shape
+    codes, transposed = (x.new_empty(shape, dtype=E5M2 if e5m2 else E4M3) for shape in ((n, i), (i, n)))
+    return codes, transposed, x.new_empty(1, dtype=torch.float32)
 
 
 def triton_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor) -> None:

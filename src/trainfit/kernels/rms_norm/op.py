@@ -75,6 +75,12 @@ def reference_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Te
 
 def reference_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and partial sums [parts, e] of the weight's in the dtype of ``scale``."""
+    dx, parts = wide_backward(gradient, x, weight, scale)
+    return dx.to(x.dtype).view_as(x), parts
+
+
+def wide_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``reference_backward``'s gradient of x [n, e] before it is rounded, and the partial sums."""
     e = x.shape[-1]
     g, normed = gradient.reshape(-1, e).to(scale.dtype), x.reshape(-1, e) * scale[:, None]
     weighted = g * weight
@@ -82,7 +88,7 @@ def reference_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tenso
     parts = scale.new_zeros(min(scale.numel(), MAX_PARTS), e)
     if len(parts):
         parts[0] = (g * normed).sum(0)
-    return dx.to(x.dtype).view_as(x), parts
+    return dx, parts
 
 
 def triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
