@@ -1,9 +1,10 @@
 """Autograd functions of a decoder block in fp8, with norms, residual sums and casts by kernels.
 
 Shapes: n tokens, e hidden size, i inputs, o outputs, f intermediate size. Rounding is that of ``precision:
-fp8``: each operand by one scale a tensor, input and weights to e4m3, gradients to e5m2. A tensor is rounded
-once, into both layouts that products read: of an input the transposed codes are saved for the backward, a
-byte an element.
+fp8``: each operand by one scale a tensor, input and weights to e4m3, gradients to e5m2.
+
+Products read codes in two layouts. Of a gradient both are written at once. Of an input the backward writes
+the transposed codes again, from what is kept anyway: a norm's input, or attention's output.
 
 The gradient that a residual connection takes past a norm is added in the kernel of that norm's gradient; so
 ``norm_product`` hands its input on.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.custom_op import refuse_second_derivative
-from trainfit.kernels.fp8_cast.op import E4M3, E5M2, magnitude
+from trainfit.kernels.fp8_cast.op import magnitude
 from trainfit.models.fp8_weights import Kept, Operand, product, weight_gradient
 
 NUM_KEPT = len(Kept._fields)
@@ -39,11 +40,11 @@ class Layer(NamedTuple):
         return self.weight, self.bias, self.of_weight, *self.kept
 
 
-def both_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Operand, Operand]:
-    """Round a matrix by its largest magnitude, and return its codes as they are and transposed."""
-    amax = magnitude(x).reshape(1)
-    codes, turned, scale = torch.ops.trainfit.fp8_cast_both(x, amax, dtype == E5M2)
-    return (codes, scale), (turned, scale)
+class Rounded(NamedTuple):
+    """A matrix's codes in both layouts."""
+
+    codes: Operand
+    transposed: Operand
 
 
 def linear(x: Tensor, layer: Layer, *, emulated: bool) -> Tensor:
@@ -109,20 +110,22 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
         emulated, weight, bias, of_weight, *kept = others
         ctx.emulated, ctx.of_weight, ctx.has_bias = emulated, of_weight, bias is not None
-        x8, (turned, scale) = both_layouts(x.flatten(0, -2), E4M3)
-        y = product(
-            x8, Kept(*kept).for_forward(weight), x.dtype, emulated=emulated, fast=True, bias=bias
-        )
-        ctx.save_for_backward(turned, scale, weight, *kept)
+        x_ni = x.flatten(0, -2).contiguous()
+        amax = magnitude(x_ni).reshape(1)
+        x8 = torch.ops.trainfit.fp8_cast_rows(x_ni, amax)
+        w8 = Kept(*kept).for_forward(weight)
+        y = product(x8, w8, x.dtype, emulated=emulated, fast=True, bias=bias)
+        ctx.save_for_backward(x_ni, amax, weight, *kept)
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
-        turned, scale, weight, *kept = ctx.saved_tensors
+        x_ni, amax, weight, *kept = ctx.saved_tensors
         layer = Layer(weight, None, ctx.of_weight, Kept(*kept))
-        d_no = gradients[0].flatten(0, -2)
-        dx, dw = _backward(d_no, (turned, scale), layer, emulated=ctx.emulated)
+        d_no = gradients[0].flatten(0, -2).contiguous()
+        x8 = torch.ops.trainfit.fp8_cast_transposed(d_no, x_ni, amax)
+        dx, dw = _products(_cast_gradient(d_no), x8, layer, d_no, emulated=ctx.emulated)
         d_bias = d_no.sum(0) if ctx.has_bias else None
         return dx.view(*gradients[0].shape[:-1], dx.shape[1]), None, dw, d_bias, *[None] * (1 + NUM_KEPT)
 
@@ -134,21 +137,23 @@ class _NormProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
         norm, eps, emulated, weight, bias, of_weight, *kept = others
         ctx.emulated, ctx.of_weight, ctx.has_bias = emulated, of_weight, bias is not None
-        x_ne = x.flatten(0, -2)
+        x_ne = x.flatten(0, -2).contiguous()
         rstd, amax = torch.ops.trainfit.rms_norm_amax(x_ne, norm, eps)
-        codes, turned, scale = torch.ops.trainfit.rms_norm_fp8(x_ne, norm, rstd, amax)
+        x8 = torch.ops.trainfit.rms_norm_fp8_rows(x_ne, norm, rstd, amax)
         w8 = Kept(*kept).for_forward(weight)
-        y = product((codes, scale), w8, x.dtype, emulated=emulated, fast=True, bias=bias)
-        ctx.save_for_backward(x_ne, norm, rstd, turned, scale, weight, *kept)
+        y = product(x8, w8, x.dtype, emulated=emulated, fast=True, bias=bias)
+        ctx.save_for_backward(x_ne, norm, rstd, amax, weight, *kept)
         return y.view(*x.shape[:-1], y.shape[1]), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
-        x_ne, norm, rstd, turned, scale, weight, *kept = ctx.saved_tensors
+        x_ne, norm, rstd, amax, weight, *kept = ctx.saved_tensors
         layer = Layer(weight, None, ctx.of_weight, Kept(*kept))
-        d_no, past = gradients[0].flatten(0, -2), gradients[1]
-        dy, dw = _backward(d_no, (turned, scale), layer, emulated=ctx.emulated)
+        d_no, past = gradients[0].flatten(0, -2).contiguous(), gradients[1]
+        x8 = torch.ops.trainfit.rms_norm_fp8_transposed(d_no, x_ne, norm, rstd, amax)
+        dy, dw = _products(_cast_gradient(d_no), x8, layer, d_no, emulated=ctx.emulated)
+        del x8
         d_bias = d_no.sum(0) if ctx.has_bias else None
         dx, d_norm = _norm_backward(dy, x_ne, norm, rstd, past)
         return dx, d_norm, None, None, dw, d_bias, *[None] * (1 + NUM_KEPT)
@@ -163,18 +168,23 @@ class _FeedForward(torch.autograd.Function):
         up, down = _layers(layers)
         ctx.emulated, ctx.history = emulated, gradient_history
         ctx.of_weights = up.of_weight, down.of_weight
-        x8, (turned, scale) = both_layouts(x.flatten(0, -2), E4M3)
+        x_ne = x.flatten(0, -2).contiguous()
+        amax = magnitude(x_ne).reshape(1)
+        x8 = torch.ops.trainfit.fp8_cast_rows(x_ne, amax)
         y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, x.dtype, emulated=emulated)
         ctx.save_for_backward(
-            turned, scale, gate_up, hidden, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
+            x_ne, amax, gate_up, hidden, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
         )
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
-        turned, scale, *saved = ctx.saved_tensors
-        dx, dw_up, dw_down = _hidden_backward(ctx, gradients[0].flatten(0, -2), (turned, scale), saved)
+        x_ne, amax, *saved = ctx.saved_tensors
+        d_ne = gradients[0].flatten(0, -2).contiguous()
+        d8, up, dw_down = _hidden_backward(ctx, d_ne, saved)
+        x8 = torch.ops.trainfit.fp8_cast_transposed(d_ne, x_ne, amax)
+        dx, dw_up = _products(d8, x8, up, d_ne, emulated=ctx.emulated)
         nothing = [None] * (1 + NUM_KEPT)
         return dx.view(gradients[0].shape), None, None, None, dw_up, *nothing, dw_down, *nothing
 
@@ -189,25 +199,25 @@ class _FeedForwardBranch(torch.autograd.Function):
         ctx.emulated, ctx.history = emulated, gradient_history
         ctx.of_weights = up.of_weight, down.of_weight
         h, rstd, amax = torch.ops.trainfit.add_rms_norm_amax(
-            x.flatten(0, -2), added.flatten(0, -2), norm, eps
+            x.flatten(0, -2).contiguous(), added.flatten(0, -2).contiguous(), norm, eps
         )
-        codes, turned, scale = torch.ops.trainfit.rms_norm_fp8(h, norm, rstd, amax)
-        y, gate_up, hidden, hidden_scale = _hidden(
-            (codes, scale), up, down, history, x.dtype, emulated=emulated
-        )
+        x8 = torch.ops.trainfit.rms_norm_fp8_rows(h, norm, rstd, amax)
+        y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, x.dtype, emulated=emulated)
         ctx.save_for_backward(
-            h, norm, rstd, turned, scale, gate_up, hidden, hidden_scale, up.weight, down.weight,
-            *up.kept, *down.kept,
-        )  # fmt: skip
+            h, norm, rstd, amax, gate_up, hidden, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
+        )
         return (h + y).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
-        h, norm, rstd, turned, scale, *saved = ctx.saved_tensors
-        past = gradients[0]
-        dy, dw_up, dw_down = _hidden_backward(ctx, past.flatten(0, -2), (turned, scale), saved)
-        dh, d_norm = _norm_backward(dy, h, norm, rstd, past)
+        h, norm, rstd, amax, *saved = ctx.saved_tensors
+        d_ne = gradients[0].flatten(0, -2).contiguous()
+        d8, up, dw_down = _hidden_backward(ctx, d_ne, saved)
+        x8 = torch.ops.trainfit.rms_norm_fp8_transposed(d_ne, h, norm, rstd, amax)
+        dy, dw_up = _products(d8, x8, up, d_ne, emulated=ctx.emulated)
+        del d8, x8
+        dh, d_norm = _norm_backward(dy, h, norm, rstd, gradients[0])
         nothing = [None] * (1 + NUM_KEPT)
         return dh, dh, d_norm, None, None, None, None, dw_up, *nothing, dw_down, *nothing
 
@@ -222,22 +232,34 @@ def _layers(tensors: list[Any]) -> tuple[Layer, Layer]:
     return up, down
 
 
-def _backward(d_no: Tensor, x8: Operand, layer: Layer, *, emulated: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a product's input and weight.
+def _cast_gradient(d_no: Tensor) -> Rounded:
+    amax = magnitude(d_no).reshape(1)
+    codes, turned, scale = torch.ops.trainfit.fp8_cast_both(d_no, amax, True)
+    return Rounded((codes, scale), (turned, scale))
+
+
+def _products(
+    d: Rounded, x8: Operand, layer: Layer, like: Tensor, *, emulated: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of a product's input, in the dtype of ``like``, and of its weight.
 
     Args:
+        d: the gradient of the product.
         x8: the input's codes, transposed [i, n].
+        like: any tensor of the backward, for a compiler to see.
     """
-    d8, d8_turned = both_layouts(d_no, E5M2)
-    dx = product(d8, layer.kept.for_backward(layer.weight, d_no), d_no.dtype, emulated=emulated)
-    return dx, weight_gradient(d8_turned, x8, layer.of_weight, d_no.dtype, emulated=emulated)
+    w8 = layer.kept.for_backward(layer.weight, like)
+    dx = product(d.codes, w8, like.dtype, emulated=emulated)
+    return dx, weight_gradient(d.transposed, x8, layer.of_weight, like.dtype, emulated=emulated)
 
 
 def _norm_backward(
     dy: Tensor, x_ne: Tensor, norm: Tensor, rstd: Tensor, past: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a norm's input, with that of the connection past it, and of its weight."""
-    dx, parts = torch.ops.trainfit.rms_norm_backward_add(dy, x_ne, norm, rstd, past.flatten(0, -2))
+    dx, parts = torch.ops.trainfit.rms_norm_backward_add(
+        dy, x_ne, norm, rstd, past.flatten(0, -2).contiguous()
+    )
     return dx.view(past.shape), parts.sum(0).to(norm.dtype)
 
 
@@ -255,27 +277,24 @@ def _hidden(
     return y, gate_up, turned, scale
 
 
-def _hidden_backward(
-    ctx: Any, d_ne: Tensor, x8: Operand, saved: list[Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of ``_hidden``'s input and of both weights.
+def _hidden_backward(ctx: Any, d_ne: Tensor, saved: list[Tensor]) -> tuple[Rounded, Layer, Tensor | None]:
+    """Return the gradient of ``_hidden``'s first product, that product's layer, and the second weight's
+    gradient.
 
     Args:
-        x8: the input's codes, transposed [e, n].
-        saved: what else ``_FeedForward`` saves.
+        saved: from the product before SwiGLU on, what ``_FeedForward`` saves.
     """
     gate_up, hidden, hidden_scale, w_up, w_down, *kept = saved
-    (of_up, of_down), emulated = ctx.of_weights, ctx.emulated
+    of_up, of_down = ctx.of_weights
     up = Layer(w_up, None, of_up, Kept(*kept[:NUM_KEPT]))
     down = Layer(w_down, None, of_down, Kept(*kept[NUM_KEPT:]))
-    d_hidden, dw_down = _backward(d_ne, (hidden, hidden_scale), down, emulated=emulated)
+    d_hidden, dw_down = _products(
+        _cast_gradient(d_ne), (hidden, hidden_scale), down, d_ne, emulated=ctx.emulated
+    )
     if ctx.history is None:
         amax = torch.ops.trainfit.swiglu_backward_amax(d_hidden, gate_up)
         codes, turned, scale = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, amax)
     else:
         rounded = torch.ops.trainfit.swiglu_backward_fp8_delayed(d_hidden, gate_up, ctx.history)
         codes, turned, scale = rounded
-    del d_hidden
-    dx = product((codes, scale), up.kept.for_backward(w_up, d_ne), d_ne.dtype, emulated=emulated)
-    dw_up = weight_gradient((turned, scale), x8, of_up, d_ne.dtype, emulated=emulated)
-    return dx, dw_up, dw_down
+    return Rounded((codes, scale), (turned, scale)), up, dw_down

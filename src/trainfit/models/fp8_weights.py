@@ -82,7 +82,9 @@ def product(
     if emulated:
         exact = F.linear(a_codes.float(), b_codes.float()) * (a_scale * b_scale)
         return (exact if bias is None else exact + bias.float()).to(dtype)
-    return torch._scaled_mm(a_codes, b_codes.t(), a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(
+        a_codes, b_codes.t(), a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def weight_gradient(

@@ -24,6 +24,8 @@ def register() -> None:
     mutates = ("codes", "transposed", "scale")
     declare("fp8_cast_", reference_cast, lambda *_: None, triton=triton_cast, mutates=mutates)
     declare("fp8_cast_both", reference_cast_both, _fake_cast_both, triton=triton_cast_both)
+    declare("fp8_cast_rows", reference_cast_rows, _fake_cast_rows)
+    declare("fp8_cast_transposed", reference_cast_transposed, _fake_cast_transposed)
 
 
 def magnitude(x: Tensor) -> Tensor:
@@ -74,6 +76,20 @@ def reference_cast_both(x: Tensor, amax: Tensor, e5m2: bool) -> tuple[Tensor, Te
     return codes, transposed_bytes(codes), scale
 
 
+def reference_cast_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix's codes in e4m3, [n, i], and their scale, fp32 [1]."""
+    return rounded(x, amax, E4M3)
+
+
+def reference_cast_transposed(like: Tensor, x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix's codes in e4m3, transposed [i, n], and their scale, fp32 [1].
+
+    ``like`` is not read: a compiler that sees it cannot cast in the forward and keep the result.
+    """
+    codes, scale = rounded(x, amax, E4M3)
+    return transposed_bytes(codes), scale
+
+
 def triton_cast_both(x: Tensor, amax: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``reference_cast_both`` as ``triton_cast`` does."""
     codes, transposed, scale = _fake_cast_both(x, amax, e5m2)
@@ -86,6 +102,14 @@ def _fake_cast_both(x: Tensor, amax: Tensor, e5m2: bool) -> tuple[Tensor, Tensor
     n, i = x.shape
     codes, transposed = (x.new_empty(shape, dtype=E5M2 if e5m2 else E4M3) for shape in ((n, i), (i, n)))
     return codes, transposed, x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_cast_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_cast_transposed(like: Tensor, x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3), x.new_empty(1, dtype=torch.float32)
 
 
 def triton_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor) -> None:

@@ -19,7 +19,6 @@ from trainfit.kernels.fp8_cast.op import E4M3, rounded, transposed_bytes
 from trainfit.kernels.rms_norm.op import MAX_PARTS, reference_forward, wide_backward
 
 
-
 @cache
 def register() -> None:
     """Declare ``torch.ops.trainfit.rms_norm_amax``, ``add_rms_norm_amax``, ``rms_norm_fp8`` and
@@ -28,6 +27,8 @@ def register() -> None:
     declare("rms_norm_amax", reference_amax, _fake_amax)
     declare("add_rms_norm_amax", reference_add_amax, _fake_add_amax)
     declare("rms_norm_fp8", reference_fp8, _fake_fp8)
+    declare("rms_norm_fp8_rows", reference_rows, _fake_rows)
+    declare("rms_norm_fp8_transposed", reference_transposed, _fake_transposed)
     declare("rms_norm_backward_add", reference_backward_add, _fake_backward_add)
 
 
@@ -48,6 +49,23 @@ def reference_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tupl
     y = (x.to(rstd.dtype) * rstd[:, None] * weight).to(x.dtype)
     codes, scale = rounded(y, amax, E4M3)
     return codes, transposed_bytes(codes), scale
+
+
+def reference_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y in e4m3 [n, e], and its scale, fp32 [1]."""
+    codes, _, scale = reference_fp8(x, weight, rstd, amax)
+    return codes, scale
+
+
+def reference_transposed(
+    like: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return y in e4m3, transposed [e, n], and its scale, fp32 [1].
+
+    ``like`` is not read: a compiler that sees it cannot compute this in the forward and keep the result.
+    """
+    _, codes, scale = reference_fp8(x, weight, rstd, amax)
+    return codes, scale
 
 
 def reference_backward_add(
@@ -83,3 +101,13 @@ def _fake_backward_add(
     gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), rstd.new_empty(min(x.shape[0], MAX_PARTS), x.shape[1])
+
+
+def _fake_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_transposed(
+    like: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3), x.new_empty(1, dtype=torch.float32)

@@ -115,7 +115,9 @@ HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
 """Name in a ledger -> direction of the copy; each direction has its own bandwidth."""
 
-LIKE = frozenset({"dequantize_nf4", "dequantize_rows", "transpose_codes"})
+LIKE = frozenset(
+    {"dequantize_nf4", "dequantize_rows", "fp8_cast_transposed", "rms_norm_fp8_transposed", "transpose_codes"}
+)
 """trainfit's operations whose first argument only gives a dtype, or an order to a compiler."""
 
 LIBRARY_UPDATES = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
