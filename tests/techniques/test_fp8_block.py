@@ -1,4 +1,4 @@
-"""The feed-forward part in fp8: against products in fp64 of operands rounded alone, torchao's, and bytes."""
+"""Blocks in fp8: against products in fp64 of operands rounded alone, torchao's layers, and bytes."""
 
 from typing import Any
 
@@ -8,7 +8,10 @@ from torch import Tensor
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.measurement.run import measure
-from trainfit.models.fp8_block import Fp8FeedForward
+from trainfit.models import fp8_functions
+from trainfit.models.block_kernels import SplitAttention
+from trainfit.models.fp8_block import Fp8AttentionLinear, Fp8Block, Fp8FeedForward
+from trainfit.models.fp8_weights import Fp8Linear, Kept
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Recipe
@@ -18,6 +21,12 @@ from virtual_runs import recipe_of
 
 CPU = torch.device("cpu")
 LLAMA = TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 4112, "num_hidden_layers": 2}
+WIDE = {
+    "model_type": "trainfit", "hidden_size": 64, "intermediate_size": 4112, "num_hidden_layers": 2,
+    "num_attention_heads": 40, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 128,
+    "attention_bias": True, "attention_output_bias": True,
+}  # fmt: skip
+"""All products of a block are in fp8: qkv has 6,144 outputs, attention's output layer 5,120 inputs."""
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -64,6 +73,105 @@ def test_outputs_and_gradients_are_those_of_operands_rounded_alone() -> None:
     )  # fmt: skip
     for found, expected in pairs:
         assert off(found.flatten(0, -2), expected) < 0.01
+
+
+def filled(model: Any) -> Any:
+    """Give the first block weights and biases of about the size of trained ones, and return it."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.layers[0].named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3 if parameter.ndim == 1 else 0.1)
+    return model.layers[0]
+
+
+def run(block: Any, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the output of a block and its gradients."""
+    torch.manual_seed(1)
+    x, d = torch.randn(2, 2, 16, 64, dtype=torch.bfloat16).to(dtype)
+    x.requires_grad_()
+    y = block(x, model.position_tensors(16, x))
+    y.backward(d)
+    gradients = {name: one.grad for name, one in block.named_parameters()} | {"x": x.grad}
+    assert all(one is not None for one in gradients.values())
+    return {"y": y.detach(), **gradients}  # pyright: ignore
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": False}, {"qk_norm": True}], ids=str)
+def test_a_whole_block_is_as_near_to_fp64_as_torchaos(changes: dict[str, Any]) -> None:
+    found = dict[str, dict[str, Tensor]]()
+    for kernels, precision in (("fp8", "fp8"), ("standard", "fp8"), ("standard", "bf16")):
+        model: Any = assemble(recipe(WIDE | changes, block_kernels=kernels, precision=precision), CPU).model
+        block = filled(model)
+        is_exact = precision == "bf16"
+        if kernels == "fp8":
+            assert isinstance(block, Fp8Block)
+            assert isinstance(block.attention, SplitAttention) is not changes.get("qk_norm", False)
+            assert isinstance(block.attention.qkv, Fp8AttentionLinear)
+            assert isinstance(block.attention.out, Fp8AttentionLinear)
+        wide = model.double() if is_exact else model
+        found[kernels + precision] = run(block, wide, torch.float64 if is_exact else torch.bfloat16)
+    for name, exact in found["standardbf16"].items():
+        ours, torchaos = (off(found[f"{kind}fp8"][name], exact) for kind in ("fp8", "standard"))
+        # Few numbers differ by chance.
+        assert ours < (1.1 if exact.ndim > 1 else 1.5) * torchaos < 0.4, name
+
+
+def test_codes_of_attentions_layers_are_those_of_a_layer_apart() -> None:
+    """Of the same operands, so that no bit of products differs, and the norm's gradient by its rounding."""
+    block = filled(assemble(recipe(WIDE | {"attention_bias": False}), CPU).model)
+    torch.manual_seed(1)
+    x, past = torch.randn(2, 2, 16, 64, dtype=torch.bfloat16)
+    d = torch.randn(2, 16, 6144, dtype=torch.bfloat16)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    weight, norm = block.attention.qkv.weight, block.attention_norm
+    layer = fp8_functions.Layer(weight, None, None, Kept())
+    y, same = fp8_functions.norm_product(inputs[0], norm.weight, norm.eps, layer, emulated=True)
+    torch.autograd.backward((y, same), (d, past))
+    found = [y, weight.grad.clone(), norm.weight.grad.clone(), inputs[0].grad]
+    weight.grad = norm.weight.grad = None
+    apart = Fp8Linear(64, 6144, bias=False, dtype=torch.bfloat16)
+    apart.weight, apart.emulated = weight, True
+    expected = apart(norm(inputs[1]))
+    torch.autograd.backward((expected, inputs[1]), (d, past))
+    assert torch.equal(found[0], expected)
+    assert torch.equal(found[1], weight.grad)
+    assert off(found[2], norm.weight.grad.double()) < 2**-7
+    assert off(found[3].detach(), inputs[1].grad.double()) < 2**-7
+    alone = [x.clone().requires_grad_() for _ in range(2)]
+    weight.grad = None
+    y = fp8_functions.linear(alone[0], layer, emulated=True)
+    y.backward(d)
+    of_weight = weight.grad.clone()
+    weight.grad = None
+    apart(alone[1]).backward(d)
+    assert torch.equal(alone[0].grad, alone[1].grad)  # pyright: ignore
+    assert torch.equal(of_weight, weight.grad)
+
+
+def test_the_branch_is_the_part_between_a_sum_and_a_norm() -> None:
+    block = filled(assemble(recipe(WIDE), CPU).model)
+    torch.manual_seed(1)
+    x, added, d = torch.randn(3, 2, 16, 64, dtype=torch.bfloat16)
+
+    def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        y.backward(d)
+        found = [one.grad for one in (*inputs, *block.mlp.parameters(), *block.mlp_norm.parameters())]
+        for one in block.parameters():
+            one.grad = None
+        return found  # pyright: ignore
+
+    both = [[one.clone().requires_grad_() for one in (x, added)] for _ in range(2)]
+    y = block.mlp(*both[0], block.mlp_norm)
+    found = gradients(y, both[0])
+    h = both[1][0] + both[1][1]
+    apart = h + block.mlp(block.mlp_norm(h))
+    expected = gradients(apart, both[1])
+    assert torch.equal(y, apart)
+    assert torch.equal(found[0], found[1])
+    for one, other in zip(found, expected, strict=True):
+        assert off(one, other.double()) < 2**-7
+    assert torch.equal(found[2], expected[2])
+    assert torch.equal(found[3], expected[3])
 
 
 def losses(step: Step, steps: int = 4) -> list[float]:

@@ -42,9 +42,9 @@ from trainfit.spec.errors import InputError
 MULTIPLE = 16  # Sizes of torch._scaled_mm's operands, in elements
 REMEDY = "use block_kernels: standard"
 HISTORIES = ("history", "gradient_history")
-"""Buffers of a feed-forward part, fp32 [2], of SwiGLU's output and of the gate-up product's gradient: HEADROOM
-times the largest magnitude in the step before, and the largest since. Without them each tensor is measured
-before it is rounded."""
+"""Buffers of a feed-forward part, fp32 [2], of SwiGLU's output and of the gate-up product's gradient:
+HEADROOM times the largest magnitude in the step before, and the largest since. Without them each tensor is
+measured before it is rounded."""
 HEADROOM = 2.0
 """Half of all steps have a larger magnitude than the step before, which would be cut off; few have twice it.
 The factor costs the smallest exponent of the codes."""
