@@ -39,3 +39,43 @@ def test_nan_reaches_each_code() -> None:
     codes, scale = torch.empty(16, 32, dtype=op.E4M3), torch.empty(1)
     op.triton_cast(x, op.magnitude(x).reshape(1), codes, codes.new_empty(0), scale)
     assert scale.isnan()
+
+
+@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize("rows", [48, 50])
+def test_both_layouts_are_allocated(rows: int, e5m2: bool) -> None:
+    """Rows that are no multiple of four have the reference's codes."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 80).bfloat16()
+    for amax in (op.magnitude(x), op.magnitude(x).reshape(1)):
+        codes, turned, scale = op.triton_cast_both(x, amax, e5m2)
+        expected, expected_turned, expected_scale = op.reference_cast_both(x, amax, e5m2)
+        assert codes.dtype == turned.dtype == expected.dtype == (op.E5M2 if e5m2 else op.E4M3)
+        torch.testing.assert_close(scale, expected_scale)
+        assert torch.equal(turned.float(), codes.float().t())
+        assert torch.equal(expected_turned.float(), expected.float().t())
+        carries = expected.float().abs().log2().frac() == 0
+        steps = codes.view(torch.uint8).int() - expected.view(torch.uint8).int()
+        assert steps[~carries].abs().max() <= (1 if rows % 4 == 0 else 0)
+
+
+def test_a_matrix_without_rows() -> None:
+    codes, turned, scale = op.triton_cast_both(torch.empty(0, 8), torch.ones(1), False)
+    assert (codes.shape, turned.shape, scale.shape) == ((0, 8), (8, 0), (1,))
+
+
+@pytest.mark.parametrize("rows", [48, 50])
+def test_layouts_apart_are_those_written_at_once(rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 80).bfloat16()
+    amax = op.magnitude(x)
+    codes, turned, scale = op.triton_cast_both(x, amax, False)
+    for found, expected in (
+        (op.triton_cast_rows(x, amax), codes),
+        (op.triton_cast_transposed(x[:0], x, amax), turned),
+    ):
+        assert found[0].shape == expected.shape
+        assert torch.equal(found[1], scale)
+        steps = found[0].view(torch.uint8).int() - expected.view(torch.uint8).int()
+        assert not steps[expected.float().abs().log2().frac() != 0].any()
+    assert torch.equal(op.triton_cast_transposed(x, x, amax)[0].float(), turned.float())

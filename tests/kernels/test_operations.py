@@ -12,7 +12,9 @@ from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
 from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy
 from trainfit.kernels.decode_attention import op as decode_attention
 from trainfit.kernels.flash_attention import op as flash_attention
+from trainfit.kernels.fp8_cast import op as fp8_cast
 from trainfit.kernels.quantize import nf4, rowwise
+from trainfit.kernels.rms_norm import fp8 as rms_norm_fp8
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
 from trainfit.kernels.sampling import op as sampling
@@ -31,6 +33,8 @@ def test_operators_keep_the_rules_of_pytorch():
         fused,
         gradients_in_forward,
         rms_norm,
+        rms_norm_fp8,
+        fp8_cast,
         swiglu,
         swiglu_fp8,
         rope,
@@ -56,6 +60,16 @@ def test_operators_keep_the_rules_of_pytorch():
         ("multiply_unless_one_", torch.rand(3, 2).t(), torch.tensor(0.5)),
         ("own_rms_norm", x, w, 1e-6),
         ("own_rms_norm_backward", x, x, w, scale),
+        ("rms_norm_amax", x, w, 1e-6),
+        ("add_rms_norm_amax", x, x, w, 1e-6),
+        ("rms_norm_fp8", x, w, scale, scale[:1]),
+        ("rms_norm_fp8_rows", x, w, scale, scale[:1]),
+        ("rms_norm_fp8_transposed", w, x, w, scale, scale[:1]),
+        ("rms_norm_backward_add", x, x, w, scale, x),
+        ("fp8_cast_both", x, scale[:1], True),
+        ("fp8_cast_rows", x, scale[:1]),
+        ("fp8_cast_transposed", w, x, torch.tensor(0.5)),
+        ("fp8_cast_both", x, torch.tensor(0.5), False),
         ("swiglu", x, x),
         ("swiglu_backward", x, x, x),
         ("swiglu_amax", x),

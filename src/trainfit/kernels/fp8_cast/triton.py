@@ -7,6 +7,21 @@ import triton.language as tl
 
 
 @triton.jit
+def larger(x, y):
+    """Return the larger magnitude; NaN if one is."""
+    return tl.maximum(tl.abs(x), tl.abs(y), tl.PropagateNan.ALL)
+
+
+@triton.jit
+def raise_to(AMAX, x):
+    """Raise AMAX to a tile's largest magnitude, and to inf for NaN: the scale makes all products NaN."""
+    largest = tl.reduce(tl.reduce(x, 1, larger), 0, larger)
+    # Most tiles are below what others have noted, and a read costs less than an atomic operation.
+    if not (largest <= tl.load(AMAX)):
+        tl.atomic_max(AMAX, tl.where(largest == largest, largest, float("inf")))
+
+
+@triton.jit
 def rounded_tile(X, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr):
     """Round a tile; NaN stays NaN.
 
@@ -56,28 +71,30 @@ def _words(a, b, c, d):
 @triton.jit
 def store_both(
     tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, inverse,
-    LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    LARGEST: tl.constexpr, WORDS: tl.constexpr, BY_ROWS: tl.constexpr = True, TURNED: tl.constexpr = True,
 ):  # fmt: skip
     """Round four tiles and store them in both layouts, [n, width] and [width, n].
 
     Args:
         tiles: rows ``4 fours``, and those one, two and three below.
         quarter: n / 4.
+        BY_ROWS, TURNED: store [n, width], and [width, n].
     """
     a = rounded_tile(tiles[0], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
     b = rounded_tile(tiles[1], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
     c = rounded_tile(tiles[2], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
     d = rounded_tile(tiles[3], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
-    rows = OUT + 4 * fours[:, None] * width + columns[None, :]
-    tl.store(rows, a, mask=inside)
-    tl.store(rows + width, b, mask=inside)
-    tl.store(rows + 2 * width, c, mask=inside)
-    tl.store(rows + 3 * width, d, mask=inside)
-    if WORDS:
+    if BY_ROWS:
+        rows = OUT + 4 * fours[:, None] * width + columns[None, :]
+        tl.store(rows, a, mask=inside)
+        tl.store(rows + width, b, mask=inside)
+        tl.store(rows + 2 * width, c, mask=inside)
+        tl.store(rows + 3 * width, d, mask=inside)
+    if TURNED and WORDS:
         words = TRANSPOSED.to(tl.pointer_type(tl.uint32), bitcast=True)
         words += columns[:, None] * quarter + fours[None, :]
         tl.store(words, tl.trans(_words(a, b, c, d)), mask=tl.trans(inside))
-    else:
+    elif TURNED:
         codes = TRANSPOSED + columns[:, None] * (4 * quarter) + 4 * fours[None, :]
         tl.store(codes, tl.trans(a), mask=tl.trans(inside))
         tl.store(codes + 1, tl.trans(b), mask=tl.trans(inside))
@@ -112,8 +129,9 @@ def fp8_cast_kernel(
 def fp8_cast_both_kernel(
     X, AMAX, OUT, TRANSPOSED, SCALE, quarter, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    BY_ROWS: tl.constexpr = True,
 ):  # fmt: skip
-    """Write a matrix's codes in both layouts."""
+    """Write a matrix's codes transposed, and with BY_ROWS as they are."""
     fours = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (fours[:, None] < quarter) & (columns[None, :] < width)
@@ -124,6 +142,8 @@ def fp8_cast_both_kernel(
         _loaded(X, 4 * fours + 2, columns, width, inside),
         _loaded(X, 4 * fours + 3, columns, width, inside),
     )
-    store_both(tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS)
+    store_both(
+        tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS, BY_ROWS
+    )
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)

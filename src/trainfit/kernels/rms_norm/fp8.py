@@ -10,13 +10,63 @@ of both 3 read and 1 written.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare
-from trainfit.kernels.fp8_cast.op import E4M3, rounded, transposed_bytes
-from trainfit.kernels.rms_norm.op import MAX_PARTS, reference_forward, wide_backward
+from trainfit.kernels.custom_op import declare, interprets_triton, triton_kernels
+from trainfit.kernels.fp8_cast.op import E4M3, FOUR, LEAST, rounded, transposed_bytes
+from trainfit.kernels.rms_norm.op import reference_forward, wide_backward
+
+TRITON = "kernels.rms_norm.fp8_triton"
+PARTS, OF_LONG_ROWS = 396, 264
+"""Partial sums of the weight's gradient, one a program: as many programs as an H200 runs at once, three or
+two on each of its 132 multiprocessors. The number does not depend on the GPU, and each program adds its rows
+in order, so the result is deterministic."""
+PROGRAMS = 528  # Of the kernels that look for the largest magnitude
+
+
+class Rows(NamedTuple):
+    """Rows that a program takes at once, columns of a chunk of them, warps, and stages of its loads."""
+
+    rows: int
+    block: int
+    num_warps: int
+    stages: int = 1
+
+
+class Tile(NamedTuple):
+    """Rows and columns that a program rounds, and its warps."""
+
+    rows: int = 64
+    block: int = 128
+    num_warps: int = 4
+
+
+def forward_rows(e: int) -> Rows:
+    """Return what a program of ``add_rms_norm_amax`` takes: at most 128 registers a thread."""
+    block = max(256, _power_of_two(-(-e // 6)))
+    return Rows(max(1, 1024 // block), block, max(4, block // 256))
+
+
+def backward_rows(e: int) -> Rows:
+    """Return what a program of ``rms_norm_backward_add`` takes: at most 168 registers a thread."""
+    if e <= 1024:
+        return Rows(4, 256, 4)
+    if e <= 3584:
+        return Rows(2 if e <= 1536 else 1, 512, 4)
+    block = max(1024, _power_of_two(-(-e // 7)))
+    return Rows(1, block, min(32, block // 128))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def num_parts(n: int, e: int) -> int:
+    """Return the partial sums of the weight's gradient of n rows."""
+    return min(n, PARTS if e <= 3584 else OF_LONG_ROWS)
 
 
 @cache
@@ -24,12 +74,12 @@ def register() -> None:
     """Declare ``torch.ops.trainfit.rms_norm_amax``, ``add_rms_norm_amax``, ``rms_norm_fp8`` and
     ``rms_norm_backward_add``.
     """
-    declare("rms_norm_amax", reference_amax, _fake_amax)
-    declare("add_rms_norm_amax", reference_add_amax, _fake_add_amax)
-    declare("rms_norm_fp8", reference_fp8, _fake_fp8)
-    declare("rms_norm_fp8_rows", reference_rows, _fake_rows)
-    declare("rms_norm_fp8_transposed", reference_transposed, _fake_transposed)
-    declare("rms_norm_backward_add", reference_backward_add, _fake_backward_add)
+    declare("rms_norm_amax", reference_amax, _fake_amax, triton=triton_amax)
+    declare("add_rms_norm_amax", reference_add_amax, _fake_add_amax, triton=triton_add_amax)
+    declare("rms_norm_fp8", reference_fp8, _fake_fp8, triton=triton_fp8)
+    declare("rms_norm_fp8_rows", reference_rows, _fake_rows, triton=triton_rows)
+    declare("rms_norm_fp8_transposed", reference_transposed, _fake_transposed, triton=triton_transposed)
+    declare("rms_norm_backward_add", reference_backward_add, _fake_backward_add, triton=triton_backward_add)
 
 
 def reference_amax(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -77,10 +127,105 @@ def reference_backward_add(
         gradient: of y, [n, e].
 
     Returns:
-        [n, e] in x's dtype, and [parts, e] as ``own_rms_norm_backward`` returns them.
+        [n, e] in x's dtype, and fp32 [parts, e].
     """
-    dx, parts = wide_backward(gradient, x, weight, rstd)
+    dx, parts = wide_backward(gradient, x, weight, rstd, num_parts(*x.shape))
     return (dx + added).to(x.dtype), parts
+
+
+def triton_amax(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute ``reference_amax`` in one kernel."""
+    rstd, amax = _fake_amax(x, weight, eps)
+    _launch_amax("rms_norm_amax_kernel", (x, weight, rstd, amax.zero_()), x, eps, forward_rows(x.shape[1]))
+    return rstd, amax
+
+
+def triton_add_amax(x: Tensor, a: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_add_amax`` in one kernel."""
+    h, rstd, amax = _fake_add_amax(x, a, weight, eps)
+    tensors = (x, a, weight, h, rstd, amax.zero_())
+    _launch_amax("add_rms_norm_amax_kernel", tensors, x, eps, forward_rows(x.shape[1]))
+    return h, rstd, amax
+
+
+def triton_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``reference_fp8`` in one kernel; in PyTorch where the rows are not a multiple of four."""
+    if x.shape[0] % FOUR:
+        return reference_fp8(x, weight, rstd, amax)
+    out = _fake_fp8(x, weight, rstd, amax)
+    _launch_fp8((x, weight, rstd, amax, *out), Tile())
+    return out
+
+
+def triton_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``reference_rows`` as ``triton_fp8`` does."""
+    if x.shape[0] % FOUR:
+        return reference_rows(x, weight, rstd, amax)
+    codes, scale = _fake_rows(x, weight, rstd, amax)
+    _launch_fp8((x, weight, rstd, amax, codes, codes, scale), Tile(), transposed=False)
+    return codes, scale
+
+
+def triton_transposed(
+    like: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute ``reference_transposed`` as ``triton_fp8`` does."""
+    if x.shape[0] % FOUR:
+        return reference_transposed(like, x, weight, rstd, amax)
+    codes, scale = _fake_transposed(like, x, weight, rstd, amax)
+    _launch_fp8((x, weight, rstd, amax, codes, codes, scale), Tile(), rows=False)
+    return codes, scale
+
+
+def triton_backward_add(
+    gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute ``reference_backward_add`` in one kernel, a partial sum per program."""
+    dx, parts = _fake_backward_add(gradient, x, weight, rstd, added)
+    _launch_backward((gradient, x, weight, rstd, added, dx, parts), backward_rows(x.shape[1]))
+    return dx, parts
+
+
+def _launch_amax(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, eps: float, tile: Rows) -> None:
+    if x.numel():
+        grid = (min(PROGRAMS, -(-x.shape[0] // tile.rows)),)
+        getattr(triton_kernels(TRITON), kernel)[grid](
+            *tensors, x.shape[0], eps, **_constants(x.shape[1], tile), PACKED=_packs(x)
+        )
+
+
+def _launch_backward(tensors: tuple[Tensor, ...], tile: Rows) -> None:
+    x, parts = tensors[1], tensors[-1]
+    if x.numel():
+        triton_kernels(TRITON).rms_norm_backward_add_kernel[(len(parts),)](
+            *tensors, x.shape[0], **_constants(x.shape[1], tile)
+        )
+
+
+def _launch_fp8(
+    tensors: tuple[Tensor, ...], tile: Tile, *, rows: bool = True, transposed: bool = True
+) -> None:
+    """Write the layouts that are asked for."""
+    x = tensors[0]
+    n, e = x.shape
+    if x.numel():
+        triton_kernels(TRITON).rms_norm_fp8_kernel[(-(-n // tile.rows), -(-e // tile.block))](
+            *tensors, n // FOUR, e, ROWS=tile.rows, BLOCK=tile.block, LEAST=LEAST,
+            LARGEST=torch.finfo(E4M3).max, WORDS=not interprets_triton(), PACKED=_packs(x),
+            BY_ROWS=rows, TURNED=transposed, num_warps=tile.num_warps,
+        )  # fmt: skip
+
+
+def _constants(e: int, tile: Rows) -> dict[str, int]:
+    return {
+        "WIDTH": e, "ROWS": tile.rows, "BLOCK": tile.block, "CHUNKS": -(-e // tile.block),
+        "STAGES": tile.stages, "num_warps": tile.num_warps,
+    }  # fmt: skip
+
+
+def _packs(x: Tensor) -> bool:
+    """Return whether a kernel uses instructions of two elements of bf16, which the interpreter has not."""
+    return x.dtype == torch.bfloat16 and not interprets_triton()
 
 
 def _fake_amax(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -100,7 +245,7 @@ def _fake_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Te
 def _fake_backward_add(
     gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), rstd.new_empty(min(x.shape[0], MAX_PARTS), x.shape[1])
+    return torch.empty_like(x), rstd.new_empty(num_parts(*x.shape), x.shape[1])
 
 
 def _fake_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,18 +75,20 @@ def reference_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Te
 
 def reference_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and partial sums [parts, e] of the weight's in the dtype of ``scale``."""
-    dx, parts = wide_backward(gradient, x, weight, scale)
+    dx, parts = wide_backward(gradient, x, weight, scale, min(scale.numel(), MAX_PARTS))
     return dx.to(x.dtype).view_as(x), parts
 
 
-def wide_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def wide_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor, num_parts: int
+) -> tuple[Tensor, Tensor]:
     """Return ``reference_backward``'s gradient of x [n, e] before it is rounded, and the partial sums."""
     e = x.shape[-1]
     g, normed = gradient.reshape(-1, e).to(scale.dtype), x.reshape(-1, e) * scale[:, None]
     weighted = g * weight
     dx = scale[:, None] * (weighted - normed * (weighted * normed).mean(1, keepdim=True))
-    parts = scale.new_zeros(min(scale.numel(), MAX_PARTS), e)
-    if len(parts):
+    parts = scale.new_zeros(num_parts, e)
+    if num_parts:
         parts[0] = (g * normed).sum(0)
     return dx, parts
 

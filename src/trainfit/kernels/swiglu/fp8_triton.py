@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainfit.kernels.fp8_cast.triton import store_both
+from trainfit.kernels.fp8_cast.triton import larger, raise_to, store_both
 
 
 @triton.jit
@@ -41,21 +41,6 @@ def _gradients(d, g, u, FAST: tl.constexpr):
 
 
 @triton.jit
-def _larger(x, y):
-    """Return the larger magnitude; NaN if one is."""
-    return tl.maximum(tl.abs(x), tl.abs(y), tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _raise_to(AMAX, x):
-    """Raise AMAX to a tile's largest magnitude, and to inf for NaN: the scale makes all products NaN."""
-    largest = tl.reduce(tl.reduce(x, 1, _larger), 0, _larger)
-    # Most tiles are below what others have noted, and a read costs less than an atomic operation.
-    if not (largest <= tl.load(AMAX)):
-        tl.atomic_max(AMAX, tl.where(largest == largest, largest, float("inf")))
-
-
-@triton.jit
 def _amax(AMAX, DELAYED: tl.constexpr):
     """Return the magnitude that the largest code stands for; DELAYED: of the step before, if it is known."""
     amax = tl.load(AMAX)
@@ -85,8 +70,8 @@ def swiglu_amax_kernel(
             inside = (rows[:, None] < n) & (columns[None, :] < f)
             g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
             u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
-            largest = _larger(largest, g * _sigmoid(g, FAST) * u)
-        _raise_to(AMAX + DELAYED, largest)
+            largest = larger(largest, g * _sigmoid(g, FAST) * u)
+        raise_to(AMAX + DELAYED, largest)
 
 
 @triton.jit
@@ -116,7 +101,7 @@ def swiglu_fp8_kernel(
     scale = tl.maximum(_amax(AMAX, DELAYED), LEAST) / LARGEST
     store_both(tiles, OUT, TRANSPOSED, fours, columns, quarter, f, inside, 1.0 / scale, LARGEST, WORDS)
     if DELAYED:
-        _raise_to(AMAX + 1, _larger(_larger(tiles[0], tiles[1]), _larger(tiles[2], tiles[3])))
+        raise_to(AMAX + 1, larger(larger(tiles[0], tiles[1]), larger(tiles[2], tiles[3])))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
 
@@ -138,8 +123,8 @@ def swiglu_backward_amax_kernel(
             g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
             u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
             dg, du = _gradients(d, g, u, FAST)  # pyright: ignore[reportGeneralTypeIssues]
-            largest = _larger(largest, _larger(dg, du))
-        _raise_to(AMAX + DELAYED, largest)
+            largest = larger(largest, larger(dg, du))
+        raise_to(AMAX + DELAYED, largest)
 
 
 @triton.jit
@@ -171,7 +156,7 @@ def swiglu_backward_fp8_kernel(
         (e, h, i, j), OUT, TRANSPOSED, fours, columns + f, quarter, 2 * f, inside, inverse, LARGEST, WORDS
     )
     if DELAYED:
-        upper = _larger(_larger(a, b), _larger(c, d))
-        _raise_to(AMAX + 1, _larger(upper, _larger(_larger(e, h), _larger(i, j))))
+        upper = larger(larger(a, b), larger(c, d))
+        raise_to(AMAX + 1, larger(upper, larger(larger(e, h), larger(i, j))))
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, tl.maximum(_amax(AMAX, DELAYED), LEAST) / LARGEST)
