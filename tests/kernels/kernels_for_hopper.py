@@ -357,9 +357,9 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "gates in fp8 by earlier scales, odd", gates_by_earlier_scales(260, 1543)
     for sizes, shape in (("large", (2**21, 1040)), ("odd", (260, 1543))):
         yield f"weights in fp8, {sizes}", weights_in_fp8(*shape)
+        yield f"layouts in fp8 apart, {sizes}", layouts_apart(*shape)
     for n, e in ((28672, 1536), (4096, 3584), (4096, 5120), (260, 1543), (2**18, rms_norm.MAX_SIZE)):
         yield f"norms in fp8 of {e}", norms_in_fp8(n, e)
-        yield f"layouts in fp8 of {e}", layouts_apart(n, e)
     yield "norm large and odd", norm(BF16, 2**20, 2049)
     yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
     yield "gates large", gates(BF16, 2**18, 14337)
