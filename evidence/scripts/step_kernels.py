@@ -119,9 +119,18 @@ def recipe_of(name: str, gpu: str, *, tiny: bool = False) -> Recipe:
     return recipe_from(merge(recipe.content(), changed))
 
 
+OWN = {"swiglu": "SwiGLU", "rms_norm": "norms", "fp8_cast": "casts to fp8"}
+"""Part of a name -> kind, of trainfit's operators and their kernels."""
+
+
 def compiled_kind(name: str) -> str:
     """Return the kind of a compiled kernel: whether it computes operands of products in fp8."""
     return f"compiled, {'fp8 casts' if any(product in name for product in FP8_PRODUCTS) else 'other'}"
+
+
+def own_kind(name: str) -> str:
+    """Return the kind of one of trainfit's kernels of elementwise work, or nothing."""
+    return next((kind for part, kind in OWN.items() if part in name), "")
 
 
 def kind_of_op(op: Op, *, updates: bool) -> str:
@@ -133,8 +142,8 @@ def kind_of_op(op: Op, *, updates: bool) -> str:
         return "matrix products" if part == "products" else part
     if op.name.startswith("triton_"):
         return compiled_kind(op.name)
-    if "swiglu" in op.name:
-        return "SwiGLU"
+    if op.name.startswith("trainfit.") and (own := own_kind(op.name)):
+        return own
     return "loss" if "cross_entropy" in op.name else "other"
 
 
@@ -142,8 +151,8 @@ def kind_of_measured(name: str) -> str:
     """Return the kind of a kernel by its name; compiled ones, and their casts to fp8, are kinds apart."""
     if name.startswith(("triton_poi", "triton_red", "triton_per")):
         return compiled_kind(name)
-    if "swiglu" in name:
-        return "SwiGLU"
+    if own := own_kind(name):
+        return own
     kind = kind_of_kernel(name)
     if kind in ("matrix products", "attention", "optimizer"):
         return kind

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from block_definitions import EPS, angles, gated, results, rms, turned
 from driver_addresses import differences, measured_runs, predictions
@@ -13,6 +14,7 @@ from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
 from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.kernels.fp8_cast import op as fp8_cast
+from trainfit.kernels.rms_norm import fp8 as rms_norm_fp8
 from trainfit.kernels.rms_norm import op as rms_norm
 from trainfit.kernels.rope import op as rope
 from trainfit.kernels.swiglu import fp8 as swiglu_fp8
@@ -96,9 +98,16 @@ def test_block_kernels_round_fp64s_answers_once(name: str, dtype: torch.dtype):
         assert ((got.double() - want).abs() <= bound).all()
 
 
+def assert_nearest(codes: Tensor, transposed: Tensor, expected: Tensor) -> None:
+    """The last bit of fp32 decides where a value lies in the middle of two codes."""
+    assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
+    steps = (codes.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+    assert steps[expected.float() != 0].max() <= 1
+    assert (steps != 0).float().mean() < 0.005
+
+
 @pytest.mark.parametrize("shape", [(257, 1543), (260, 1543), (4096, 4864)], ids=str)
 def test_swiglu_in_fp8_has_the_nearest_codes_in_both_layouts(shape: tuple[int, int]):
-    """The last bit of fp32 decides where a value lies in the middle of two codes."""
     n, f = shape
     torch.manual_seed(1)
     gate_up, gradient = (torch.randn(n, width, device=CARD).to(torch.bfloat16) for width in (2 * f, f))
@@ -111,10 +120,7 @@ def test_swiglu_in_fp8_has_the_nearest_codes_in_both_layouts(shape: tuple[int, i
         (swiglu_fp8.triton_backward(*d_given), swiglu_fp8.reference_backward_fp8(*d_given)),
     ):
         torch.testing.assert_close(scale, expected_scale)
-        assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
-        steps = (codes.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
-        assert steps[expected.float() != 0].max() <= 1
-        assert (steps != 0).float().mean() < 0.005
+        assert_nearest(codes, transposed, expected)
 
 
 @pytest.mark.parametrize("before", [0.0, 0.25, 4.0])
@@ -133,10 +139,7 @@ def test_swiglu_in_fp8_by_the_step_befores_scale(before: float):
         expected, _, expected_scale = reference(*tensors, known)
         torch.testing.assert_close(noted, known)
         torch.testing.assert_close(scale, expected_scale)
-        assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
-        steps = (codes.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
-        assert steps[expected.float() != 0].max() <= 1
-        assert (steps != 0).float().mean() < 0.005
+        assert_nearest(codes, transposed, expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -168,6 +171,70 @@ def test_weights_in_fp8_have_the_nearest_codes_in_both_layouts(shape: tuple[int,
         assert (steps != 0).float().mean() < 0.005
         if other.numel():
             assert torch.equal(other.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("e5m2", [False, True])
+@pytest.mark.parametrize("shape", [(257, 1543), (260, 1543), (4096, 3584)], ids=str)
+def test_gradients_in_fp8_have_the_nearest_codes_in_both_layouts(shape: tuple[int, int], e5m2: bool):
+    torch.manual_seed(1)
+    x = torch.randn(shape, device=CARD).to(torch.bfloat16)
+    codes, transposed, scale = fp8_cast.triton_cast_both(x, x.abs().max().float(), e5m2)
+    expected, _, expected_scale = fp8_cast.reference_cast_both(x, x.abs().max().float(), e5m2)
+    assert codes.dtype == expected.dtype
+    torch.testing.assert_close(scale, expected_scale)
+    assert_nearest(codes, transposed, expected)
+
+
+NORMS = [(4096, 896), (4096, 1536), (4100, 2048), (2052, 3584), (1024, 5120), (257, 1543), (3, 16384), (1, 1)]
+
+
+def given_norm(n: int, e: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, a, gradient = (torch.randn(n, e, device=CARD).to(torch.bfloat16) for _ in range(3))
+    return x, a, gradient, torch.randn(e, device=CARD).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_norms_in_fp8_have_the_nearest_codes_in_both_layouts(shape: tuple[int, int]):
+    """Sums are those of bf16; the largest magnitude too, but where the last bit of fp32 rounds it."""
+    x, a, _, weight = given_norm(*shape)
+    h, *of_sum = rms_norm_fp8.triton_add_amax(x, a, weight, EPS)
+    assert torch.equal(h, x + a)
+    for summed, (rstd, amax) in ((h, of_sum), (x, rms_norm_fp8.triton_amax(x, weight, EPS))):
+        expected, of_norms = rms_norm_fp8.reference_amax(summed, weight, EPS)
+        torch.testing.assert_close(rstd, expected, rtol=1e-6, atol=0)
+        assert amax == amax.to(torch.bfloat16)
+        torch.testing.assert_close(amax, of_norms, rtol=2**-7, atol=0)
+        codes, transposed, scale = rms_norm_fp8.triton_fp8(summed, weight, rstd, amax)
+        nearest, _, of_codes = rms_norm_fp8.reference_fp8(summed, weight, rstd, amax)
+        torch.testing.assert_close(scale, of_codes)
+        assert_nearest(codes, transposed, nearest)
+
+
+@pytest.mark.parametrize("shape", NORMS, ids=str)
+def test_norms_backward_in_fp8_steps_rounds_fp64s_sum_once(shape: tuple[int, int]):
+    x, added, gradient, weight = given_norm(*shape)
+    leaves = x.double().requires_grad_(), weight.double().requires_grad_()
+    dx, dw = torch.autograd.grad(rms(*leaves), leaves, gradient.double())
+    rstd, _ = rms_norm_fp8.triton_amax(x, weight, EPS)
+    found, parts = rms_norm_fp8.triton_backward_add(gradient, x, weight, rstd, added)
+    wanted = dx + added.double()
+    bound = LAST_BIT[torch.bfloat16] * wanted.abs() + 2e-6 * (dx.abs().max() + rstd.max())
+    assert ((found.double() - wanted).abs() <= bound).all()
+    assert (parts.double().sum(0) - dw).abs().max() < 1e-5 * dw.abs().max()
+    again = rms_norm_fp8.triton_backward_add(gradient, x, weight, rstd, added)
+    assert all(map(torch.equal, again, (found, parts)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_norms_in_fp8_do_not_hide_what_is_not_finite(value: float):
+    x, a, _, weight = given_norm(1024, 1536)
+    a[1023, 1535] = value
+    h, rstd, amax = rms_norm_fp8.triton_add_amax(x, a, weight, EPS)
+    assert amax.isinf().all()
+    assert rms_norm_fp8.triton_amax(h, weight, EPS)[1].isinf().all()
+    codes, _, scale = rms_norm_fp8.triton_fp8(h, weight, rstd, amax)
+    assert not (codes.float() * scale).isfinite().any()
 
 
 # -- memory
