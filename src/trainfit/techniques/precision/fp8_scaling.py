@@ -35,7 +35,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Let the fp8 feed-forward parts note magnitudes; a checkpoint holds them."""
+    """Let the feed-forward parts of fp8 blocks note magnitudes; a checkpoint holds them."""
     from trainfit.models.fp8_block import Histories
 
     histories = Histories(draft.model)

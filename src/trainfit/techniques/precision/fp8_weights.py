@@ -66,7 +66,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
-    """Draw models of both kinds, native ones with the fp8 feed-forward part or without."""
+    """Draw models of both kinds, native ones with fp8 blocks or without."""
     family = chance.choice([kind for kind in native_types() if kind in FAMILIES])
     implementation = chance.choice(("hf", "native", "native"))
     model = {"implementation": implementation, "config": chance.choice(FAMILIES[family])}
