@@ -243,8 +243,12 @@ def test_no_bit_of_three_updates_differs(case: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_predicted_and_measured_bytes_are_equal() -> None:
-    on_cpu = recipe(hardware=Hardware(gpu="cpu"))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, WIDE, WIDE | {"norm": "layernorm"}], ids=["llama", "wide", "layer norms"]
+)
+def test_predicted_and_measured_bytes_are_equal(config: dict[str, Any], recompute: str) -> None:
+    on_cpu = recipe(config, recompute=recompute, hardware=Hardware(gpu="cpu"))
     predicted, measured = predict(on_cpu), measure(on_cpu, steps=0, device="cpu", start=forked)
     assert measured.status == "done", measured.message
     assert predicted.phases == measured.phases
@@ -268,6 +272,42 @@ def test_on_a_virtual_gpu_both_layouts_are_written_once(compiled: bool | str) ->
     if compiled:
         names = [op.name for op in ledger.steady_ops if op.name.startswith("triton_")]
         assert not any("silu" in name for name in names)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "cudnn", "triton"])
+@pytest.mark.parametrize("compiled", [False, "block"])
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}], ids=str)
+def test_on_a_virtual_gpu_products_are_fed_by_kernels_of_ours(
+    changes: dict[str, Any], compiled: bool | str, attention: str
+) -> None:
+    """Each tensor of a block is cast once a direction, and a compiler is left sums and magnitudes."""
+    fields = {"compile": compiled, "attention": attention, "hardware": Hardware(gpu="h100-sxm")}
+    wanted = recipe(WIDE | changes, batch=Batch(micro=2, seq=64), fp8_weights="both-layouts", **fields)
+    ledger = ledger_of(wanted)
+    counts = dict[str, int]()
+    for op in ledger.steady_ops:
+        name = op.name.removeprefix("trainfit.").partition(".")[0]
+        if op.name.startswith("trainfit.") and ledger.segments[op.segment].phase != "optimizer":
+            counts[name] = counts.get(name, 0) + ledger.times(op)
+    two, layers = ("rms_norm_fp8_rows", "rms_norm_fp8_transposed", "rms_norm_backward_add"), 2
+    ones = ("rms_norm_amax", "add_rms_norm_amax", "fp8_cast_rows", "fp8_cast_transposed")
+    assert {name: counts[name] for name in two} == dict.fromkeys(two, 2 * layers)
+    assert {name: counts[name] for name in ones} == dict.fromkeys(ones, layers)
+    assert counts["fp8_cast_both"] == 3 * layers  # Gradients of the part's output, of attention's and of qkv
+    assert counts.get("split_rotated", 0) == (0 if changes else layers)
+    moved = {op.name.partition(".")[2].partition(".")[0]: op.num_bytes for op in ledger.steady_ops}
+    numel, scalars = 128 * 64, 2 * 4
+    assert (
+        moved["rms_norm_fp8_rows"]
+        == moved["rms_norm_fp8_transposed"]
+        == (3 * numel + 2 * 64 + 4 * 128 + scalars)
+    )
+    assert moved["fp8_cast_transposed"] == moved["fp8_cast_rows"] == 3 * 128 * 5120 + scalars
+    if compiled:
+        names = [op.name for op in ledger.steady_ops if op.name.startswith("triton_")]
+        assert names
+        words = ("scaled_mm", "clamp", "silu", *(() if changes else ("rsqrt", "cat")))  # Else of heads
+        assert not any(word in name for name in names for word in words)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
