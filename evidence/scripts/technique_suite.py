@@ -64,7 +64,7 @@ COMBINED: tuple[Data, ...] = (
 
 
 NOT_MEASURED = (
-    "adamw_bitsandbytes", "adamw_torchao", "decay_groups", "fp8_feed_forward", "fp8_scaling",
+    "adamw_bitsandbytes", "adamw_torchao", "decay_groups", "fp8_block", "fp8_scaling",
     "fp8_weights", "fused_accumulation", "offload_optimizer", "packed_documents", "policy_loss",
     "preference_loss", "swiglu_kernels",
 )  # fmt: skip

@@ -254,6 +254,18 @@ def norms_in_fp8(n: int, e: int) -> Call:
     return run
 
 
+def layouts_apart(n: int, e: int) -> Call:
+    x, weight, rstd, amax = empty(n, e), empty(e), empty(n, dtype=FP32), empty(1, dtype=FP32)
+
+    def run(step: int) -> None:
+        rms_norm_fp8.triton_rows(x, weight, rstd, amax)
+        rms_norm_fp8.triton_transposed(x, x, weight, rstd, amax)
+        fp8_cast.triton_cast_rows(x, amax)
+        fp8_cast.triton_cast_transposed(x, x, amax)
+
+    return run
+
+
 def weights_in_fp8(o: int, i: int) -> Call:
     codes, turned, none = (empty(*shape, dtype=fp8_cast.E4M3) for shape in ((o, i), (i, o), (0,)))
     weight, amax = empty(o, i), empty(1, dtype=FP32)
@@ -345,6 +357,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "gates in fp8 by earlier scales, odd", gates_by_earlier_scales(260, 1543)
     for sizes, shape in (("large", (2**21, 1040)), ("odd", (260, 1543))):
         yield f"weights in fp8, {sizes}", weights_in_fp8(*shape)
+        yield f"layouts in fp8 apart, {sizes}", layouts_apart(*shape)
     for n, e in ((28672, 1536), (4096, 3584), (4096, 5120), (260, 1543), (2**18, rms_norm.MAX_SIZE)):
         yield f"norms in fp8 of {e}", norms_in_fp8(n, e)
     yield "norm large and odd", norm(BF16, 2**20, 2049)

@@ -62,3 +62,20 @@ def test_both_layouts_are_allocated(rows: int, e5m2: bool) -> None:
 def test_a_matrix_without_rows() -> None:
     codes, turned, scale = op.triton_cast_both(torch.empty(0, 8), torch.ones(1), False)
     assert (codes.shape, turned.shape, scale.shape) == ((0, 8), (8, 0), (1,))
+
+
+@pytest.mark.parametrize("rows", [48, 50])
+def test_layouts_apart_are_those_written_at_once(rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 80).bfloat16()
+    amax = op.magnitude(x)
+    codes, turned, scale = op.triton_cast_both(x, amax, False)
+    for found, expected in (
+        (op.triton_cast_rows(x, amax), codes),
+        (op.triton_cast_transposed(x[:0], x, amax), turned),
+    ):
+        assert found[0].shape == expected.shape
+        assert torch.equal(found[1], scale)
+        steps = found[0].view(torch.uint8).int() - expected.view(torch.uint8).int()
+        assert not steps[expected.float().abs().log2().frac() != 0].any()
+    assert torch.equal(op.triton_cast_transposed(x, x, amax)[0].float(), turned.float())

@@ -127,6 +127,19 @@ def test_rows_that_are_no_multiple_of_four_have_the_codes_of_the_reference() -> 
         assert torch.equal(one.float(), other.float())
 
 
+@pytest.mark.parametrize("n", [132, 130])
+def test_layouts_apart_are_those_written_at_once(n: int) -> None:
+    x, _, _, weight = given(n, 144)
+    rstd, amax = fp8.reference_amax(x, weight, EPS)
+    codes, transposed, scale = fp8.triton_fp8(x, weight, rstd, amax)
+    for found, expected in (
+        (fp8.triton_rows(x, weight, rstd, amax), codes),
+        (fp8.triton_transposed(x[:0], x, weight, rstd, amax), transposed),
+    ):
+        assert torch.equal(found[0].float(), expected.float())
+        assert torch.equal(found[1], scale)
+
+
 def test_zeros_have_codes_of_zero() -> None:
     x, weight = torch.zeros(16, 32), torch.ones(32)
     h, rstd, amax = fp8.triton_add_amax(x, x, weight, EPS)

@@ -129,3 +129,37 @@ def test_a_recipe_on_ranks_loses_as_on_one(ranks: Ranks, fields: dict[str, objec
     for losses, expected in ranks.run(recipe_losses, {"precision": "fp32", **fields}):
         assert losses == pytest.approx(expected, rel=EQUAL)
         assert losses[-1] != losses[0]
+
+
+WIDE = {
+    "model_type": "trainfit", "hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2,
+    "num_attention_heads": 40, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 128,
+}  # fmt: skip
+"""All products of a block multiply in fp8."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"recompute": "full", "parallel": {"reshard_after_forward": False}},
+        {"parallel": {"strategy": "bucketed"}},
+    ],
+    ids=str,
+)
+def test_blocks_in_fp8_on_ranks_lose_as_on_one(ranks: Ranks, fields: dict[str, object]) -> None:
+    """But for the largest magnitudes, which are those of each rank's own tokens."""
+    model = {"implementation": "native", "config": WIDE}
+    common = {"precision": "fp8", "block_kernels": "fp8", "model": model}
+    for losses, expected in ranks.run(recipe_losses, {**common, **fields}):
+        assert losses == pytest.approx(expected, rel=2e-3)
+        assert losses[-1] != losses[0]
+
+
+def test_blocks_in_fp8_share_sequences_as_torchaos_layers_do(ranks: Ranks) -> None:
+    model = {"implementation": "native", "config": WIDE}
+    common = {"precision": "fp8", "model": model, "parallel": {"context": 2}, "attention": "triton"}
+    (found, _), _ = ranks.run(recipe_losses, {**common, "block_kernels": "fp8"})
+    (expected, _), _ = ranks.run(recipe_losses, common)
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert found != expected

@@ -8,7 +8,7 @@ import torch
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.measurement.run import measure
-from trainfit.models.fp8_feed_forward import Fp8FeedForward, Histories
+from trainfit.models.fp8_block import Fp8FeedForward, Histories
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Recipe

@@ -157,7 +157,7 @@ def test_lora_without_peft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_order_of_application() -> None:
     assert [technique.name for technique in registry.in_order()] == [
             "block_kernels", "swiglu_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning",
-            "fp8_feed_forward", "fp8_scaling", "fp8_weights", "fp8", "tensor_parallel", "context_parallel",
+            "fp8_block", "fp8_scaling", "fp8_weights", "fp8", "tensor_parallel", "context_parallel",
             "expert_parallel", "fused_accumulation", "recompute_full", "recompute_every",
             "recompute_selective",
             "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss", "loss_terms",

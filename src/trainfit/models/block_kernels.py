@@ -94,13 +94,11 @@ class KernelAttention(Attention):
 class SplitAttention(Attention):
     """Attention whose queries, keys and values are split and rotated in one kernel, as is their gradient."""
 
-    def projected(self, x_bse: Tensor, shared: PositionTensors) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, qkv: Tensor, shared: PositionTensors) -> tuple[Tensor, Tensor, Tensor]:
         assert shared.cos is not None
         assert shared.sin is not None
         heads, groups, _ = self.heads
-        return split.split_rotated(
-            self.qkv(x_bse), shared.cos.squeeze(-2), shared.sin.squeeze(-2), heads, groups
-        )
+        return split.split_rotated(qkv, shared.cos.squeeze(-2), shared.sin.squeeze(-2), heads, groups)
 
 
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {

@@ -62,17 +62,29 @@ def transposed(x: Operand) -> Operand:
     return codes.t().contiguous(), scale
 
 
-def product(a: Operand, b: Operand, dtype: torch.dtype, *, emulated: bool, fast: bool = False) -> Tensor:
+def product(
+    a: Operand,
+    b: Operand,
+    dtype: torch.dtype,
+    *,
+    emulated: bool,
+    fast: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Return A B^T of codes [m, k] and [n, k].
 
     Args:
+        bias: [n], of ``dtype``, is added before the result is rounded.
         emulated: multiply in fp32, on a device without fp8 products.
         fast: sums of the products are rounded within the tensor cores, as torchao does in the forward.
     """
     (a_codes, a_scale), (b_codes, b_scale) = a, b
     if emulated:
-        return (F.linear(a_codes.float(), b_codes.float()) * (a_scale * b_scale)).to(dtype)
-    return torch._scaled_mm(a_codes, b_codes.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+        exact = F.linear(a_codes.float(), b_codes.float()) * (a_scale * b_scale)
+        return (exact if bias is None else exact + bias.float()).to(dtype)
+    return torch._scaled_mm(
+        a_codes, b_codes.t(), a_scale, b_scale, bias, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def weight_gradient(
@@ -168,7 +180,7 @@ def keep_weights(
 
     Args:
         layers: their forward is replaced.
-        products_of_owner: layers whose products an fp8 feed-forward part computes.
+        products_of_owner: layers whose products functions of an fp8 block compute.
     """
     op.register()  # torch.compile cannot trace this.
     rowwise.register()

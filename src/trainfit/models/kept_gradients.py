@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.weight_gradient import op
-from trainfit.models.fp8_feed_forward import HeldLinear
+from trainfit.models.fp8_block import HeldLinear
 from trainfit.models.fp8_weights import Fp8Linear
 from trainfit.models.layers import require_blocks
 

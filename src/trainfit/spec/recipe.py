@@ -372,7 +372,7 @@ class Recipe(Value):
     block_kernels: Annotated[BlockKernels, Extensible("block_kernels")] = "standard"
     """Whose norms, gates and rotations the blocks run: the model's own code, or our kernels."""
     fp8_scaling: Annotated[Literal["dynamic", "delayed"], Extensible("fp8_scaling")] = "dynamic"
-    """Whether fp8 feed-forward kernels round by a tensor's own largest magnitude, or by the step before's."""
+    """Whether SwiGLU in fp8 is rounded by a tensor's own largest magnitude, or by the step before's."""
     fp8_weights: Annotated[
         Literal["each-use", "scales", "codes", "both-layouts"], Extensible("fp8_weights")
     ] = "each-use"

@@ -34,7 +34,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 
 
 def _offers(recipe: Recipe) -> tuple[Offer, ...]:
-    """Offer both kernels in compiled blocks; of fp8 the feed-forward kernels are offered instead."""
+    """Offer both kernels in compiled blocks; of fp8 those of whole blocks are offered instead."""
     fields: Data = {"block_kernels": "swiglu-rope", "compile": "block"}
     return () if recipe.precision == "fp8" else (Offer(fields, is_slow=True, speeds_up="rest"),)
 

@@ -83,28 +83,30 @@ def _words(a, b, c, d):
 @triton.jit
 def store_both(
     tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, inverse,
-    LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    LARGEST: tl.constexpr, WORDS: tl.constexpr, BY_ROWS: tl.constexpr = True, TURNED: tl.constexpr = True,
 ):  # fmt: skip
     """Round four tiles and store them in both layouts, [n, width] and [width, n].
 
     Args:
         tiles: rows ``4 fours``, and those one, two and three below.
         quarter: n / 4.
+        BY_ROWS, TURNED: store [n, width], and [width, n].
     """
     a = rounded_tile(tiles[0], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
     b = rounded_tile(tiles[1], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
     c = rounded_tile(tiles[2], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
     d = rounded_tile(tiles[3], inverse, OUT.dtype.element_ty, LARGEST, WORDS)
-    rows = OUT + 4 * fours[:, None] * width + columns[None, :]
-    tl.store(rows, a, mask=inside)
-    tl.store(rows + width, b, mask=inside)
-    tl.store(rows + 2 * width, c, mask=inside)
-    tl.store(rows + 3 * width, d, mask=inside)
-    if WORDS:
+    if BY_ROWS:
+        rows = OUT + 4 * fours[:, None] * width + columns[None, :]
+        tl.store(rows, a, mask=inside)
+        tl.store(rows + width, b, mask=inside)
+        tl.store(rows + 2 * width, c, mask=inside)
+        tl.store(rows + 3 * width, d, mask=inside)
+    if TURNED and WORDS:
         words = TRANSPOSED.to(tl.pointer_type(tl.uint32), bitcast=True)
         words += columns[:, None] * quarter + fours[None, :]
         tl.store(words, tl.trans(_words(a, b, c, d)), mask=tl.trans(inside))
-    else:
+    elif TURNED:
         codes = TRANSPOSED + columns[:, None] * (4 * quarter) + 4 * fours[None, :]
         tl.store(codes, tl.trans(a), mask=tl.trans(inside))
         tl.store(codes + 1, tl.trans(b), mask=tl.trans(inside))
@@ -139,8 +141,9 @@ def fp8_cast_kernel(
 def fp8_cast_both_kernel(
     X, AMAX, OUT, TRANSPOSED, SCALE, quarter, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    BY_ROWS: tl.constexpr = True,
 ):  # fmt: skip
-    """Write a matrix's codes in both layouts."""
+    """Write a matrix's codes transposed, and with BY_ROWS as they are."""
     fours = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (fours[:, None] < quarter) & (columns[None, :] < width)
@@ -151,6 +154,8 @@ def fp8_cast_both_kernel(
         loaded(X, 4 * fours + 2, columns, width, inside, WORDS),
         loaded(X, 4 * fours + 3, columns, width, inside, WORDS),
     )
-    store_both(tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS)
+    store_both(
+        tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS, BY_ROWS
+    )
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)

@@ -77,6 +77,8 @@ def register() -> None:
     declare("rms_norm_amax", reference_amax, _fake_amax, triton=triton_amax)
     declare("add_rms_norm_amax", reference_add_amax, _fake_add_amax, triton=triton_add_amax)
     declare("rms_norm_fp8", reference_fp8, _fake_fp8, triton=triton_fp8)
+    declare("rms_norm_fp8_rows", reference_rows, _fake_rows, triton=triton_rows)
+    declare("rms_norm_fp8_transposed", reference_transposed, _fake_transposed, triton=triton_transposed)
     declare("rms_norm_backward_add", reference_backward_add, _fake_backward_add, triton=triton_backward_add)
 
 
@@ -97,6 +99,23 @@ def reference_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tupl
     y = (x.to(rstd.dtype) * rstd[:, None] * weight).to(x.dtype)
     codes, scale = rounded(y, amax, E4M3)
     return codes, transposed_bytes(codes), scale
+
+
+def reference_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y in e4m3 [n, e], and its scale, fp32 [1]."""
+    codes, _, scale = reference_fp8(x, weight, rstd, amax)
+    return codes, scale
+
+
+def reference_transposed(
+    like: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return y in e4m3, transposed [e, n], and its scale, fp32 [1].
+
+    ``like`` is not read: a compiler that sees it cannot compute this in the forward and keep the result.
+    """
+    _, codes, scale = reference_fp8(x, weight, rstd, amax)
+    return codes, scale
 
 
 def reference_backward_add(
@@ -138,6 +157,26 @@ def triton_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[T
     return out
 
 
+def triton_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``reference_rows`` as ``triton_fp8`` does."""
+    if x.shape[0] % FOUR:
+        return reference_rows(x, weight, rstd, amax)
+    codes, scale = _fake_rows(x, weight, rstd, amax)
+    _launch_fp8((x, weight, rstd, amax, codes, codes, scale), Tile(), transposed=False)
+    return codes, scale
+
+
+def triton_transposed(
+    like: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute ``reference_transposed`` as ``triton_fp8`` does."""
+    if x.shape[0] % FOUR:
+        return reference_transposed(like, x, weight, rstd, amax)
+    codes, scale = _fake_transposed(like, x, weight, rstd, amax)
+    _launch_fp8((x, weight, rstd, amax, codes, codes, scale), Tile(), rows=False)
+    return codes, scale
+
+
 def triton_backward_add(
     gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -161,14 +200,17 @@ def _launch_backward(tensors: tuple[Tensor, ...], tile: Rows) -> None:
         )
 
 
-def _launch_fp8(tensors: tuple[Tensor, ...], tile: Tile) -> None:
+def _launch_fp8(
+    tensors: tuple[Tensor, ...], tile: Tile, *, rows: bool = True, transposed: bool = True
+) -> None:
+    """Write the layouts that are asked for."""
     x = tensors[0]
     n, e = x.shape
     if x.numel():
         triton_kernels(TRITON).rms_norm_fp8_kernel[(-(-n // tile.rows), -(-e // tile.block))](
             *tensors, n // FOUR, e, ROWS=tile.rows, BLOCK=tile.block, LEAST=LEAST,
             LARGEST=torch.finfo(E4M3).max, WORDS=not interprets_triton(), PACKED=_packs(x),
-            num_warps=tile.num_warps,
+            BY_ROWS=rows, TURNED=transposed, num_warps=tile.num_warps,
         )  # fmt: skip
 
 
@@ -203,3 +245,13 @@ def _fake_backward_add(
     gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), rstd.new_empty(num_parts(*x.shape), x.shape[1])
+
+
+def _fake_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(1, dtype=torch.float32)
+
+
+def _fake_transposed(
+    like: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty((x.shape[1], x.shape[0]), dtype=E4M3), x.new_empty(1, dtype=torch.float32)

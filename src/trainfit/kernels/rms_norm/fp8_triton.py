@@ -40,7 +40,7 @@ def _rows(tile, n, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _loaded(X, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+def _chunks_of(X, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     """Load rows in chunks [ROWS, BLOCK] of their dtype."""
     at = X + rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, BLOCK)[None, :]
     found = ()
@@ -89,9 +89,9 @@ def _rms_norm_amax(
     tiles = tl.cdiv(n, ROWS)
     for iteration in tl.range(0, tl.cdiv(tiles - tl.program_id(0), programs), num_stages=STAGES):
         rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)  # pyright: ignore[reportGeneralTypeIssues]
-        x = _loaded(X, rows, WIDTH, BLOCK, CHUNKS)
+        x = _chunks_of(X, rows, WIDTH, BLOCK, CHUNKS)
         if ADDS:
-            a = _loaded(A, rows, WIDTH, BLOCK, CHUNKS)
+            a = _chunks_of(A, rows, WIDTH, BLOCK, CHUNKS)
             h = ()
             for chunk in tl.static_range(CHUNKS):
                 h = h + (_sum(x[chunk], a[chunk], PACKED),)
@@ -159,9 +159,9 @@ def _normed(X, RSTD, w, rows, columns, width, inside, known, PACKED: tl.constexp
 def rms_norm_fp8_kernel(
     X, W, RSTD, AMAX, OUT, TRANSPOSED, SCALE, quarter, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, BY_ROWS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Write y's codes in both layouts; a program rounds a tile of ROWS by BLOCK elements."""
+    """Write y's codes by rows, transposed, or both; a program rounds a tile of ROWS by BLOCK elements."""
     fours = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     first = 4 * fours
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -175,7 +175,10 @@ def rms_norm_fp8_kernel(
         _normed(X, RSTD, w, first + 3, columns, width, inside, known, PACKED),
     )
     scale = tl.maximum(tl.load(AMAX), LEAST, tl.PropagateNan.ALL) / LARGEST
-    store_both(tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS)
+    store_both(
+        tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS,
+        BY_ROWS, TURNED,
+    )  # fmt: skip
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
 
@@ -196,9 +199,9 @@ def rms_norm_backward_add_kernel(
     tiles = tl.cdiv(n, ROWS)
     for iteration in tl.range(0, tl.cdiv(tiles - tl.program_id(0), programs), num_stages=STAGES):
         rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)  # pyright: ignore[reportGeneralTypeIssues]
-        g = _loaded(G, rows, WIDTH, BLOCK, CHUNKS)
-        x = _loaded(X, rows, WIDTH, BLOCK, CHUNKS)
-        added = _loaded(ADDED, rows, WIDTH, BLOCK, CHUNKS)
+        g = _chunks_of(G, rows, WIDTH, BLOCK, CHUNKS)
+        x = _chunks_of(X, rows, WIDTH, BLOCK, CHUNKS)
+        added = _chunks_of(ADDED, rows, WIDTH, BLOCK, CHUNKS)
         rstd = tl.load(RSTD + rows)[:, None]
         # Rows beyond the last add nothing to the weight's gradient.
         of_weight = tl.where(inside[:, None], rstd, 0.0)

@@ -90,8 +90,12 @@ class Attention(nn.Module):
         """Keys and values of a prefix, [2, tokens, k, d] (virtual_tokens.py)."""
 
     def forward(self, x_bse: Tensor, shared: PositionTensors) -> Tensor:
-        b, s, _ = x_bse.shape
-        q, k, v = self.projected(x_bse, shared)
+        return self.of_product(self.qkv(x_bse), shared)
+
+    def of_product(self, qkv: Tensor, shared: PositionTensors) -> Tensor:
+        """Return the output [b, s, e] from the product of queries, keys and values [b, s, (h + 2 k) d]."""
+        b, s, _ = qkv.shape
+        q, k, v = self.split(qkv, shared)
         if self.prefix is not None:
             prefix_k, prefix_v = self.prefix.to(k.dtype).unsqueeze(1).expand(-1, b, -1, -1, -1)
             k, v = torch.cat((prefix_k, k), dim=1), torch.cat((prefix_v, v), dim=1)
@@ -104,8 +108,12 @@ class Attention(nn.Module):
 
     def projected(self, x_bse: Tensor, shared: PositionTensors) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [b, s, h, d], keys and values [b, s, k, d] at their positions, without a prefix."""
-        b, s, _ = x_bse.shape
-        q, k, v = self.qkv(x_bse).view(b, s, -1, self.config.head_dim).split(self.heads, dim=2)
+        return self.split(self.qkv(x_bse), shared)
+
+    def split(self, qkv: Tensor, shared: PositionTensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values at their positions from their product."""
+        b, s, _ = qkv.shape
+        q, k, v = qkv.view(b, s, -1, self.config.head_dim).split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if shared.cos is not None and shared.sin is not None:

@@ -95,7 +95,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     config = float8.Float8LinearConfig(emulate=draft.runs_on_cpu(recipe))
     lists = layer_lists(draft.model)
-    # By the feed-forward parts (fp8_feed_forward.py), or layers of our own (fp8_weights.py)
+    # By fp8 blocks (fp8_block.py), or layers of our own (fp8_weights.py)
     is_gained = recipe.block_kernels == "fp8" or recipe.fp8_weights != "each-use"
     if not is_gained and not any(gains(module) for _, blocks in lists for module in blocks.modules()):
         problem = (

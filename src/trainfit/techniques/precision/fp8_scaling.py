@@ -12,7 +12,7 @@ import random
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.precision import fp8_feed_forward
+from trainfit.techniques.precision import fp8_block
 
 FIELD = "fp8_scaling"
 REMEDY = "use fp8_scaling: dynamic"
@@ -35,8 +35,8 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Let the fp8 feed-forward parts note magnitudes; a checkpoint holds them."""
-    from trainfit.models.fp8_feed_forward import Histories
+    """Let the feed-forward parts of fp8 blocks note magnitudes; a checkpoint holds them."""
+    from trainfit.models.fp8_block import Histories
 
     histories = Histories(draft.model)
     draft.carried |= histories.tensors
@@ -44,7 +44,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
-    drawn = fp8_feed_forward.TECHNIQUE.draw.alone
+    drawn = fp8_block.TECHNIQUE.draw.alone
     assert drawn is not None
     return {**drawn(chance, recipe), FIELD: "delayed"}
 

@@ -42,7 +42,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers before torchao converts them; compute what is kept after updates."""
     from torch import nn
 
-    from trainfit.models.fp8_feed_forward import HeldLinear
+    from trainfit.models.fp8_block import HeldLinear
     from trainfit.models.fp8_weights import keep_weights
     from trainfit.models.layers import require_blocks
     from trainfit.techniques.precision.fp8 import gains
@@ -66,7 +66,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
-    """Draw models of both kinds, native ones with the fp8 feed-forward part or without."""
+    """Draw models of both kinds, native ones with fp8 blocks or without."""
     family = chance.choice([kind for kind in native_types() if kind in FAMILIES])
     implementation = chance.choice(("hf", "native", "native"))
     model = {"implementation": implementation, "config": chance.choice(FAMILIES[family])}

@@ -115,7 +115,9 @@ HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
 """Name in a ledger -> direction of the copy; each direction has its own bandwidth."""
 
-LIKE = frozenset({"dequantize_nf4", "dequantize_rows", "transpose_codes"})
+LIKE = frozenset(
+    {"dequantize_nf4", "dequantize_rows", "fp8_cast_transposed", "rms_norm_fp8_transposed", "transpose_codes"}
+)
 """trainfit's operations whose first argument only gives a dtype, or an order to a compiler."""
 
 LIBRARY_UPDATES = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
@@ -131,9 +133,10 @@ MOVED_ONCE: dict[str, tuple[int, ...]] = {
 OWN_VECTOR_WORK = frozenset(
     """
     adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded adamw_master
-    add_rms_norm_amax add_rounded cross_entropy fp8_cast_both multiply_unless_one own_rms_norm
-    own_rms_norm_backward rms_norm_amax rms_norm_backward_add rms_norm_fp8 rotate_pairs sample_tokens
-    split_rotated split_rotated_backward swiglu swiglu_backward
+    add_rms_norm_amax add_rounded cross_entropy fp8_cast_both fp8_cast_rows fp8_cast_transposed
+    multiply_unless_one own_rms_norm own_rms_norm_backward rms_norm_amax rms_norm_backward_add
+    rms_norm_fp8 rms_norm_fp8_rows rms_norm_fp8_transposed rotate_pairs sample_tokens split_rotated
+    split_rotated_backward swiglu swiglu_backward
     """.split()
 )
 """trainfit's kernels without matrix products."""

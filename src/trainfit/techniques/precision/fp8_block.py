@@ -1,7 +1,9 @@
-"""fp8 feed-forward part: casts to fp8 fused into SwiGLU and its gradient, forward and backward.
+"""fp8 blocks: norms, residual sums and SwiGLU of a block by kernels that write fp8, forward and backward.
 
 Of ``precision: fp8`` with the native decoder. Rounding is the same as without: one scale a tensor, from its
-largest magnitude. Saved for backward, beside the input and the gate-up product: SwiGLU's output in 8 bits.
+largest magnitude. The inputs of products in fp8 are saved for the backward in 8 bits. The gate-up product,
+queries, keys, values, attention's output and the residual stream stay in 16 bits. Parts of another form keep
+the model's code (models/fp8_block.py).
 """
 
 import random
@@ -22,17 +24,18 @@ def check(recipe: Recipe) -> None:
             recipe, "block_kernels", "the kernels write fp8", "use block_kernels: triton, or precision: fp8"
         )
     if recipe.model.implementation != "native":
-        problem = "the kernels replace the native decoder's feed-forward part"
+        problem = "the kernels replace the native decoder's blocks"
         raise refusal(
             recipe, "block_kernels", problem, "use block_kernels: standard, or model.implementation: native"
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the feed-forward parts before ``precision: fp8`` converts the other layers."""
-    from trainfit.models.fp8_feed_forward import use_fp8_feed_forward
+    """Replace the blocks' forwards before ``precision: fp8`` looks for layers to convert."""
+    from trainfit.models.fp8_block import use_fp8_blocks
+    from trainfit.techniques.precision.fp8 import gains
 
-    use_fp8_feed_forward(draft.model, emulated=draft.runs_on_cpu(recipe))
+    use_fp8_blocks(draft.model, emulated=draft.runs_on_cpu(recipe), gains=gains)
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
@@ -44,15 +47,15 @@ def _draw(chance: random.Random, _: Data) -> Data:
 
 
 TECHNIQUE = Technique(
-    name="fp8_feed_forward",
+    name="fp8_block",
     order=55,
-    title="fp8 feed-forward part",
+    title="fp8 blocks",
     covers={"block_kernels": ("fp8",)},
     triton={"block_kernels": ("fp8",)},
     check=check,
     check_device=partial(check_device, field="block_kernels"),
     apply=apply,
-    describe=lambda recipe: "fp8 feed-forward kernels",
+    describe=lambda recipe: "fp8 block kernels",
     needs={"precision": "fp8", "model": {"implementation": "native"}},
     draw=Draw(alone=_draw),
     offers=lambda recipe: (
