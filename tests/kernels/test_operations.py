@@ -1,10 +1,12 @@
 """Custom operators follow PyTorch's rules: declared mutations, and fake results like the real ones."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from tiny_step import quantized_layer
 from trainfit.kernels.cross_entropy import fused, gradients_in_forward
@@ -22,6 +24,8 @@ from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
 from trainfit.kernels.swiglu import fp8 as swiglu_fp8
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.optim import adafactor, adamw
+from trainfit.virtual.cuda.bytes_moved import bytes_moved
+from trainfit.virtual.cuda.flops import NONE, count
 
 
 def test_operators_keep_the_rules_of_pytorch():
@@ -91,6 +95,31 @@ def test_operators_keep_the_rules_of_pytorch():
         ("dequantize_rows", like, *quantized_layer("int8", 33, 7).buffers()),
     ):
         torch.library.opcheck(getattr(torch.ops.trainfit, name), tuple(arguments))
+
+
+def test_norms_in_fp8_move_each_tensor_once_and_multiply_no_matrices():
+    """Bytes of bf16 in and out, of codes in both layouts, and of the partial sums; n rows of e."""
+    rms_norm_fp8.register()
+    fp8_cast.register()
+    ours, (n, e) = torch.ops.trainfit, (4096, 1536)
+    with FakeTensorMode():
+        x, w = torch.empty(n, e, dtype=torch.bfloat16), torch.empty(e, dtype=torch.bfloat16)
+        rstd, amax = torch.empty(n), torch.empty(1)
+        calls: list[tuple[int, Any, tuple[Any, ...]]] = [
+            (2 * n * e + 2 * e + 4 * n + 4, ours.rms_norm_amax.default, (x, w, 1e-6)),
+            (6 * n * e + 2 * e + 4 * n + 4, ours.add_rms_norm_amax.default, (x, x, w, 1e-6)),
+            (4 * n * e + 2 * e + 4 * n + 8, ours.rms_norm_fp8.default, (x, w, rstd, amax)),
+            (
+                8 * n * e + 2 * e + 4 * n + 4 * e * rms_norm_fp8.num_parts(n, e),
+                ours.rms_norm_backward_add.default,
+                (x, x, w, rstd, x),
+            ),
+            (4 * n * e + 8, ours.fp8_cast_both.default, (x, amax, True)),
+        ]
+        for num_bytes, func, args in calls:
+            out = func(*args)
+            assert bytes_moved(func, args, {}, out) == num_bytes, func
+            assert count(func, args, {}, out) == NONE, func
 
 
 def test_a_backward_that_needs_the_old_weight_says_so():

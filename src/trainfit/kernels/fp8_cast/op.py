@@ -15,7 +15,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-12
 """The least magnitude that a scale is of, as torchao's."""
 TRITON = "kernels.fp8_cast.triton"
-ROWS, BLOCK = 64, 128  # Of a program's tile
+ROWS, BLOCK, WARPS = 64, 128, 8  # Of a program's tile
 FOUR = 4
 """Rows whose codes a kernel puts into a word before it transposes. Products in fp8 read 16."""
 
@@ -142,7 +142,7 @@ def triton_cast(x: Tensor, amax: Tensor, codes: Tensor, transposed: Tensor, scal
     rows, columns = x.shape
     if not transposed.numel():
         triton_kernels(TRITON).fp8_cast_kernel[_grid(x)](
-            x, amax, codes, scale, rows, columns, **_constants(codes), num_warps=8
+            x, amax, codes, scale, rows, columns, **_constants(codes), num_warps=WARPS
         )
     elif rows % FOUR:
         reference_cast(x, amax, codes, transposed, scale)
@@ -155,7 +155,7 @@ def _launch_transposed(
 ) -> None:
     triton_kernels(TRITON).fp8_cast_both_kernel[_grid(x)](
         x, amax, codes, transposed, scale, x.shape[0] // FOUR, x.shape[1], **_constants(codes),
-        BY_ROWS=by_rows, num_warps=8,
+        BY_ROWS=by_rows, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -20,19 +20,19 @@ from trainfit.kernels.fp8_cast.op import E4M3, FOUR, LEAST, rounded, transposed_
 from trainfit.kernels.rms_norm.op import reference_forward, wide_backward
 
 TRITON = "kernels.rms_norm.fp8_triton"
-PARTS, OF_LONG_ROWS = 396, 264
-"""Partial sums of the weight's gradient, one a program: as many programs as an H200 runs at once, three or
-two on each of its 132 multiprocessors. The number does not depend on the GPU, and each program adds its rows
-in order, so the result is deterministic."""
-PROGRAMS = 528  # Of the kernels that look for the largest magnitude
 
 
 class Rows(NamedTuple):
-    """Rows that a program takes at once, columns of a chunk of them, warps, and stages of its loads."""
+    """What a program of whole rows takes at once: rows, and columns of a chunk of them.
+
+    ``programs`` are at most as many as an H200's 132 multiprocessors run at once. The number does not depend
+    on the GPU, and each program adds its rows in order, so that sums are deterministic.
+    """
 
     rows: int
     block: int
     num_warps: int
+    programs: int
     stages: int = 1
 
 
@@ -47,17 +47,17 @@ class Tile(NamedTuple):
 def forward_rows(e: int) -> Rows:
     """Return what a program of ``add_rms_norm_amax`` takes: at most 128 registers a thread."""
     block = max(256, _power_of_two(-(-e // 6)))
-    return Rows(max(1, 1024 // block), block, max(4, block // 256))
+    return Rows(max(1, 1024 // block), block, max(4, block // 256), 528)
 
 
 def backward_rows(e: int) -> Rows:
     """Return what a program of ``rms_norm_backward_add`` takes: at most 168 registers a thread."""
     if e <= 1024:
-        return Rows(4, 256, 4)
+        return Rows(4, 256, 4, 396)
     if e <= 3584:
-        return Rows(2 if e <= 1536 else 1, 512, 4)
+        return Rows(2 if e <= 1536 else 1, 512, 4, 396)
     block = max(1024, _power_of_two(-(-e // 7)))
-    return Rows(1, block, min(32, block // 128))
+    return Rows(1, block, min(32, block // 128), 264)
 
 
 def _power_of_two(least: int) -> int:
@@ -65,8 +65,8 @@ def _power_of_two(least: int) -> int:
 
 
 def num_parts(n: int, e: int) -> int:
-    """Return the partial sums of the weight's gradient of n rows."""
-    return min(n, PARTS if e <= 3584 else OF_LONG_ROWS)
+    """Return the partial sums of the weight's gradient of n rows, one a program."""
+    return min(n, backward_rows(e).programs)
 
 
 @cache
@@ -188,17 +188,15 @@ def triton_backward_add(
 
 def _launch_amax(kernel: str, tensors: tuple[Tensor, ...], x: Tensor, eps: float, tile: Rows) -> None:
     if x.numel():
-        grid = (min(PROGRAMS, -(-x.shape[0] // tile.rows)),)
-        getattr(triton_kernels(TRITON), kernel)[grid](
-            *tensors, x.shape[0], eps, **_constants(x.shape[1], tile), PACKED=_packs(x)
-        )
+        grid = (min(tile.programs, -(-x.shape[0] // tile.rows)),)
+        getattr(triton_kernels(TRITON), kernel)[grid](*tensors, x.shape[0], eps, **_constants(x, tile))
 
 
 def _launch_backward(tensors: tuple[Tensor, ...], tile: Rows) -> None:
     x, parts = tensors[1], tensors[-1]
     if x.numel():
         triton_kernels(TRITON).rms_norm_backward_add_kernel[(len(parts),)](
-            *tensors, x.shape[0], **_constants(x.shape[1], tile)
+            *tensors, x.shape[0], **_constants(x, tile)
         )
 
 
@@ -216,10 +214,11 @@ def _launch_fp8(
         )  # fmt: skip
 
 
-def _constants(e: int, tile: Rows) -> dict[str, int]:
+def _constants(x: Tensor, tile: Rows) -> dict[str, int]:
+    e = x.shape[1]
     return {
         "WIDTH": e, "ROWS": tile.rows, "BLOCK": tile.block, "CHUNKS": -(-e // tile.block),
-        "STAGES": tile.stages, "num_warps": tile.num_warps,
+        "STAGES": tile.stages, "PACKED": _packs(x), "num_warps": tile.num_warps,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainfit.kernels.fp8_cast.triton import larger, raise_to, store_both
+from trainfit.kernels.fp8_cast.triton import larger, loaded, raise_to, store_both, wide
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _rows(tile, n, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _loaded(X, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+def _chunks_of(X, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     """Load rows in chunks [ROWS, BLOCK] of their dtype."""
     at = X + rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, BLOCK)[None, :]
     found = ()
@@ -89,9 +89,9 @@ def _rms_norm_amax(
     tiles = tl.cdiv(n, ROWS)
     for iteration in tl.range(0, tl.cdiv(tiles - tl.program_id(0), programs), num_stages=STAGES):
         rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)  # pyright: ignore[reportGeneralTypeIssues]
-        x = _loaded(X, rows, WIDTH, BLOCK, CHUNKS)
+        x = _chunks_of(X, rows, WIDTH, BLOCK, CHUNKS)
         if ADDS:
-            a = _loaded(A, rows, WIDTH, BLOCK, CHUNKS)
+            a = _chunks_of(A, rows, WIDTH, BLOCK, CHUNKS)
             h = ()
             for chunk in tl.static_range(CHUNKS):
                 h = h + (_sum(x[chunk], a[chunk], PACKED),)
@@ -99,12 +99,12 @@ def _rms_norm_amax(
             x = h
         squares = tl.zeros([ROWS, BLOCK], tl.float32)
         for chunk in tl.static_range(CHUNKS):
-            wide = x[chunk].to(tl.float32)
-            squares += wide * wide
+            one = wide(x[chunk], PACKED)
+            squares += one * one
         rstd = tl.rsqrt(tl.sum(squares, 1) * (1.0 / WIDTH) + eps)
         tl.store(RSTD + rows, rstd, mask=inside)
         for chunk in tl.static_range(CHUNKS):
-            largest = larger(largest, x[chunk].to(tl.float32) * rstd[:, None] * w[chunk])
+            largest = larger(largest, wide(x[chunk], PACKED) * rstd[:, None] * w[chunk])
     # Rounding keeps the order of magnitudes.
     raise_to(AMAX, largest.to(X.dtype.element_ty).to(tl.float32))
 
@@ -150,7 +150,7 @@ def _rounded_to_16_bits(x, dtype: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def _normed(X, RSTD, w, rows, columns, width, inside, known, PACKED: tl.constexpr):
     """Return y of a tile, rounded to X's dtype."""
-    x = tl.load(X + rows[:, None] * width + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = loaded(X, rows, columns, width, inside, PACKED)
     rstd = tl.load(RSTD + rows, mask=known, other=0.0)
     return _rounded_to_16_bits(x * rstd[:, None] * w[None, :], X.dtype.element_ty, PACKED)
 
@@ -187,6 +187,7 @@ def rms_norm_fp8_kernel(
 def rms_norm_backward_add_kernel(
     G, X, W, RSTD, ADDED, DX, PARTS, n,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute dx = rstd (g w - y mean(g w y)) + added with y = x rstd.
 
@@ -198,16 +199,16 @@ def rms_norm_backward_add_kernel(
     tiles = tl.cdiv(n, ROWS)
     for iteration in tl.range(0, tl.cdiv(tiles - tl.program_id(0), programs), num_stages=STAGES):
         rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)  # pyright: ignore[reportGeneralTypeIssues]
-        g = _loaded(G, rows, WIDTH, BLOCK, CHUNKS)
-        x = _loaded(X, rows, WIDTH, BLOCK, CHUNKS)
-        added = _loaded(ADDED, rows, WIDTH, BLOCK, CHUNKS)
+        g = _chunks_of(G, rows, WIDTH, BLOCK, CHUNKS)
+        x = _chunks_of(X, rows, WIDTH, BLOCK, CHUNKS)
+        added = _chunks_of(ADDED, rows, WIDTH, BLOCK, CHUNKS)
         rstd = tl.load(RSTD + rows)[:, None]
         # Rows beyond the last add nothing to the weight's gradient.
         of_weight = tl.where(inside[:, None], rstd, 0.0)
         products = tl.zeros([ROWS, BLOCK], tl.float32)
         sums = ()
         for chunk in tl.static_range(CHUNKS):
-            product = g[chunk].to(tl.float32) * x[chunk].to(tl.float32)
+            product = wide(g[chunk], PACKED) * wide(x[chunk], PACKED)
             sums = sums + (dw[chunk] + product * of_weight,)
             products += product * w[chunk]
         dw = sums
@@ -215,8 +216,8 @@ def rms_norm_backward_add_kernel(
         factor = (tl.sum(products, 1) * (-1.0 / WIDTH))[:, None] * rstd * rstd * rstd
         dx = ()
         for chunk in tl.static_range(CHUNKS):
-            of_x = x[chunk].to(tl.float32) * factor + added[chunk].to(tl.float32)
-            found = g[chunk].to(tl.float32) * w[chunk] * rstd + of_x
+            of_x = wide(x[chunk], PACKED) * factor + wide(added[chunk], PACKED)
+            found = wide(g[chunk], PACKED) * w[chunk] * rstd + of_x
             dx = dx + (found.to(DX.dtype.element_ty),)
         _store(DX, dx, rows, inside, WIDTH, BLOCK, CHUNKS)
     columns = tl.arange(0, BLOCK)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainfit.kernels.fp8_cast.triton import larger, raise_to, store_both
-
-
-@triton.jit
-def _loaded(X, rows, columns, stride, inside):
-    """Load a tile in fp32."""
-    return tl.load(X + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+from trainfit.kernels.fp8_cast.triton import larger, loaded, raise_to, store_both
 
 
 @triton.jit
@@ -68,8 +62,8 @@ def swiglu_amax_kernel(
         for loop in range(LOOPS):
             rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
             inside = (rows[:, None] < n) & (columns[None, :] < f)
-            g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
-            u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+            g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
+            u = loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST)
             largest = larger(largest, g * _sigmoid(g, FAST) * u)
         raise_to(AMAX + DELAYED, largest)
 
@@ -77,8 +71,8 @@ def swiglu_amax_kernel(
 @triton.jit
 def _hidden_of(GATE_UP, rows, columns, f, inside, FAST: tl.constexpr):
     """Return silu(gate) * up of a tile."""
-    g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
-    return g * _sigmoid(g, FAST) * _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+    g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
+    return g * _sigmoid(g, FAST) * loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST)
 
 
 @triton.jit
@@ -119,9 +113,9 @@ def swiglu_backward_amax_kernel(
         for loop in range(LOOPS):
             rows = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
             inside = (rows[:, None] < n) & (columns[None, :] < f)
-            d = _loaded(D, rows, columns, f, inside)
-            g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
-            u = _loaded(GATE_UP + f, rows, columns, 2 * f, inside)
+            d = loaded(D, rows, columns, f, inside, FAST)
+            g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
+            u = loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST)
             dg, du = _gradients(d, g, u, FAST)  # pyright: ignore[reportGeneralTypeIssues]
             largest = larger(largest, larger(dg, du))
         raise_to(AMAX + DELAYED, largest)
@@ -130,9 +124,9 @@ def swiglu_backward_amax_kernel(
 @triton.jit
 def _gradients_of(D, GATE_UP, rows, columns, f, inside, FAST: tl.constexpr):
     """Return the gradients of gate and up of a tile."""
-    d = _loaded(D, rows, columns, f, inside)
-    g = _loaded(GATE_UP, rows, columns, 2 * f, inside)
-    return _gradients(d, g, _loaded(GATE_UP + f, rows, columns, 2 * f, inside), FAST)
+    d = loaded(D, rows, columns, f, inside, FAST)
+    g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
+    return _gradients(d, g, loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST), FAST)
 
 
 @triton.jit
