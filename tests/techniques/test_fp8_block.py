@@ -126,30 +126,23 @@ def test_codes_of_attentions_layers_are_those_of_a_layer_apart() -> None:
     torch.manual_seed(1)
     x, past = torch.randn(2, 2, 16, 64, dtype=torch.bfloat16)
     d = torch.randn(2, 16, 6144, dtype=torch.bfloat16)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    x.requires_grad_()
     weight, norm = block.attention.qkv.weight, block.attention_norm
     layer = fp8_functions.Layer(weight, None, None, Kept())
-    y, same = fp8_functions.norm_product(inputs[0], norm.weight, norm.eps, layer, emulated=True)
-    torch.autograd.backward((y, same), (d, past))
-    found = [y, weight.grad.clone(), norm.weight.grad.clone(), inputs[0].grad]
-    weight.grad = norm.weight.grad = None
     apart = Fp8Linear(64, 6144, bias=False, dtype=torch.bfloat16)
     apart.weight, apart.emulated = weight, True
-    expected = apart(norm(inputs[1]))
-    torch.autograd.backward((expected, inputs[1]), (d, past))
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], weight.grad)
-    assert off(found[2], norm.weight.grad.double()) < 2**-7
-    assert off(found[3].detach(), inputs[1].grad.double()) < 2**-7
-    alone = [x.clone().requires_grad_() for _ in range(2)]
-    weight.grad = None
-    y = fp8_functions.linear(alone[0], layer, emulated=True)
-    y.backward(d)
-    of_weight = weight.grad.clone()
-    weight.grad = None
-    apart(alone[1]).backward(d)
-    assert torch.equal(alone[0].grad, alone[1].grad)  # pyright: ignore
-    assert torch.equal(of_weight, weight.grad)
+    leaves = weight, norm.weight, x
+    y, same = fp8_functions.norm_product(x, norm.weight, norm.eps, layer, emulated=True)
+    found = torch.autograd.grad((y, same), leaves, (d, past))
+    expected = apart(norm(x))
+    wanted = torch.autograd.grad((expected, x * 1), leaves, (d, past))
+    assert torch.equal(y, expected)
+    assert torch.equal(found[0], wanted[0])
+    assert all(off(one, other.double()) < 2**-7 for one, other in zip(found, wanted, strict=True))
+    both = fp8_functions.linear(x, layer, emulated=True), apart(x)
+    assert torch.equal(*both)
+    alone, others = (torch.autograd.grad(one, (weight, x), d) for one in both)
+    assert all(map(torch.equal, alone, others))
 
 
 def test_the_branch_is_the_part_between_a_sum_and_a_norm() -> None:
@@ -207,7 +200,8 @@ ONLY_PRE_NORM_RMS: dict[str, tuple[dict[str, Any], bool, bool]] = {
 def test_models_of_other_forms_keep_their_own_parts(form: str) -> None:
     changes, fuses, splits = ONLY_PRE_NORM_RMS[form]
     step = assemble(recipe(WIDE | changes), CPU)
-    block: Any = step.model.layers[0]
+    model: Any = step.model
+    block = model.layers[0]
     assert isinstance(block, Fp8Block) is fuses
     assert isinstance(block.attention, SplitAttention) is splits
     assert isinstance(block.attention.qkv, Fp8AttentionLinear) is (form != "attention in bf16")

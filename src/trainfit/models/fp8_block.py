@@ -78,7 +78,7 @@ def use_fp8_blocks(model: nn.Module, *, emulated: bool, gains: Callable[[nn.Modu
 
 
 def _replace(
-    block: Block, attention: type[nn.Module], *, emulated: bool, gains: Callable[[nn.Module], bool]
+    block: Block, attention: "type[Fp8Attention]", *, emulated: bool, gains: Callable[[nn.Module], bool]
 ) -> None:
     layers = [layer for layer in (block.attention.qkv, block.attention.out) if gains(layer)]
     block.attention.__class__ = attention

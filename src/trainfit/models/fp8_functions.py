@@ -49,7 +49,8 @@ class Rounded(NamedTuple):
 
 def linear(x: Tensor, layer: Layer, *, emulated: bool) -> Tensor:
     """Return ``x W^T + b``."""
-    return _Linear.apply(x, emulated, *layer.flat())  # pyright: ignore[reportReturnType]
+    y: Any = _Linear.apply(_rows(x), emulated, *layer.flat())
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def norm_product(
@@ -60,7 +61,8 @@ def norm_product(
     Args:
         norm: the norm's weight.
     """
-    return _NormProduct.apply(x, norm, eps, emulated, *layer.flat())  # pyright: ignore[reportReturnType]
+    y, past = _NormProduct.apply(_rows(x), norm, eps, emulated, *layer.flat())  # pyright: ignore
+    return y.view(*x.shape[:-1], y.shape[1]), past.view(x.shape)
 
 
 def feed_forward(
@@ -71,9 +73,8 @@ def feed_forward(
     Args:
         histories: of SwiGLU's output and of its input's gradient (fp8_block.py); None: they are measured.
     """
-    return _FeedForward.apply(  # pyright: ignore[reportReturnType]
-        x, emulated, *histories, *_flat(up), *_flat(down)
-    )
+    y: Any = _FeedForward.apply(_rows(x), emulated, *histories, *_flat(up), *_flat(down))
+    return y.view(x.shape)
 
 
 def feed_forward_branch(
@@ -88,9 +89,19 @@ def feed_forward_branch(
     emulated: bool,
 ) -> Tensor:
     """Return ``h + feed_forward(rms_norm(h))`` with ``h = x + added``."""
-    return _FeedForwardBranch.apply(  # pyright: ignore[reportReturnType]
-        x, added, norm, eps, emulated, *histories, *_flat(up), *_flat(down)
+    y: Any = _FeedForwardBranch.apply(
+        _rows(x), _rows(added), norm, eps, emulated, *histories, *_flat(up), *_flat(down)
     )
+    return y.view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return a tensor [..., e] as [n, e].
+
+    Views of a function's input are made outside of it: a compiler finds the ends of recomputed blocks by the
+    operations that read them, and knows none within functions.
+    """
+    return x.flatten(0, -2).contiguous()
 
 
 def _flat(layer: Layer) -> tuple[Tensor | None, ...]:
@@ -104,120 +115,114 @@ def _flat(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 class _Linear(torch.autograd.Function):
-    """(x [..., i], emulated, *Layer) -> [..., o]."""
+    """(x [n, i], emulated, *Layer) -> [n, o]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+    def forward(ctx: Any, x_ni: Tensor, *others: Any) -> Tensor:
         emulated, weight, bias, of_weight, *kept = others
         ctx.emulated, ctx.of_weight, ctx.has_bias = emulated, of_weight, bias is not None
-        x_ni = x.flatten(0, -2).contiguous()
         amax = magnitude(x_ni).reshape(1)
         x8 = torch.ops.trainfit.fp8_cast_rows(x_ni, amax)
         w8 = Kept(*kept).for_forward(weight)
-        y = product(x8, w8, x.dtype, emulated=emulated, fast=True, bias=bias)
         ctx.save_for_backward(x_ni, amax, weight, *kept)
-        return y.view(*x.shape[:-1], y.shape[1])
+        return product(x8, w8, x_ni.dtype, emulated=emulated, fast=True, bias=bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
         x_ni, amax, weight, *kept = ctx.saved_tensors
         layer = Layer(weight, None, ctx.of_weight, Kept(*kept))
-        d_no = gradients[0].flatten(0, -2).contiguous()
+        d_no = gradients[0].contiguous()
         x8 = torch.ops.trainfit.fp8_cast_transposed(d_no, x_ni, amax)
         dx, dw = _products(_cast_gradient(d_no), x8, layer, d_no, emulated=ctx.emulated)
         d_bias = d_no.sum(0) if ctx.has_bias else None
-        return dx.view(*gradients[0].shape[:-1], dx.shape[1]), None, dw, d_bias, *[None] * (1 + NUM_KEPT)
+        return dx, None, dw, d_bias, *[None] * (1 + NUM_KEPT)
 
 
 class _NormProduct(torch.autograd.Function):
-    """(x [..., e], norm's weight [e], eps, emulated, *Layer) -> [..., o], x."""
+    """(x [n, e], norm's weight [e], eps, emulated, *Layer) -> [n, o], x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
+    def forward(ctx: Any, x_ne: Tensor, *others: Any) -> Any:
         norm, eps, emulated, weight, bias, of_weight, *kept = others
         ctx.emulated, ctx.of_weight, ctx.has_bias = emulated, of_weight, bias is not None
-        x_ne = x.flatten(0, -2).contiguous()
         rstd, amax = torch.ops.trainfit.rms_norm_amax(x_ne, norm, eps)
         x8 = torch.ops.trainfit.rms_norm_fp8_rows(x_ne, norm, rstd, amax)
         w8 = Kept(*kept).for_forward(weight)
-        y = product(x8, w8, x.dtype, emulated=emulated, fast=True, bias=bias)
+        y = product(x8, w8, x_ne.dtype, emulated=emulated, fast=True, bias=bias)
         ctx.save_for_backward(x_ne, norm, rstd, amax, weight, *kept)
-        return y.view(*x.shape[:-1], y.shape[1]), x.view_as(x)
+        return y, x_ne.view_as(x_ne)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
         x_ne, norm, rstd, amax, weight, *kept = ctx.saved_tensors
         layer = Layer(weight, None, ctx.of_weight, Kept(*kept))
-        d_no, past = gradients[0].flatten(0, -2).contiguous(), gradients[1]
+        d_no = gradients[0].contiguous()
         x8 = torch.ops.trainfit.rms_norm_fp8_transposed(d_no, x_ne, norm, rstd, amax)
         dy, dw = _products(_cast_gradient(d_no), x8, layer, d_no, emulated=ctx.emulated)
         del x8
         d_bias = d_no.sum(0) if ctx.has_bias else None
-        dx, d_norm = _norm_backward(dy, x_ne, norm, rstd, past)
+        dx, d_norm = _norm_backward(dy, x_ne, norm, rstd, gradients[1])
         return dx, d_norm, None, None, dw, d_bias, *[None] * (1 + NUM_KEPT)
 
 
 class _FeedForward(torch.autograd.Function):
-    """(x [..., e], emulated, two histories, up and down without biases) -> [..., e]."""
+    """(x [n, e], emulated, two histories, up and down without biases) -> [n, e]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+    def forward(ctx: Any, x_ne: Tensor, *others: Any) -> Tensor:
         emulated, history, gradient_history, *layers = others
         up, down = _layers(layers)
         ctx.emulated, ctx.history = emulated, gradient_history
         ctx.of_weights = up.of_weight, down.of_weight
-        x_ne = x.flatten(0, -2).contiguous()
         amax = magnitude(x_ne).reshape(1)
         x8 = torch.ops.trainfit.fp8_cast_rows(x_ne, amax)
-        y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, x.dtype, emulated=emulated)
+        y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, x_ne.dtype, emulated=emulated)
         ctx.save_for_backward(
             x_ne, amax, gate_up, hidden, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
         )
-        return y.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
         x_ne, amax, *saved = ctx.saved_tensors
-        d_ne = gradients[0].flatten(0, -2).contiguous()
+        d_ne = gradients[0].contiguous()
         d8, up, dw_down = _hidden_backward(ctx, d_ne, saved)
         x8 = torch.ops.trainfit.fp8_cast_transposed(d_ne, x_ne, amax)
         dx, dw_up = _products(d8, x8, up, d_ne, emulated=ctx.emulated)
         nothing = [None] * (1 + NUM_KEPT)
-        return dx.view(gradients[0].shape), None, None, None, dw_up, *nothing, dw_down, *nothing
+        return dx, None, None, None, dw_up, *nothing, dw_down, *nothing
 
 
 class _FeedForwardBranch(torch.autograd.Function):
-    """(x and added [..., e], norm's weight [e], eps, then as ``_FeedForward``) -> [..., e]."""
+    """(x and added [n, e], norm's weight [e], eps, then as ``_FeedForward``) -> [n, e]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+    def forward(ctx: Any, x_ne: Tensor, *others: Any) -> Tensor:
         added, norm, eps, emulated, history, gradient_history, *layers = others
         up, down = _layers(layers)
         ctx.emulated, ctx.history = emulated, gradient_history
         ctx.of_weights = up.of_weight, down.of_weight
-        h, rstd, amax = torch.ops.trainfit.add_rms_norm_amax(
-            x.flatten(0, -2).contiguous(), added.flatten(0, -2).contiguous(), norm, eps
-        )
+        h, rstd, amax = torch.ops.trainfit.add_rms_norm_amax(x_ne, added, norm, eps)
         x8 = torch.ops.trainfit.rms_norm_fp8_rows(h, norm, rstd, amax)
-        y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, x.dtype, emulated=emulated)
+        y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, h.dtype, emulated=emulated)
         ctx.save_for_backward(
             h, norm, rstd, amax, gate_up, hidden, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
         )
-        return (h + y).view(x.shape)
+        return h + y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_second_derivative()
         h, norm, rstd, amax, *saved = ctx.saved_tensors
-        d_ne = gradients[0].flatten(0, -2).contiguous()
+        d_ne = gradients[0].contiguous()
         d8, up, dw_down = _hidden_backward(ctx, d_ne, saved)
         x8 = torch.ops.trainfit.rms_norm_fp8_transposed(d_ne, h, norm, rstd, amax)
         dy, dw_up = _products(d8, x8, up, d_ne, emulated=ctx.emulated)
         del d8, x8
-        dh, d_norm = _norm_backward(dy, h, norm, rstd, gradients[0])
+        dh, d_norm = _norm_backward(dy, h, norm, rstd, d_ne)
         nothing = [None] * (1 + NUM_KEPT)
         return dh, dh, d_norm, None, None, None, None, dw_up, *nothing, dw_down, *nothing
 
@@ -257,10 +262,8 @@ def _norm_backward(
     dy: Tensor, x_ne: Tensor, norm: Tensor, rstd: Tensor, past: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a norm's input, with that of the connection past it, and of its weight."""
-    dx, parts = torch.ops.trainfit.rms_norm_backward_add(
-        dy, x_ne, norm, rstd, past.flatten(0, -2).contiguous()
-    )
-    return dx.view(past.shape), parts.sum(0).to(norm.dtype)
+    dx, parts = torch.ops.trainfit.rms_norm_backward_add(dy, x_ne, norm, rstd, past.contiguous())
+    return dx, parts.sum(0).to(norm.dtype)
 
 
 def _hidden(
