@@ -52,9 +52,8 @@ def merge(file: Path) -> None:
     path.write_text(with_rows(text, rows, {row.part for row in rows}), encoding="utf-8")
     for row in rows:
         was_s = before.get(tuple(map(str, row_of(row)[:10])), math.nan)
-        say(
-            f"{row.part:28} {row.op:58} {row.head:4} {row.seq:6} {was_s * 1e6:9.1f} {row.seconds * 1e6:9.1f} us"
-        )
+        name = f"{row.part}: {row.op}"
+        say(f"{name:84} {row.head:4} {row.seq:6} {was_s * 1e6:9.1f} {row.seconds * 1e6:9.1f} us")
 
 
 def main() -> None:
