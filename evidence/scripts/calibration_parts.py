@@ -25,7 +25,7 @@ from trainfit.spec.printable import say
 
 
 def measure(file: Path, parts: list[str]) -> None:
-    device = torch.device("cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     gpu = data_sheet(device)
     if gpu is None:
         raise SystemExit("this GPU is not in the catalog")
