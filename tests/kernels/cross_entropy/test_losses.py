@@ -106,12 +106,19 @@ def test_chunk_sizes():
         assert chunk_rows(*size) == rows
     for size, rows in {
         (8192, 131072, torch.bfloat16): 2048,  # 512 MiB
+        (8192, 151936, torch.bfloat16): 2048,  # 594 MiB; 1,767 tokens have 512
+        (8192, 262144, torch.bfloat16): 1024,
+        (65536, 50304, torch.bfloat16): 4096,  # 5,336 tokens, nearer to 4,096 than to 8,192 by ratio
+        (65536, 32000, torch.bfloat16): 8192,
         (8192, 128256, torch.float32): 1024,
-        (5000, 128256, torch.bfloat16): 1792,  # three, of equal size up to a multiple of 128
+        (5000, 128256, torch.bfloat16): 2048,
         (300, 128256, torch.bfloat16): 300,
         (1000, 10**7, torch.bfloat16): 128,  # at least a tile
+        (0, 128256, torch.bfloat16): 1,
     }.items():
         assert fused_rows(*size) == rows
+    largest = max(v * 2 * fused_rows(2**20, v, torch.bfloat16) for v in range(1000, 300_000, 7))
+    assert largest <= 1.42 * fused.LOGITS_BYTES
 
 
 @pytest.mark.parametrize(
