@@ -1,11 +1,14 @@
 """Fused gradient accumulation: the product of a weight's gradient adds to the sum of the micro-batches.
 
 Saved: a kernel for each weight and micro-batch that reads two gradients and writes one, and the memory of
-the second. The sum is rounded once for each micro-batch, instead of the product and the sum apart.
+the second. The sum is rounded once for each micro-batch, instead of the product and the sum apart. Of an
+embedding only the rows of a micro-batch's tokens are read and written.
 """
 
 import random
 
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.spec.hardware import LEAST_FOR_TRITON
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
@@ -40,12 +43,26 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the blocks' linear layers before they are compiled; zero the gradients after each update."""
+    """Replace the blocks' linear layers before they are compiled, and embeddings; zero the gradients after
+    each update.
+    """
     from trainfit.models.kept_gradients import keep_gradients
 
-    kept = keep_gradients(draft.model, recomputed=recipe.recompute != "none")
+    embeddings = _runs_triton(recipe, draft)
+    kept = keep_gradients(draft.model, recomputed=recipe.recompute != "none", embeddings=embeddings)
     draft.before_batch.append(kept.begin_batch)
     draft.after_step.append(kept.end_step)
+
+
+def _runs_triton(recipe: Recipe, draft: Draft) -> bool:
+    """Return whether the embedding's kernel, in Triton, runs on the GPU; on a CPU PyTorch takes its place."""
+    from trainfit.kernels.custom_op import has_module
+
+    if draft.runs_on_cpu(recipe):
+        return True
+    capability = find_gpu(recipe.hardware.gpu).compute_capability
+    is_known = capability is not None and capability >= LEAST_FOR_TRITON
+    return is_known and (draft.device.type != "cuda" or has_module("triton"))
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
