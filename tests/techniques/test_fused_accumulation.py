@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tiny_recipe import tiny_recipe
+from trainfit.kernels.cross_entropy import fused as fused_loss
 from trainfit.kernels.weight_gradient import op
 from trainfit.measurement.run import measure
 from trainfit.models.kept_gradients import KeptGradientEmbedding, KeptGradientLinear
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "native": {},
     "hf": {"implementation": "hf"},
     "fused loss": {"loss": "fused"},
+    "fused loss, hf": {"loss": "fused", "implementation": "hf"},
     "all recomputed": {"recompute": "full"},
     "selective": {"recompute": "selective"},
     "every second block": {"recompute": Every(every=2)},
@@ -139,6 +141,27 @@ def test_a_ledger_has_the_same_flops_and_no_sums(compiled: Any) -> None:
     assert calls(fused, "aten.embedding_dense_backward") == 0
     removed = calls(plain, "aten.add_.Tensor") - calls(fused, "aten.add_.Tensor")
     assert removed == (MICRO_BATCHES - 1) * (num_weights + 1)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("seq", [16, 48])
+def test_the_fused_loss_adds_the_output_layers_gradient_in_one_chunk(
+    ties: bool, seq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """96 tokens are more than the 32 of the hidden size and the 32 of a chunk, 32 are not."""
+    monkeypatch.setattr(fused_loss, "MIN_ROWS", 32)
+    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 32 * 128 * 2)
+    batch = Batch(micro=2, seq=seq, accumulate=MICRO_BATCHES)
+    fields = {"precision": "bf16", "hardware": Hardware(gpu="h100-sxm"), "loss": "fused", "batch": batch}
+    ledger = ledger_of(recipe(ties=ties, **fields))
+    ops, is_one = ledger.steady_ops, seq == 16
+    products = [op for op in ops if op.name.startswith("aten.addmm_") and op.shape[1:3] == (128, 32)]
+    assert sum(ledger.times(op) * op.calls for op in products) == (0 if is_one else 3 * MICRO_BATCHES)
+    num_bytes = 3 * 128 * 32 * 2
+    adds = [op for op in ops if op.name.startswith("aten.add_.Tensor") and op.num_bytes == num_bytes]
+    # The first micro-batch's gradient is the sum of an untied layer.
+    expected = 0 if is_one else MICRO_BATCHES - (not ties)
+    assert sum(ledger.times(op) * op.calls for op in adds) == expected
 
 
 @pytest.mark.parametrize("kernels", ["standard", "triton"])

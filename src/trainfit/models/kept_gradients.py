@@ -1,9 +1,9 @@
 """Layers whose weights' gradients are added where they are kept.
 
 Linear layers of a model's blocks add by the product that computes the gradient, embeddings by the rows of a
-micro-batch's tokens. The gradients' memory is kept from step to step, and is zero when a step begins: the
-first micro-batch adds to it too. Tied weights have one sum, to which autograd adds the output layer's
-gradient.
+micro-batch's tokens, the output layer by the fused loss where one chunk has all tokens. The gradients' memory
+is kept from step to step, and is zero when a step begins: the first micro-batch adds to it too. Tied weights
+have one sum, to which autograd may add the output layer's gradient.
 """
 
 import torch
@@ -42,16 +42,20 @@ class KeptGradients:
     """Memory of the gradients of layers' weights.
 
     Args:
+        modules: layers whose forward is replaced.
         saves_first: as ``op.linear`` takes it.
+        head: output layer whose weight's gradient the loss adds; its forward stays.
     """
 
-    def __init__(self, modules: list[nn.Linear | nn.Embedding], *, saves_first: bool):
+    def __init__(self, modules: list[nn.Linear | nn.Embedding], *, saves_first: bool, head: nn.Linear | None):
         of_weight: dict[Tensor, Tensor] = {}
-        for module in modules:
+        for module in (*modules, *([] if head is None else [head])):
             weight = module.weight
             if weight not in of_weight:
                 of_weight[weight] = torch.zeros_like(weight, requires_grad=False)
-            if isinstance(module, nn.Embedding):
+            if module is head:
+                pass
+            elif isinstance(module, nn.Embedding):
                 module.__class__ = KeptGradientEmbedding
             elif not isinstance(module, FP8):  # Those take ``kept`` as they are.
                 module.__class__ = KeptGradientLinear
@@ -78,16 +82,18 @@ class KeptGradients:
             weight.grad = kept
 
 
-def keep_gradients(model: nn.Module, *, recomputed: bool, embeddings: bool) -> KeptGradients:
+def keep_gradients(
+    model: nn.Module, *, recomputed: bool, embeddings: bool, head: nn.Linear | None
+) -> KeptGradients:
     """Replace the forward of trained linear layers of the model's blocks, and of its trained embeddings.
 
-    Other layers keep autograd's.
-
-    Layers that multiply in fp8 add by a product in fp8; torchao's keep autograd's sum.
+    Other layers keep autograd's sum. Layers that multiply in fp8 add by a product in fp8; torchao's keep
+    autograd's.
 
     Args:
         recomputed: the backward recomputes blocks, or parts of them.
         embeddings: False leaves embeddings as they are.
+        head: as of ``KeptGradients``.
 
     Raises:
         InputError: the model has no repeated blocks.
@@ -99,7 +105,7 @@ def keep_gradients(model: nn.Module, *, recomputed: bool, embeddings: bool) -> K
     modules = [module for block in blocks for module in block.modules() if _adds(module)]
     if embeddings:
         modules += [module for module in model.modules() if _adds_rows(module)]
-    return KeptGradients(modules, saves_first=recomputed)  # pyright: ignore
+    return KeptGradients(modules, saves_first=recomputed, head=head)  # pyright: ignore
 
 
 def _adds(module: nn.Module) -> bool:

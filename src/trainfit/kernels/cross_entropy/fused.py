@@ -4,6 +4,8 @@ Shapes: n tokens, c tokens per chunk, e hidden size, v vocabulary.
 
 Per chunk: logits = hidden W^T; one kernel writes c losses and replaces the logits by their gradient; two
 products give the gradients of hidden states and, accumulated, of the weight. The backward only scales them.
+Where gradients of micro-batches are summed in a kept tensor and one chunk has all tokens, the backward adds
+the weight's by the product itself: the sum is rounded once for each micro-batch.
 
 Memory: the gradients, which are saved for backward; one chunk's logits in the dtype of the products (2 c v
 bytes in bf16, at most 1.42 times LOGITS_BYTES where these hold MIN_ROWS) and 12 n bytes. Autocast adds the
@@ -26,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainfit.kernels.cross_entropy.chunked import Head
-from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, loss_with_gradients
+from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, LateProduct, loss_with_gradients
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
 from trainfit.kernels.custom_op import declare, triton_kernels, uses_triton
 from trainfit.spec.errors import InputError
@@ -56,6 +58,15 @@ def fused_rows(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
     return max(1, min(num_tokens, max(MIN_ROWS, 2 ** round(math.log2(held)))))
 
 
+def is_one_chunk(num_tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> bool:
+    """Return whether one chunk takes all tokens where the weight's gradient is added to a kept sum.
+
+    The logits then wait for the backward, and no gradient of the weight is made. They may take as much as
+    that gradient and the logits of a chunk of ``fused_rows``, so it needs no more memory.
+    """
+    return num_tokens <= fused_rows(num_tokens, vocabulary, dtype) + hidden_size
+
+
 def fused_linear_cross_entropy(
     hidden: Tensor,
     head: Head,
@@ -83,10 +94,12 @@ def fused_linear_cross_entropy(
 
     def run(dtype: torch.dtype, needed: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
         n, v = hidden.shape[0], weight.shape[0]
-        c = rows or fused_rows(n, v, dtype)
+        adds = head.kept is not None and needed[1] and dtype == head.kept.dtype
+        adds = adds and rows is None and is_one_chunk(n, hidden.shape[1], v, dtype)
+        c = n if adds else rows or fused_rows(n, v, dtype)
         count = (targets != terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
         arguments = (expected_gradient / count, head.scale, head.softcap or 0.0, *terms, any(needed))
-        gradients = Gradients.of(hidden, weight, None, needed)
+        gradients = Gradients.of(hidden, weight, None, (needed[0], needed[1] and not adds, False))
         matrix = weight.to(dtype)
         buffer = logits_buffer(hidden, min(c, n), v, dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # fp32 would round once per chunk.
@@ -97,6 +110,8 @@ def fused_linear_cross_entropy(
             torch.mm(x, matrix.t(), out=logits)
             total += torch.ops.trainfit.cross_entropy_(logits, targets[part], *arguments).sum()
             gradients.add(part, logits, x, matrix)
+            if adds:
+                gradients = gradients._replace(late=LateProduct(head.kept, logits, x))
         return total.div_(count).to(count.dtype), gradients
 
     return loss_with_gradients(run, hidden, weight, None, expected_gradient)
