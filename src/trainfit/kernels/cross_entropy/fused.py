@@ -94,12 +94,13 @@ def fused_linear_cross_entropy(
 
     def run(dtype: torch.dtype, needed: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
         n, v = hidden.shape[0], weight.shape[0]
-        adds = head.kept is not None and needed[1] and dtype == head.kept.dtype
-        adds = adds and rows is None and is_one_chunk(n, hidden.shape[1], v, dtype)
-        c = n if adds else rows or fused_rows(n, v, dtype)
+        kept = head.kept if needed[1] and rows is None else None
+        if kept is not None and not (kept.dtype == dtype and is_one_chunk(n, hidden.shape[1], v, dtype)):
+            kept = None
+        c = rows or fused_rows(n, v, dtype) if kept is None else n
         count = (targets != terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
         arguments = (expected_gradient / count, head.scale, head.softcap or 0.0, *terms, any(needed))
-        gradients = Gradients.of(hidden, weight, None, (needed[0], needed[1] and not adds, False))
+        gradients = Gradients.of(hidden, weight, None, (needed[0], needed[1] and kept is None, False))
         matrix = weight.to(dtype)
         buffer = logits_buffer(hidden, min(c, n), v, dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # fp32 would round once per chunk.
@@ -110,8 +111,8 @@ def fused_linear_cross_entropy(
             torch.mm(x, matrix.t(), out=logits)
             total += torch.ops.trainfit.cross_entropy_(logits, targets[part], *arguments).sum()
             gradients.add(part, logits, x, matrix)
-            if adds:
-                gradients = gradients._replace(late=LateProduct(head.kept, logits, x))
+            if kept is not None:
+                gradients = gradients._replace(late=LateProduct(kept, logits, x))
         return total.div_(count).to(count.dtype), gradients
 
     return loss_with_gradients(run, hidden, weight, None, expected_gradient)
