@@ -12,7 +12,7 @@ of an earlier run are replaced.
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,15 @@ def rows_of_file(file: Path) -> Iterator[tuple[str, OpTime]]:
             yield record["recipe"]["hardware"]["gpu"], row
 
 
-def written(text: str, rows: list[OpTime]) -> str:
-    """Return a calibration's text with its rows of profiled steps replaced."""
+def row_of(row: OpTime) -> list[Any]:
+    """Return a row as a calibration's file holds it."""
+    return [*row[:10], float(f"{row.seconds:.4g}"), row.part]
+
+
+def with_rows(text: str, rows: list[OpTime], parts: Container[str]) -> str:
+    """Return a calibration's text with the rows of these parts replaced."""
     given = json.loads(text)
-    ops = [row for row in given["ops"] if row[-1] != PART]
-    ops += [[*row[:10], float(f"{row.seconds:.4g}"), row.part] for row in rows]
+    ops = [row for row in given["ops"] if row[-1] not in parts] + [row_of(row) for row in rows]
     lines = [json.dumps(row, separators=(",", ":")) for row in ops]
     shortened = json.dumps({**given, "ops": []}, separators=(",", ":"), ensure_ascii=False)
     return shortened.replace('"ops":[]', '"ops":[' + ",\n".join(lines) + "]")
@@ -109,7 +113,7 @@ def main() -> None:
     found = [each for file in options.files for each in rows_of_file(file)]
     (gpu,), rows = {gpu for gpu, _ in found}, [row for _, row in found]
     path = FOLDER / "calibrations" / f"{gpu}.json"
-    path.write_text(written(path.read_text("utf-8"), rows), encoding="utf-8")
+    path.write_text(with_rows(path.read_text("utf-8"), rows, (PART,)), encoding="utf-8")
     for row in rows:
         work, unit = (row.flops / 1e12, "TFLOP/s") if row.shape else (row.num_bytes / 1e9, "GB/s")
         say(f"{work / row.seconds:9,.0f} {unit:7} {row.seconds * 1e6:9.1f} us  {row.op} {row.shape or ''}")

@@ -28,6 +28,7 @@ from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
 from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.cross_entropy.terms import Terms
 from trainfit.kernels.decode_attention import op as decode_attention
+from trainfit.kernels.embedding import op as embedding
 from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch
 from trainfit.kernels.flash_attention.dispatch import (
     BACKWARD,
@@ -191,6 +192,11 @@ def cross_entropy(dtype: torch.dtype, c: int, v: int, softcap: float, smoothing:
             )
 
     return run
+
+
+def embedding_gradient(dtype: torch.dtype, v: int, e: int, n: int) -> Call:
+    kept, gradient, tokens = empty(v, e, dtype=dtype), empty(n, e, dtype=dtype), empty(n, dtype=torch.int64)
+    return lambda step: embedding.triton_add(kept, gradient, tokens, tokens, embedding.NO_PADDING)
 
 
 def multiplication(dtype: torch.dtype, *shape: int) -> Call:
@@ -376,6 +382,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "cross entropy bf16", cross_entropy(BF16, 2048, 131072, 0.0, 0.0)
     yield "cross entropy large, odd, all terms", cross_entropy(BF16, 2**17, 50257, 30.0, 0.1)
     yield "cross entropy fp32", cross_entropy(FP32, 2048, 128256, 0.0, 0.1)
+    yield "embedding's gradient", embedding_gradient(BF16, 151936, 3584, 4096)
+    yield "embedding's gradient, large and odd", embedding_gradient(FP32, 2**19, 5001, 2**19)
     yield "multiplication bf16", multiplication(BF16, 131072, 4096)
     yield "multiplication large and odd", multiplication(FP32, LARGE + 1)
     yield "attention on Hopper, heads of 64, many sequences", hopper_attention(64, 1000, False, b=2**16)

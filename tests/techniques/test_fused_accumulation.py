@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tiny_recipe import tiny_recipe
+from trainfit.kernels.cross_entropy import fused as fused_loss
 from trainfit.kernels.weight_gradient import op
 from trainfit.measurement.run import measure
-from trainfit.models.kept_gradients import KeptGradientLinear
+from trainfit.models.kept_gradients import KeptGradientEmbedding, KeptGradientLinear
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Recipe
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "native": {},
     "hf": {"implementation": "hf"},
     "fused loss": {"loss": "fused"},
+    "fused loss, hf": {"loss": "fused", "implementation": "hf"},
     "all recomputed": {"recompute": "full"},
     "selective": {"recompute": "selective"},
     "every second block": {"recompute": Every(every=2)},
@@ -31,12 +33,19 @@ CASES: dict[str, dict[str, Any]] = {
     "compiled": {"compile": "block"},
     "compiled whole": {"compile": "model"},
     "compiled and recomputed": {"compile": "block", "recompute": "full"},
+    "tied": {"ties": True},
+    "tied, fused loss": {"ties": True, "loss": "fused"},
+    "moments on the host": {"offload": Offload(optimizer=True)},
 }
 
 
-def recipe(accumulation: str = "fused", *, implementation: str = "native", **fields: Any) -> Recipe:
+def recipe(
+    accumulation: str = "fused", *, implementation: str = "native", ties: bool = False, **fields: Any
+) -> Recipe:
     batch = Batch(micro=2, seq=16, accumulate=MICRO_BATCHES)
-    return tiny_recipe(implementation, **{"batch": batch, "accumulation": accumulation, **fields})
+    made = tiny_recipe(implementation, **{"batch": batch, "accumulation": accumulation, **fields})
+    config = {**dict(made.model.config), "tie_word_embeddings": ties}  # pyright: ignore
+    return made.model_copy(update={"model": made.model.model_copy(update={"config": config})})
 
 
 def step_of(wanted: Recipe) -> Step:
@@ -58,6 +67,8 @@ def test_two_updates_are_those_of_gradients_added_apart(name: str) -> None:
         found.append(weights(step))
         kept = [module for module in step.model.modules() if isinstance(module, KeptGradientLinear)]
         assert bool(kept) == (accumulation == "fused")
+        embeddings = [one for one in step.model.modules() if isinstance(one, KeptGradientEmbedding)]
+        assert len(embeddings) == (accumulation == "fused")
     for name_of_weight, expected in found[0].items():
         # AdamW's first updates are the gradients' signs times the rate, so that none may differ.
         torch.testing.assert_close(found[1][name_of_weight], expected, rtol=1e-5, atol=1e-7)
@@ -126,10 +137,31 @@ def test_a_ledger_has_the_same_flops_and_no_sums(compiled: Any) -> None:
 
     num_weights = 4 * 4  # qkv, output, gate-up and down of each block
     assert calls(fused, "trainfit.add_weight_gradient_") == MICRO_BATCHES * num_weights
-    assert (
-        calls(plain, "aten.add_.Tensor") - calls(fused, "aten.add_.Tensor")
-        == (MICRO_BATCHES - 1) * num_weights
-    )
+    assert calls(fused, "trainfit.add_embedding_gradient_") == MICRO_BATCHES
+    assert calls(fused, "aten.embedding_dense_backward") == 0
+    removed = calls(plain, "aten.add_.Tensor") - calls(fused, "aten.add_.Tensor")
+    assert removed == (MICRO_BATCHES - 1) * (num_weights + 1)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("seq", [16, 48])
+def test_the_fused_loss_adds_the_output_layers_gradient_in_one_chunk(
+    ties: bool, seq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """96 tokens are more than the 32 of the hidden size and the 32 of a chunk, 32 are not."""
+    monkeypatch.setattr(fused_loss, "MIN_ROWS", 32)
+    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 32 * 128 * 2)
+    batch = Batch(micro=2, seq=seq, accumulate=MICRO_BATCHES)
+    fields = {"precision": "bf16", "hardware": Hardware(gpu="h100-sxm"), "loss": "fused", "batch": batch}
+    ledger = ledger_of(recipe(ties=ties, **fields))
+    ops, is_one = ledger.steady_ops, seq == 16
+    products = [op for op in ops if op.name.startswith("aten.addmm_") and op.shape[1:3] == (128, 32)]
+    assert sum(ledger.times(op) * op.calls for op in products) == (0 if is_one else 3 * MICRO_BATCHES)
+    num_bytes = 3 * 128 * 32 * 2
+    adds = [op for op in ops if op.name.startswith("aten.add_.Tensor") and op.num_bytes == num_bytes]
+    # The first micro-batch's gradient is the sum of an untied layer.
+    expected = 0 if is_one else MICRO_BATCHES - (not ties)
+    assert sum(ledger.times(op) * op.calls for op in adds) == expected
 
 
 @pytest.mark.parametrize("kernels", ["standard", "triton"])
@@ -144,10 +176,14 @@ def test_what_is_recomputed_is_what_a_sum_apart_recomputes(recompute: Any, kerne
 
 
 @pytest.mark.parametrize(
-    ("implementation", "recompute"), [("native", "none"), ("hf", "none"), ("native", "full")]
-)
-def test_predicted_and_measured_bytes_are_equal(implementation: str, recompute: Any) -> None:
-    on_cpu = recipe(implementation=implementation, recompute=recompute, hardware=Hardware(gpu="cpu"))
+    ("implementation", "fields"),
+    [
+        ("native", {}), ("hf", {}), ("native", {"recompute": "full"}), ("native", {"ties": True}),
+        ("native", {"loss": "fused"}),
+    ],
+)  # fmt: skip
+def test_predicted_and_measured_bytes_are_equal(implementation: str, fields: dict[str, Any]) -> None:
+    on_cpu = recipe(implementation=implementation, hardware=Hardware(gpu="cpu"), **fields)
     predicted, measured = predict(on_cpu), measure(on_cpu, steps=0, device="cpu", start=forked)
     assert measured.status == "done", measured.message
     assert predicted.phases == measured.phases

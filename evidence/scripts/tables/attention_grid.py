@@ -1,4 +1,4 @@
-"""Tables of evidence/pages/kernels.md from records/kernels/attention-grid-h200.jsonl, and whole steps."""
+"""Tables of evidence/pages/kernels.md from records/kernels/attention-grid-GPU.jsonl, and whole steps."""
 
 import json
 import math
@@ -16,16 +16,16 @@ from trainfit.report.table import markdown_grid
 from trainfit.spec.bench import BenchResult, BenchRow
 
 RECORDS = Path(__file__).parents[2] / "records"
-FILE = RECORDS / "kernels/attention-grid-h200.jsonl"
 STEPS = (RECORDS / "step-kernels/step-kernels.jsonl", RECORDS / "step-kernels/step-kernels-faster.jsonl")
 OURS, OTHERS = "ours", ("cudnn", "flash", "efficient")
 PASSES = ("forward", "backward")
 
 
 @cache
-def result(name: str = "attention_grid") -> BenchResult:
-    """Return the result of an experiment on the H200: ``attention_grid``, or ``flash`` in fp32."""
-    (found,) = [one.bench for one in load(FILE) if one.bench is not None and one.bench.experiment == name]
+def result(name: str = "attention_grid", gpu: str = "h200") -> BenchResult:
+    """Return the result of an experiment: ``attention_grid``, or on the H200 ``flash`` in fp32."""
+    records = load(RECORDS / f"kernels/attention-grid-{gpu}.jsonl")
+    (found,) = [one.bench for one in records if one.bench is not None and one.bench.experiment == name]
     return found
 
 
@@ -34,37 +34,46 @@ def shapes() -> list[tuple[int, int]]:
     return sorted({(int(row.point["head"]), int(row.point["seq"])) for row in result().rows if row.times})
 
 
-def rates(head: int, seq: int, which: str) -> dict[str, float]:
+def rates(head: int, seq: int, which: str, gpu: str = "h200") -> dict[str, float]:
     """Return the TFLOP/s of a pass by kernel."""
-    rows = having(result().rows, {"head": head, "seq": seq, "pass": which})
+    rows = having(result(gpu=gpu).rows, {"head": head, "seq": seq, "pass": which})
     return {str(row.point["body"]): float(row.numbers["tflops_per_s"]) for row in rows if row.times}
 
 
-def ratio(head: int, seq: int, which: str) -> float:
+def ratio(head: int, seq: int, which: str, gpu: str = "h200") -> float:
     """Return trainfit's rate over the fastest other kernel's."""
-    found = rates(head, seq, which)
+    found = rates(head, seq, which, gpu)
     return found[OURS] / max(found[name] for name in OTHERS if name in found)
 
 
-def mean_ratio(which: str, most: int = 512) -> float:
+def mean_ratio(which: str, most: int = 512, gpu: str = "h200") -> float:
     """Return the geometric mean of the ratios of heads of up to ``most``."""
-    logs = [math.log(ratio(head, seq, which)) for head, seq in shapes() if head <= most]
+    logs = [math.log(ratio(head, seq, which, gpu)) for head, seq in shapes() if head <= most]
     return math.exp(math.fsum(logs) / len(logs))
 
 
 def rates_table() -> str:
-    """TFLOP/s of trainfit's kernels and the fastest of PyTorch's, forward and backward apart."""
+    """TFLOP/s on an H200 of trainfit's kernels and the fastest of PyTorch's, forward and backward apart."""
+    return _rates_table("h200")
+
+
+def h100_rates_table() -> str:
+    """The same on an H100."""
+    return _rates_table("h100")
+
+
+def _rates_table(gpu: str) -> str:
     lines = []
     for head, seq in shapes():
         cells, names = list[str](), dict[str, None]()
         for which in PASSES:
-            found = rates(head, seq, which)
+            found = rates(head, seq, which, gpu)
             fastest = max((name for name in OTHERS if name in found), key=lambda name: found[name])
             names[BODIES.get(fastest, f"`{fastest}`")] = None
-            cells += [f"{found[name]:.0f}{_mark(head, seq)}" for name in (OURS, fastest)]
-            cells.append(f"{ratio(head, seq, which):.2f}")
+            cells += [f"{found[name]:.0f}{_mark(head, seq, gpu)}" for name in (OURS, fastest)]
+            cells.append(f"{ratio(head, seq, which, gpu):.2f}")
         lines.append((str(head), f"{seq:,}", ", ".join(names), *cells))
-    means = [f"{mean_ratio(which):.2f}" for which in PASSES]
+    means = [f"{mean_ratio(which, gpu=gpu):.2f}" for which in PASSES]
     lines.append(("geometric mean", "", "", "", "", means[0], "", "", means[1]))
     heads = (
         "head size", "tokens", "fastest other",
@@ -73,8 +82,8 @@ def rates_table() -> str:
     return markdown_grid(heads, lines, 3)
 
 
-def _mark(head: int, seq: int) -> str:
-    rows = having(result().rows, {"head": head, "seq": seq})
+def _mark(head: int, seq: int, gpu: str) -> str:
+    rows = having(result(gpu=gpu).rows, {"head": head, "seq": seq})
     return "*" if any(row.status == "unsteady" for row in rows) else ""
 
 

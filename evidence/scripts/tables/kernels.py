@@ -1,7 +1,6 @@
 """Tables of evidence/pages/kernels.md from ``h200.jsonl`` and ``attention-h100.jsonl`` in records/kernels."""
 
 import json
-import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 from trainfit.kernels.flash_attention.dispatch import (
     BACKWARD,
     CUDNN_BACKWARD,
-    FORWARD,
     IN_PASSES,
     backward_groups,
-    forward_groups,
 )
-from trainfit.kernels.flash_attention.triton_launch import FP32_TILES, WIDE_TILES, Tiles
+from trainfit.kernels.flash_attention.triton_launch import FP32_TILES, Tiles
 from trainfit.report.table import markdown_grid
 
 FILE = Path(__file__).parents[2] / "records/kernels/h200.jsonl"
@@ -120,16 +117,6 @@ def _tiles(how: Tiles, loads: str) -> str:
     return f"{loads} {how.block_m}x{how.block_n} w{how.warps} s{how.stages}"
 
 
-def forward_s(d: int, n: int) -> float:
-    """Return the seconds of the forward that runs today (``dispatch.py``)."""
-    name = _tiles(WIDE_TILES["forward"][d > 256], "ptr")
-    if d in FORWARD:
-        how = forward_groups(d, n, GROUP)
-        persistent = " persistent" if how.persistent else ""
-        name = f"gluon {how.groups}x64x{how.block_n} s{how.stages} h{how.heads_at_once}{persistent}"
-    return attention_seconds()[d, n, "forward", name]
-
-
 def backward_s(d: int, n: int, *, deterministic: bool = False) -> float:
     """Return the seconds of the backward that runs today; deterministic: of heads over 128."""
     seconds = attention_seconds()
@@ -142,43 +129,3 @@ def backward_s(d: int, n: int, *, deterministic: bool = False) -> float:
     return seconds[d, n, "prepare", "ptr"] + sum(
         seconds[d, n, name, _tiles(each, "tma")] for name, each in passes
     )
-
-
-def fastest_other_s(d: int, n: int, direction: str) -> float:
-    """Return the least seconds of PyTorch's kernels."""
-    seconds = attention_seconds()
-    return min(seconds[key] for name in OTHERS if (key := (d, n, direction, name)) in seconds)
-
-
-def attention_ratios() -> dict[tuple[int, int, str], float]:
-    """Return trainfit's rate over the fastest other kernel's, by head size, tokens and direction."""
-    shapes = sorted({(d, n) for d, n, _, _ in attention_seconds()})
-    ours = {"forward": forward_s, "backward": backward_s}
-    return {
-        (d, n, direction): fastest_other_s(d, n, direction) / seconds(d, n)
-        for d, n in shapes
-        for direction, seconds in ours.items()
-    }
-
-
-def grouped_attention() -> str:
-    """TFLOP/s of trainfit's kernels and the fastest of PyTorch's, forward and backward apart."""
-    ratios, lines = attention_ratios(), []
-    for d, n in dict.fromkeys((d, n) for d, n, _ in ratios):
-        flops = 32768 * 2048 * n  # Of one product of all heads, half masked
-        cells = []
-        for direction, seconds in (("forward", forward_s(d, n)), ("backward", backward_s(d, n))):
-            for one in (seconds, fastest_other_s(d, n, direction)):
-                cells.append(f"{PRODUCTS[direction] * flops / one / 1e12:.0f}")
-            cells.append(f"{ratios[d, n, direction]:.2f}")
-        lines.append((str(d), f"{n:,}", *cells))
-    means = [
-        math.exp(
-            math.fsum(math.log(ratio) for (_, _, one), ratio in ratios.items() if one == direction)
-            / len(lines)
-        )
-        for direction in PRODUCTS
-    ]
-    lines.append(("geometric mean", "", "", "", f"{means[0]:.2f}", "", "", f"{means[1]:.2f}"))
-    heads = ("head size", "tokens", "forward", "fastest other", "ratio", "backward", "fastest other", "ratio")
-    return markdown_grid(heads, lines)

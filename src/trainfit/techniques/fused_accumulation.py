@@ -1,15 +1,24 @@
 """Fused gradient accumulation: the product of a weight's gradient adds to the sum of the micro-batches.
 
 Saved: a kernel for each weight and micro-batch that reads two gradients and writes one, and the memory of
-the second. The sum is rounded once for each micro-batch, instead of the product and the sum apart.
+the second. The sum is rounded once for each micro-batch, instead of the product and the sum apart. Of an
+embedding only the rows of a micro-batch's tokens are read and written.
 """
 
-import random
+from __future__ import annotations
 
+import random
+from typing import TYPE_CHECKING
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.spec.hardware import LEAST_FOR_TRITON
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.precision import fp8_scaling
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FIELD = "accumulation"
 REMEDY = "use accumulation: standard"
@@ -40,12 +49,47 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the blocks' linear layers before they are compiled; zero the gradients after each update."""
+    """Replace the blocks' linear layers before they are compiled, and embeddings; zero the gradients after
+    each update.
+    """
     from trainfit.models.kept_gradients import keep_gradients
 
-    kept = keep_gradients(draft.model, recomputed=recipe.recompute != "none")
+    embeddings = _runs_triton(recipe, draft)
+    kept = keep_gradients(
+        draft.model, recomputed=recipe.recompute != "none", embeddings=embeddings, head=_head(recipe, draft)
+    )
     draft.before_batch.append(kept.begin_batch)
     draft.after_step.append(kept.end_step)
+
+
+def _runs_triton(recipe: Recipe, draft: Draft) -> bool:
+    """Return whether the embedding's kernel, in Triton, runs on the GPU; on a CPU PyTorch takes its place."""
+    from trainfit.kernels.custom_op import has_module
+
+    if draft.runs_on_cpu(recipe):
+        return True
+    capability = find_gpu(recipe.hardware.gpu).compute_capability
+    is_known = capability is not None and capability >= LEAST_FOR_TRITON
+    return is_known and (draft.device.type != "cuda" or has_module("triton"))
+
+
+def _head(recipe: Recipe, draft: Draft) -> nn.Linear | None:
+    """Return the output layer whose gradient the fused loss adds, in one chunk; None: it is autograd's.
+
+    Several chunks would round the sum of the micro-batches once each; apart, only their own sum is.
+    """
+    if recipe.loss != "fused":
+        return None
+    from torch import nn
+
+    from trainfit.kernels.cross_entropy.fused import is_one_chunk
+    from trainfit.models.language_head import Setting, language_head
+
+    head = language_head(draft.model, Setting("loss", recipe.loss, "use loss: standard")).layer
+    weight, num_tokens = head.weight, recipe.micro_sequences * recipe.batch.seq
+    is_plain = type(head).forward is nn.Linear.forward and head.bias is None and weight.requires_grad
+    vocabulary, hidden_size = weight.shape
+    return head if is_plain and is_one_chunk(num_tokens, hidden_size, vocabulary, weight.dtype) else None
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:

@@ -106,12 +106,19 @@ def test_chunk_sizes():
         assert chunk_rows(*size) == rows
     for size, rows in {
         (8192, 131072, torch.bfloat16): 2048,  # 512 MiB
+        (8192, 151936, torch.bfloat16): 2048,  # 594 MiB; 1,767 tokens have 512
+        (8192, 262144, torch.bfloat16): 1024,
+        (65536, 50304, torch.bfloat16): 4096,  # 5,336 tokens, nearer to 4,096 than to 8,192 by ratio
+        (65536, 32000, torch.bfloat16): 8192,
         (8192, 128256, torch.float32): 1024,
-        (5000, 128256, torch.bfloat16): 1792,  # three, of equal size up to a multiple of 128
+        (5000, 128256, torch.bfloat16): 2048,
         (300, 128256, torch.bfloat16): 300,
         (1000, 10**7, torch.bfloat16): 128,  # at least a tile
+        (0, 128256, torch.bfloat16): 1,
     }.items():
         assert fused_rows(*size) == rows
+    largest = max(v * 2 * fused_rows(2**20, v, torch.bfloat16) for v in range(1000, 300_000, 7))
+    assert largest <= 1.42 * fused.LOGITS_BYTES
 
 
 @pytest.mark.parametrize(
@@ -276,6 +283,39 @@ def test_predicted_and_measured_bytes_are_equal_on_a_cpu(fields: dict[str, Any],
     else:
         beyond = measured.phases.steady.forward - predicted.phases.steady.forward
         assert 0 <= beyond <= 8 * fused.PLAIN_ROWS * 2000 * 4
+
+
+@pytest.mark.parametrize("vocabulary", [64, 61])
+@pytest.mark.parametrize("gradient", [0.25, 0.75])
+def test_a_kept_gradient_is_added_by_the_product(gradient: float, vocabulary: int):
+    """Of one chunk, also where another gradient comes than the expected one; rounded once."""
+    hidden, weight, _, targets = inputs(torch.bfloat16, n=300, e=48, v=vocabulary)
+    wide = weight.detach().double().requires_grad_()
+    exact = torch.autograd.grad(plain_linear_cross_entropy(hidden.double(), Head(wide), targets), wide)[0]
+    found = list[Tensor]()
+    torch.manual_seed(0)
+    kept = torch.randn_like(weight, requires_grad=False)
+    expected = kept.double() + gradient * exact
+    for head in (Head(weight, kept=kept), Head(weight)):
+        h = hidden.detach().requires_grad_()
+        loss = fused.fused_linear_cross_entropy(h, head, targets, expected_gradient=0.25)
+        (gradient * loss).backward()
+        assert (weight.grad is None) == (head.kept is not None)
+        assert h.grad is not None
+        found.append(h.grad)
+    assert torch.equal(*found)
+    torch.testing.assert_close(kept.double(), expected, rtol=2**-8, atol=5e-4)
+
+
+def test_a_kept_gradient_of_several_chunks_is_autograds():
+    hidden, weight, _, targets = inputs(torch.bfloat16, n=300, e=48, v=64)
+    kept = torch.zeros_like(weight, requires_grad=False)
+    loss = fused.fused_linear_cross_entropy(hidden, Head(weight, kept=kept), targets, rows=128)
+    loss.backward()
+    assert weight.grad is not None
+    assert not kept.any()
+    assert fused.is_one_chunk(5632, 3584, 152064, torch.bfloat16)  # 2,048 and the hidden size
+    assert not fused.is_one_chunk(5633, 3584, 152064, torch.bfloat16)
 
 
 def largest_bytes(ledger: Ledger) -> int:

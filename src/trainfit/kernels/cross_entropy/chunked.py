@@ -33,6 +33,7 @@ class Head(NamedTuple):
     bias: Tensor | None = None  # [v]
     scale: float = 1.0
     softcap: float | None = None
+    kept: Tensor | None = None  # Where the fused loss adds the weight's gradient, if one chunk has all tokens
 
 
 def chunk_rows(num_tokens: int, hidden_size: int, vocabulary: int) -> int:

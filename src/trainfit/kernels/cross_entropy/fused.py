@@ -4,10 +4,12 @@ Shapes: n tokens, c tokens per chunk, e hidden size, v vocabulary.
 
 Per chunk: logits = hidden W^T; one kernel writes c losses and replaces the logits by their gradient; two
 products give the gradients of hidden states and, accumulated, of the weight. The backward only scales them.
+Where gradients of micro-batches are summed in a kept tensor and one chunk has all tokens, the backward adds
+the weight's by the product itself: the sum is rounded once for each micro-batch.
 
 Memory: the gradients, which are saved for backward; one chunk's logits in the dtype of the products (2 c v
-bytes in bf16, at most LOGITS_BYTES unless one token has more) and 12 n bytes. Autocast adds the weight in
-that dtype and one product of its shape (2 e v bytes each).
+bytes in bf16, at most 1.42 times LOGITS_BYTES where these hold MIN_ROWS) and 12 n bytes. Autocast adds the
+weight in that dtype and one product of its shape (2 e v bytes each).
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient against fp64 0.27 % with one chunk, 0.32
@@ -17,6 +19,7 @@ Unlike chunked.py, a logit takes 2 bytes instead of 6, label smoothing and z-los
 arXiv:2204.02311, section 5) are supported, and a bias is not.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -25,28 +28,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainfit.kernels.cross_entropy.chunked import Head
-from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, loss_with_gradients
+from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, LateProduct, loss_with_gradients
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
 from trainfit.kernels.custom_op import declare, triton_kernels, uses_triton
 from trainfit.spec.errors import InputError
 
 LOGITS_BYTES = 2**29
-"""Limit of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. Each chunk reads and writes the weight's
-gradient, so on an H200 twice the limit takes 1 % less time, and half the limit 3.5 % more
-(evidence/pages/kernels.md).
+"""About what one chunk's logits take: 2,048 tokens of 131,072 bf16 logits. Each chunk reads and writes the
+weight's gradient, so half of it takes longer; on an H100 twice as much is 0 to 4 % faster in the products
+(docs/log.md, 2026-11-28).
 """
-ALIGNMENT = 128  # Multiple of a chunk's tokens: a tile of the matrix products
+MIN_ROWS = 128  # A tile of the matrix products
 ROW_ALIGNMENT = 16
 """Multiple of the row stride of logits, so that tensor cores can read rows of any vocabulary."""
 PLAIN_ROWS = 64  # Rows per step of the PyTorch implementation
 
 
 def fused_rows(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the tokens per chunk: the fewest equal, aligned chunks whose logits fit in LOGITS_BYTES."""
-    most = max(1, LOGITS_BYTES // (vocabulary * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
-    num_chunks = max(1, -(-num_tokens // most))
-    rows = -(-num_tokens // num_chunks)
-    return max(1, min(num_tokens, -(-rows // ALIGNMENT) * ALIGNMENT))
+    """Return the tokens per chunk: the power of two whose logits are the nearest to LOGITS_BYTES, by ratio.
+
+    The chunk's tokens are rows of two products and the summed dimension of the third: on an H100 chunks of
+    2,048 take 5 to 10 % less time than of 1,664, the multiple of 128 that LOGITS_BYTES hold of 151,936 logits
+    (docs/log.md, 2026-11-28). Logits take at most 1.42 times LOGITS_BYTES. The last chunk has what is left:
+    no more chunks than of equal size, and as many bytes of the weight's gradient to read and write.
+
+    Example: 5,000 tokens of 151,936 bf16 logits. LOGITS_BYTES hold 1,767 of them: 2,048, 2,048 and 904.
+    """
+    held = max(1.0, LOGITS_BYTES / (vocabulary * dtype.itemsize))
+    return max(1, min(num_tokens, max(MIN_ROWS, 2 ** round(math.log2(held)))))
+
+
+def is_one_chunk(num_tokens: int, hidden_size: int, vocabulary: int, dtype: torch.dtype) -> bool:
+    """Return whether one chunk takes all tokens where the weight's gradient is added to a kept sum.
+
+    The logits then wait for the backward, and no gradient of the weight is made. They may take as much as
+    that gradient and the logits of a chunk of ``fused_rows``, so it needs no more memory.
+    """
+    return num_tokens <= fused_rows(num_tokens, vocabulary, dtype) + hidden_size
 
 
 def fused_linear_cross_entropy(
@@ -76,10 +94,13 @@ def fused_linear_cross_entropy(
 
     def run(dtype: torch.dtype, needed: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
         n, v = hidden.shape[0], weight.shape[0]
-        c = rows or fused_rows(n, v, dtype)
+        kept = head.kept if needed[1] and rows is None else None
+        if kept is not None and not (kept.dtype == dtype and is_one_chunk(n, hidden.shape[1], v, dtype)):
+            kept = None
+        c = rows or fused_rows(n, v, dtype) if kept is None else n
         count = (targets != terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
         arguments = (expected_gradient / count, head.scale, head.softcap or 0.0, *terms, any(needed))
-        gradients = Gradients.of(hidden, weight, None, needed)
+        gradients = Gradients.of(hidden, weight, None, (needed[0], needed[1] and kept is None, False))
         matrix = weight.to(dtype)
         buffer = logits_buffer(hidden, min(c, n), v, dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # fp32 would round once per chunk.
@@ -90,6 +111,8 @@ def fused_linear_cross_entropy(
             torch.mm(x, matrix.t(), out=logits)
             total += torch.ops.trainfit.cross_entropy_(logits, targets[part], *arguments).sum()
             gradients.add(part, logits, x, matrix)
+            if kept is not None:
+                gradients = gradients._replace(late=LateProduct(kept, logits, x))
         return total.div_(count).to(count.dtype), gradients
 
     return loss_with_gradients(run, hidden, weight, None, expected_gradient)

@@ -14,10 +14,24 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.custom_op import declare, refuse_second_derivative, triton_kernels, uses_triton
+from trainfit.kernels.weight_gradient import op as weight_gradient
 
 PROGRAMS = 1056  # Programs of the scaling kernel: eight per multiprocessor of an H200
 BLOCK = 2048
 IGNORED_LABEL = -100
+
+
+class LateProduct(NamedTuple):
+    """A weight's gradient that the backward adds where it is kept: the product of one chunk."""
+
+    kept: Tensor  # [v, e]
+    logits: Tensor  # Gradient of the logits, [n, v]
+    x: Tensor  # [n, e]
+
+    def whole_rows(self) -> Tensor:
+        """Return the logits with what is between rows, contiguous, as the scaling kernel takes them."""
+        stride = self.logits.stride(0)
+        return self.logits.as_strided((self.logits.shape[0], stride), (stride, 1))
 
 
 class Gradients(NamedTuple):
@@ -26,6 +40,7 @@ class Gradients(NamedTuple):
     hidden: Tensor | None  # [n, e]
     weight: Tensor | None  # [v, e]
     bias: Tensor | None  # [v]
+    late: LateProduct | None = None  # Instead of ``weight``
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> Self:
@@ -116,15 +131,22 @@ class _LossWithGradients(torch.autograd.Function):
         expected = ctx.expected_gradient
         # CUDA divides by a Python number through its reciprocal, and 13 * (1/13) need not be 1.
         ratio = grad / (expected if isinstance(expected, Tensor) else grad.new_full((), expected))
-        for gradient in gradients:
+        *made, late = gradients
+        for gradient in (*made, None if late is None else late.whole_rows()):
             if gradient is not None:
                 torch.ops.trainfit.multiply_unless_one_(gradient, ratio)
-        return (*gradients, None, None, None)
+        if late is not None:
+            torch.ops.trainfit.add_weight_gradient_(late.kept, late.logits, late.x)
+        return (*made, None, None, None)
 
 
 @cache
 def register() -> None:
-    """Declare ``torch.ops.trainfit.multiply_unless_one_``: scale in place; a factor of 1 writes nothing."""
+    """Declare ``torch.ops.trainfit.multiply_unless_one_``: scale in place; a factor of 1 writes nothing.
+
+    And the product of a ``LateProduct``.
+    """
+    weight_gradient.register()
     declare("multiply_unless_one_", _run, lambda *_: None, mutates=("x",))
 
 

@@ -159,7 +159,7 @@ class _TokenLogs(torch.autograd.Function):
                 chunks.to_gradient(logits, targets[part], grad[part])
                 gradients.add(part, logits, x, chunks.matrix)
                 del logits
-        return (*gradients, None, None)
+        return gradients.hidden, gradients.weight, gradients.bias, None, None
 
 
 class _Again(nn.Module):

@@ -50,7 +50,8 @@ def loss_of(draft: Draft, parts: LanguageHead, function: Callable[..., Tensor]) 
         return shards.mean_loss(partial(mean, hidden_bse), targets_bs, expected)
 
     def mean(hidden_bse: Tensor, targets_bs: Tensor, expected: Tensor | float) -> Tensor:
-        head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
+        kept = getattr(parts.layer, "kept", None)  # models/kept_gradients.py
+        head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap, kept)
         return function(hidden_bse.flatten(0, 1), head, targets_bs.flatten(), expected_gradient=expected)
 
     return loss

@@ -93,7 +93,7 @@ def _indexed(args: tuple[Any, ...], out: Any) -> int:
     """Count indices, selected elements and output; of a scatter into a new tensor all elements."""
     tensors = tensors_of(args)
     target, others = tensors[0], tensors[1:]
-    if isinstance(out, Tensor) and out is target:
+    if out is None or (isinstance(out, Tensor) and out is target):
         # Indices and values are read, the selected elements of the target are read and written.
         values = max((_stored(t) for t in others if t.dtype == target.dtype), default=0)
         return sum(map(_stored, others)) + 2 * values

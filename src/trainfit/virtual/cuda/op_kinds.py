@@ -43,12 +43,12 @@ MAY_COPY = frozenset({"contiguous", "reshape"})
 
 GATHERS = frozenset(
     """
-    embedding gather index index_add index_copy index_fill index_put _index_put_impl index_reduce
-    index_select masked_select put scatter scatter_add scatter_reduce take _unsafe_index
-    _unsafe_index_put _unsafe_masked_index
+    add_embedding_gradient embedding gather index index_add index_copy index_fill index_put
+    _index_put_impl index_reduce index_select masked_select put scatter scatter_add scatter_reduce take
+    _unsafe_index _unsafe_index_put _unsafe_masked_index
     """.split()
 )
-"""Access the elements that indices select."""
+"""Access the elements that indices select; in the first argument, where nothing is returned."""
 
 MOVES = frozenset(
     """
