@@ -33,7 +33,8 @@ KERNELS = {
     "swiglu_backward_kernel": "trainfit.swiglu_backward.default",
     "rms_norm_amax_kernel": "trainfit.rms_norm_amax.default",
     "add_rms_norm_amax_kernel": "trainfit.add_rms_norm_amax.default",
-    "rms_norm_fp8_kernel": "trainfit.rms_norm_fp8.default",
+    "rms_norm_fp8_rows_kernel": "trainfit.rms_norm_fp8_rows.default",
+    "rms_norm_fp8_transposed_kernel": "trainfit.rms_norm_fp8_transposed.default",
     "rms_norm_backward_add_kernel": "trainfit.rms_norm_backward_add.default",
 }
 """Kernel -> the operator that launches it and, of any length, nothing else."""

@@ -1,13 +1,14 @@
 """Kernels of profiled steps in the catalog's calibration of an H100."""
 
 import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from evidence.scripts.profiled_rows import PART, products_of, rows_of, with_rows
+from evidence.scripts.profiled_rows import KERNELS, PART, products_of, rows_of, with_rows
 from page_claims import ROOT
 from trainfit.catalog.load import FOLDER
 from trainfit.catalog.rates import rates
@@ -83,3 +84,20 @@ def test_a_kernel_of_one_size_is_taken_and_casts_to_fp8_are_not() -> None:
     (row,) = rows_of({"kernels": kernels}, ledger)
     assert (row.op, row.num_bytes, row.part) == ("trainfit.swiglu_backward.default", 64, PART)
     assert row.seconds == pytest.approx(3e-6)
+
+
+def test_kernels_and_the_operators_that_they_are_of_exist() -> None:
+    """A kernel that serves two operators would give one the other's seconds."""
+    declared, launched = set[str](), set[str]()
+    for folder in ("rms_norm", "swiglu"):
+        for file in (ROOT / "src/trainfit/kernels" / folder).glob("*.py"):
+            text = file.read_text("utf-8")
+            declared |= {f"trainfit.{name}.default" for name in re.findall(r'declare\(\s*"(\w+)"', text)}
+            launched |= set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE))
+    assert KERNELS.keys() <= launched
+    assert set(KERNELS.values()) <= declared
+    assert len(set(KERNELS.values())) == len(KERNELS)
+    functions = (ROOT / "src/trainfit/models/fp8_functions.py").read_text("utf-8")
+    used = {f"trainfit.{name}.default" for name in re.findall(r"trainfit\.(\w*rms_norm\w*)", functions)}
+    assert used
+    assert used <= set(KERNELS.values())

@@ -205,8 +205,9 @@ def test_norms_in_fp8_have_the_nearest_codes_in_both_layouts(shape: tuple[int, i
         torch.testing.assert_close(rstd, expected, rtol=1e-6, atol=0)
         assert amax == amax.to(torch.bfloat16)
         torch.testing.assert_close(amax, of_norms, rtol=2**-7, atol=0)
-        codes, transposed, scale = rms_norm_fp8.triton_fp8(summed, weight, rstd, amax)
-        nearest, _, of_codes = rms_norm_fp8.reference_fp8(summed, weight, rstd, amax)
+        codes, scale = rms_norm_fp8.triton_rows(summed, weight, rstd, amax)
+        transposed, _ = rms_norm_fp8.triton_transposed(summed, summed, weight, rstd, amax)
+        nearest, of_codes = rms_norm_fp8.reference_rows(summed, weight, rstd, amax)
         torch.testing.assert_close(scale, of_codes)
         assert_nearest(codes, transposed, nearest)
 
@@ -233,7 +234,7 @@ def test_norms_in_fp8_do_not_hide_what_is_not_finite(value: float):
     h, rstd, amax = rms_norm_fp8.triton_add_amax(x, a, weight, EPS)
     assert amax.isinf().all()
     assert rms_norm_fp8.triton_amax(h, weight, EPS)[1].isinf().all()
-    codes, _, scale = rms_norm_fp8.triton_fp8(h, weight, rstd, amax)
+    codes, scale = rms_norm_fp8.triton_rows(h, weight, rstd, amax)
     assert not (codes.float() * scale).isfinite().any()
 
 

@@ -59,7 +59,8 @@ def test_the_magnitude_is_of_what_is_rounded() -> None:
     y = torch.nn.functional.rms_norm(h, weight.shape, weight, EPS)
     assert amax == amax.bfloat16()
     assert amax == y.abs().max()
-    codes, transposed, scale = fp8.reference_fp8(h, weight, rstd, amax)
+    codes, scale = fp8.reference_rows(h, weight, rstd, amax)
+    transposed, _ = fp8.reference_transposed(h, h, weight, rstd, amax)
     assert codes.float().abs().max() == torch.finfo(E4M3).max
     assert torch.equal(codes.float(), (y.float() / scale).to(E4M3).float())
     assert torch.equal(transposed.float(), codes.float().t())
@@ -98,21 +99,23 @@ def test_the_kernel_computes_what_is_rounded(shape: tuple[int, int]) -> None:
     x, _, _, weight = given(*shape)
     y, rstd = normed(x, weight)
     amax, largest = y.abs().amax().reshape(1).float(), torch.finfo(E4M3).max
-    out, transposed, scale = torch.empty(shape), torch.empty(shape[::-1]), torch.empty(1)
-    fp8._launch_fp8((x, weight, rstd.float(), amax, out, transposed, scale), fp8.Tile())
-    torch.testing.assert_close(scale, amax / largest)
-    assert (out.double() * scale.double() - y).abs().max() < 1e-6 * y.abs().max()
-    assert torch.equal(transposed, out.t())
+    for kernel, turn in (("rms_norm_fp8_rows_kernel", False), ("rms_norm_fp8_transposed_kernel", True)):
+        out, scale = torch.empty(shape[::-1] if turn else shape), torch.empty(1)
+        fp8._launch_fp8(kernel, (x, weight, rstd.float(), amax, out, scale), fp8.Tile())
+        torch.testing.assert_close(scale, amax / largest)
+        found = (out.t() if turn else out).double() * scale.double()
+        assert (found - y).abs().max() < 1e-6 * y.abs().max()
 
 
 def test_codes_are_the_nearest_where_no_carry_is() -> None:
     x, _, _, weight = given(132, 144)
     rstd, amax = fp8.reference_amax(x, weight, EPS)
-    codes, transposed, scale = fp8.triton_fp8(x, weight, rstd, amax)
-    expected, expected_t, expected_scale = fp8.reference_fp8(x, weight, rstd, amax)
+    codes, scale = fp8.triton_rows(x, weight, rstd, amax)
+    transposed, again = fp8.triton_transposed(x[:0], x, weight, rstd, amax)
+    expected, expected_scale = fp8.reference_rows(x, weight, rstd, amax)
     assert torch.equal(transposed.float(), codes.float().t())
-    assert torch.equal(expected_t.float(), expected.float().t())
     assert torch.equal(scale, expected_scale)
+    assert torch.equal(again, expected_scale)
     carries = expected.float().abs().log2().frac() == 0
     steps = codes.view(torch.uint8).int() - expected.view(torch.uint8).int()
     assert steps[~carries].abs().max() <= 1
@@ -122,19 +125,10 @@ def test_codes_are_the_nearest_where_no_carry_is() -> None:
 def test_rows_that_are_no_multiple_of_four_have_the_codes_of_the_reference() -> None:
     x, _, _, weight = given(130, 48, torch.bfloat16)
     rstd, amax = fp8.reference_amax(x, weight, EPS)
-    found, expected = (run(x, weight, rstd, amax) for run in (fp8.triton_fp8, fp8.reference_fp8))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.float(), other.float())
-
-
-@pytest.mark.parametrize("n", [132, 130])
-def test_layouts_apart_are_those_written_at_once(n: int) -> None:
-    x, _, _, weight = given(n, 144)
-    rstd, amax = fp8.reference_amax(x, weight, EPS)
-    codes, transposed, scale = fp8.triton_fp8(x, weight, rstd, amax)
+    codes, scale = fp8.reference_rows(x, weight, rstd, amax)
     for found, expected in (
         (fp8.triton_rows(x, weight, rstd, amax), codes),
-        (fp8.triton_transposed(x[:0], x, weight, rstd, amax), transposed),
+        (fp8.triton_transposed(x[:0], x, weight, rstd, amax), codes.float().t()),
     ):
         assert torch.equal(found[0].float(), expected.float())
         assert torch.equal(found[1], scale)
@@ -146,7 +140,7 @@ def test_zeros_have_codes_of_zero() -> None:
     assert not h.any()
     assert not amax.any()
     torch.testing.assert_close(rstd, torch.full((16,), EPS**-0.5))
-    codes, _, scale = fp8.triton_fp8(h, weight, rstd, amax)
+    codes, scale = fp8.triton_rows(h, weight, rstd, amax)
     assert scale > 0
     assert not codes.float().any()
 
@@ -161,7 +155,7 @@ def test_what_is_not_finite_makes_the_magnitude_infinite(place: tuple[int, int],
     assert amax.isinf().all()
     assert fp8.triton_amax(h, weight, EPS)[1].isinf().all()
     assert not fp8.reference_add_amax(x, a, weight, EPS)[2].isfinite().any()
-    codes, _, scale = fp8.triton_fp8(h, weight, rstd, amax)
+    codes, scale = fp8.triton_rows(h, weight, rstd, amax)
     assert not (codes.float() * scale).isfinite().any()
     dx, _ = fp8.triton_backward_add(gradient, h, weight, rstd, x)
     assert dx[place[0]].isnan().any()
@@ -177,7 +171,8 @@ def test_compiled_they_are_one_graph() -> None:
     def run(x: Tensor, a: Tensor, gradient: Tensor, weight: Tensor) -> list[Tensor]:
         h, rstd, amax = ours.add_rms_norm_amax(x, a, weight, EPS)
         again, _ = ours.rms_norm_amax(h, weight, EPS)
-        codes, transposed, scale = ours.rms_norm_fp8(h, weight, rstd, amax)
+        codes, scale = ours.rms_norm_fp8_rows(h, weight, rstd, amax)
+        transposed, _ = ours.rms_norm_fp8_transposed(gradient, h, weight, rstd, amax)
         dx, parts = ours.rms_norm_backward_add(gradient, h, weight, again, a)
         return [h, codes.float(), transposed.float(), scale, dx, parts.sum(0)]
 

@@ -4,7 +4,7 @@ Shapes: n rows of e elements, contiguous; x and what is added to it [n, e], weig
 
 The norm's output y is rounded to x's dtype and then, by its largest magnitude, to e4m3; y itself is not
 written. A first kernel computes the rows' factors and that magnitude, and of a sum also the sum; a second one
-computes y again and writes its codes as products read them: [n, e], and [e, n] for the weight's gradient.
+computes y again and writes its codes as a product reads them: [n, e], or [e, n] for the weight's gradient.
 Passes over a tensor [n, e] of 16 bits: of a sum 2 read and 1 written, then 1 read and 1 written; the backward
 of both 3 read and 1 written.
 """
@@ -78,12 +78,11 @@ def num_parts(n: int, e: int) -> int:
 
 @cache
 def register() -> None:
-    """Declare ``torch.ops.trainfit.rms_norm_amax``, ``add_rms_norm_amax``, ``rms_norm_fp8`` and
-    ``rms_norm_backward_add``.
+    """Declare ``torch.ops.trainfit.rms_norm_amax``, ``add_rms_norm_amax``, ``rms_norm_fp8_rows``,
+    ``rms_norm_fp8_transposed`` and ``rms_norm_backward_add``.
     """
     declare("rms_norm_amax", reference_amax, _fake_amax, triton=triton_amax)
     declare("add_rms_norm_amax", reference_add_amax, _fake_add_amax, triton=triton_add_amax)
-    declare("rms_norm_fp8", reference_fp8, _fake_fp8, triton=triton_fp8)
     declare("rms_norm_fp8_rows", reference_rows, _fake_rows, triton=triton_rows)
     declare("rms_norm_fp8_transposed", reference_transposed, _fake_transposed, triton=triton_transposed)
     declare("rms_norm_backward_add", reference_backward_add, _fake_backward_add, triton=triton_backward_add)
@@ -101,17 +100,10 @@ def reference_add_amax(x: Tensor, a: Tensor, weight: Tensor, eps: float) -> tupl
     return h, *reference_amax(h, weight, eps)
 
 
-def reference_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y in e4m3 as [n, e] and as [e, n], and its scale, fp32 [1]."""
-    y = (x.to(rstd.dtype) * rstd[:, None] * weight).to(x.dtype)
-    codes, scale = rounded(y, amax, E4M3)
-    return codes, transposed_bytes(codes), scale
-
-
 def reference_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return y in e4m3 [n, e], and its scale, fp32 [1]."""
-    codes, _, scale = reference_fp8(x, weight, rstd, amax)
-    return codes, scale
+    y = (x.to(rstd.dtype) * rstd[:, None] * weight).to(x.dtype)
+    return rounded(y, amax, E4M3)
 
 
 def reference_transposed(
@@ -121,8 +113,8 @@ def reference_transposed(
 
     ``like`` is not read: a compiler that sees it cannot compute this in the forward and keep the result.
     """
-    _, codes, scale = reference_fp8(x, weight, rstd, amax)
-    return codes, scale
+    codes, scale = reference_rows(x, weight, rstd, amax)
+    return transposed_bytes(codes), scale
 
 
 def reference_backward_add(
@@ -155,33 +147,24 @@ def triton_add_amax(x: Tensor, a: Tensor, weight: Tensor, eps: float) -> tuple[T
     return h, rstd, amax
 
 
-def triton_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``reference_fp8`` in one kernel; in PyTorch where the rows are not a multiple of four."""
-    if x.shape[0] % FOUR:
-        return reference_fp8(x, weight, rstd, amax)
-    out = _fake_fp8(x, weight, rstd, amax)
-    _launch_fp8((x, weight, rstd, amax, *out), Tile())
-    return out
-
-
 def triton_rows(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``reference_rows`` as ``triton_fp8`` does."""
+    """Compute ``reference_rows`` in one kernel; in PyTorch where the rows are not a multiple of four."""
     if x.shape[0] % FOUR:
         return reference_rows(x, weight, rstd, amax)
-    codes, scale = _fake_rows(x, weight, rstd, amax)
-    _launch_fp8((x, weight, rstd, amax, codes, codes, scale), Tile(), transposed=False)
-    return codes, scale
+    out = _fake_rows(x, weight, rstd, amax)
+    _launch_fp8("rms_norm_fp8_rows_kernel", (x, weight, rstd, amax, *out), Tile())
+    return out
 
 
 def triton_transposed(
     like: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``reference_transposed`` as ``triton_fp8`` does."""
+    """Compute ``reference_transposed`` as ``triton_rows`` does."""
     if x.shape[0] % FOUR:
         return reference_transposed(like, x, weight, rstd, amax)
-    codes, scale = _fake_transposed(like, x, weight, rstd, amax)
-    _launch_fp8((x, weight, rstd, amax, codes, codes, scale), Tile(), rows=False)
-    return codes, scale
+    out = _fake_transposed(like, x, weight, rstd, amax)
+    _launch_fp8("rms_norm_fp8_transposed_kernel", (x, weight, rstd, amax, *out), Tile())
+    return out
 
 
 def triton_backward_add(
@@ -207,17 +190,14 @@ def _launch_backward(tensors: tuple[Tensor, ...], tile: Rows) -> None:
         )
 
 
-def _launch_fp8(
-    tensors: tuple[Tensor, ...], tile: Tile, *, rows: bool = True, transposed: bool = True
-) -> None:
-    """Write the layouts that are asked for."""
+def _launch_fp8(kernel: str, tensors: tuple[Tensor, ...], tile: Tile) -> None:
     x = tensors[0]
     n, e = x.shape
     if x.numel():
-        triton_kernels(TRITON).rms_norm_fp8_kernel[(-(-n // tile.rows), -(-e // tile.block))](
+        getattr(triton_kernels(TRITON), kernel)[(-(-n // tile.rows), -(-e // tile.block))](
             *tensors, n // FOUR, e, ROWS=tile.rows, BLOCK=tile.block, LEAST=LEAST,
             LARGEST=torch.finfo(E4M3).max, WORDS=not interprets_triton(), PACKED=_packs(x),
-            BY_ROWS=rows, TURNED=transposed, num_warps=tile.num_warps,
+            num_warps=tile.num_warps,
         )  # fmt: skip
 
 
@@ -240,12 +220,6 @@ def _fake_amax(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _fake_add_amax(x: Tensor, a: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), *_fake_amax(x, weight, eps)
-
-
-def _fake_fp8(x: Tensor, weight: Tensor, rstd: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    n, e = x.shape
-    codes, transposed = (x.new_empty(shape, dtype=E4M3) for shape in ((n, e), (e, n)))
-    return codes, transposed, x.new_empty(1, dtype=torch.float32)
 
 
 def _fake_backward_add(

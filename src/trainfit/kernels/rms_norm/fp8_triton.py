@@ -156,12 +156,12 @@ def _normed(X, RSTD, w, rows, columns, width, inside, known, PACKED: tl.constexp
 
 
 @triton.jit
-def rms_norm_fp8_kernel(
-    X, W, RSTD, AMAX, OUT, TRANSPOSED, SCALE, quarter, width,
+def _rms_norm_fp8(
+    X, W, RSTD, AMAX, OUT, SCALE, quarter, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
-    PACKED: tl.constexpr, BY_ROWS: tl.constexpr, TURNED: tl.constexpr,
+    PACKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Write y's codes by rows, transposed, or both; a program rounds a tile of ROWS by BLOCK elements."""
+    """Write y's codes by rows or, with TURNED, transposed."""
     fours = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     first = 4 * fours
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -176,11 +176,35 @@ def rms_norm_fp8_kernel(
     )
     scale = tl.maximum(tl.load(AMAX), LEAST, tl.PropagateNan.ALL) / LARGEST
     store_both(
-        tiles, OUT, TRANSPOSED, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS,
-        BY_ROWS, TURNED,
+        tiles, OUT, OUT, fours, columns, quarter, width, inside, 1.0 / scale, LARGEST, WORDS,
+        not TURNED, TURNED,
     )  # fmt: skip
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
+
+
+@triton.jit
+def rms_norm_fp8_rows_kernel(
+    X, W, RSTD, AMAX, OUT, SCALE, quarter, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Write y's codes. A program rounds a tile of ROWS by BLOCK elements."""
+    _rms_norm_fp8(
+        X, W, RSTD, AMAX, OUT, SCALE, quarter, width, ROWS, BLOCK, LEAST, LARGEST, WORDS, PACKED, TURNED=False
+    )
+
+
+@triton.jit
+def rms_norm_fp8_transposed_kernel(
+    X, W, RSTD, AMAX, OUT, SCALE, quarter, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Write y's codes transposed. A program rounds a tile of ROWS by BLOCK elements."""
+    _rms_norm_fp8(
+        X, W, RSTD, AMAX, OUT, SCALE, quarter, width, ROWS, BLOCK, LEAST, LARGEST, WORDS, PACKED, TURNED=True
+    )
 
 
 @triton.jit

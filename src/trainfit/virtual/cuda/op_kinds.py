@@ -135,7 +135,7 @@ OWN_VECTOR_WORK = frozenset(
     adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded adamw_master
     add_rms_norm_amax add_rounded cross_entropy fp8_cast_both fp8_cast_rows fp8_cast_transposed
     multiply_unless_one own_rms_norm own_rms_norm_backward rms_norm_amax rms_norm_backward_add
-    rms_norm_fp8 rms_norm_fp8_rows rms_norm_fp8_transposed rotate_pairs sample_tokens split_rotated
+    rms_norm_fp8_rows rms_norm_fp8_transposed rotate_pairs sample_tokens split_rotated
     split_rotated_backward swiglu swiglu_backward
     """.split()
 )
