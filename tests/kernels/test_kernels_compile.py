@@ -97,10 +97,10 @@ def test_each_byte_that_is_transposed_was_converted_before(
         assert len(set(found)) == of_thread, name
 
 
-@pytest.mark.parametrize("e", [1536, 1543])
-def test_of_norms_too(compiled: dict[str, dict], e: int):
+@pytest.mark.parametrize("sizes", ["large", "odd"])
+def test_of_norms_too(compiled: dict[str, dict], sizes: str):
     """Besides codes the weight goes through shared memory."""
-    (code,) = compiled[f"norms in fp8 of {e}"]["sass"].values()
+    code = compiled[f"layouts in fp8 apart, {sizes}"]["sass"]["rms_norm_fp8_transposed_kernel"]
     found = [byte for one in stored_in_shared(code) if one != [None] * len(one) for byte in one]
     assert set(map(type, found)) == {tuple}
     assert len(set(found)) == 64

@@ -1,9 +1,9 @@
 """fp8 blocks: norms, residual sums and SwiGLU of a block by kernels that write fp8, forward and backward.
 
 Of ``precision: fp8`` with the native decoder. Rounding is the same as without: one scale a tensor, from its
-largest magnitude. The inputs of products in fp8 are saved for the backward in 8 bits. The gate-up product,
-queries, keys, values, attention's output and the residual stream stay in 16 bits. Parts of another form keep
-the model's code (models/fp8_block.py).
+largest magnitude. Saved for the backward in 8 bits: SwiGLU's output. A block's input, the sum before its
+second norm, the gate-up product, queries, keys, values and attention's output are saved in 16 bits, and the
+backward rounds the products' inputs again. Parts of another form keep the model's code (models/fp8_block.py).
 """
 
 import random
