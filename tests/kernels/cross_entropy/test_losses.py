@@ -318,6 +318,16 @@ def test_a_kept_gradient_of_several_chunks_is_autograds():
     assert not fused.is_one_chunk(5633, 3584, 152064, torch.bfloat16)
 
 
+def test_no_tokens_add_nothing_to_a_kept_gradient():
+    hidden, weight, _, targets = inputs(torch.float32, n=0, e=48, v=64)
+    kept = torch.ones_like(weight, requires_grad=False)
+    loss = fused.fused_linear_cross_entropy(hidden, Head(weight, kept=kept), targets)
+    loss.backward()
+    assert loss.isnan()
+    assert weight.grad is None
+    assert torch.equal(kept, torch.ones_like(kept))
+
+
 def largest_bytes(ledger: Ledger) -> int:
     """Return the largest storage that a steady step allocates."""
     return max(s.num_bytes for s in ledger.storages if s.op >= 0 and ledger.ops[s.op] in steady(ledger))

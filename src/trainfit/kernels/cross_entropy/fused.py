@@ -97,7 +97,7 @@ def fused_linear_cross_entropy(
         kept = head.kept if needed[1] and rows is None else None
         if kept is not None and not (kept.dtype == dtype and is_one_chunk(n, hidden.shape[1], v, dtype)):
             kept = None
-        c = rows or fused_rows(n, v, dtype) if kept is None else n
+        c = rows or fused_rows(n, v, dtype) if kept is None else max(1, n)
         count = (targets != terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
         arguments = (expected_gradient / count, head.scale, head.softcap or 0.0, *terms, any(needed))
         gradients = Gradients.of(hidden, weight, None, (needed[0], needed[1] and kept is None, False))
