@@ -82,3 +82,10 @@ def test_a_gradient_that_is_expanded() -> None:
     weight, kept = torch.randn(5, 3, requires_grad=True), torch.zeros(5, 3)
     op.embedding(torch.tensor([1, 1, 4]), weight, kept).sum().backward()
     assert kept[:, 0].tolist() == [0, 2, 0, 0, 1]
+
+
+def test_a_single_token_without_dimensions() -> None:
+    op.register()
+    weight, kept = torch.randn(5, 3, requires_grad=True), torch.zeros(5, 3)
+    op.embedding(torch.tensor(4), weight, kept).sum().backward()
+    assert kept[:, 0].tolist() == [0, 0, 0, 0, 1]

@@ -49,7 +49,7 @@ class _Embedding(torch.autograd.Function):
         refuse_second_derivative()
         (tokens,) = ctx.saved_tensors
         in_order, positions = torch.sort(tokens.flatten(), stable=True)
-        gradient_ne = gradients[0].flatten(0, -2).contiguous()
+        gradient_ne = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
         torch.ops.trainfit.add_embedding_gradient_(ctx.kept, gradient_ne, in_order, positions, ctx.padding)
         return None, None, None, None
 
