@@ -39,8 +39,9 @@ def measure(file: Path, parts: list[str]) -> None:
             known[part]()
         timer.finish()
         torch.cuda.empty_cache()
+        # After each part: what was measured is kept if the time is up.
+        file.write_text(json.dumps({"gpu": gpu.name, "ops": timer.rows}), encoding="utf-8")
         say(f"{part}: {len(timer.rows)} operations so far, failures: {timer.failures}")
-    file.write_text(json.dumps({"gpu": gpu.name, "ops": timer.rows}), encoding="utf-8")
 
 
 def merge(file: Path) -> None:
