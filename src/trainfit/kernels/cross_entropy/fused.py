@@ -8,8 +8,9 @@ Where gradients of micro-batches are summed in a kept tensor and one chunk has a
 the weight's by the product itself: the sum is rounded once for each micro-batch.
 
 Memory: the gradients, which are saved for backward; one chunk's logits in the dtype of the products (2 c v
-bytes in bf16, at most 1.42 times LOGITS_BYTES where these hold MIN_ROWS) and 12 n bytes. Autocast adds the
-weight in that dtype and one product of its shape (2 e v bytes each).
+bytes in bf16, at most 1.42 times LOGITS_BYTES where these hold MIN_ROWS) and 12 n bytes. A single chunk that
+adds to a kept sum has up to e tokens more, whose logits take no more than the weight's gradient, which is not
+made. Autocast adds the weight in that dtype and one product of its shape (2 e v bytes each).
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient against fp64 0.27 % with one chunk, 0.32

@@ -1,5 +1,8 @@
 """Round to fp8 in Triton, in fp32. A program rounds a tile of ROWS by BLOCK elements."""
 
+# Constants of a kernel are of types that only Triton knows.
+# pyright: reportAssignmentType=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton

@@ -4,6 +4,9 @@ Kernels of whole rows take ROWS of them at once, in CHUNKS of BLOCK columns: WID
 A program takes one such tile after another, and its loads run ahead of what it computes (STAGES).
 """
 
+# Constants of a kernel are of types that only Triton knows.
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
