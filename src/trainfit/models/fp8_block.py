@@ -169,14 +169,16 @@ class Fp8Attention(Attention):
     def forward(self, x_bse: Tensor, shared: PositionTensors, norm: nn.Module | None = None) -> Any:
         """Return attention's output; with ``norm``, of the norm of x, and x for the residual connection."""
         if norm is None:
-            return self.of_product(self.qkv(x_bse), shared)
+            return self.of_heads(*self.projected(x_bse, shared), shared)
         if not isinstance(self.qkv, Fp8AttentionLinear):
-            return self.of_product(self.qkv(norm(x_bse)), shared), x_bse
+            return self.of_heads(*self.projected(norm(x_bse), shared), shared), x_bse
         weight, eps = _of_norm(norm)
         qkv, x_bse = fp8_functions.norm_product(
             x_bse, weight, eps, _layer(self.qkv), emulated=self.qkv.emulated
         )
-        return self.of_product(qkv, shared), x_bse
+        heads = self.split(qkv, shared)
+        del qkv  # Attention would keep it alive.
+        return self.of_heads(*heads, shared), x_bse
 
 
 class Fp8SplitAttention(Fp8Attention, SplitAttention):

@@ -90,12 +90,11 @@ class Attention(nn.Module):
         """Keys and values of a prefix, [2, tokens, k, d] (virtual_tokens.py)."""
 
     def forward(self, x_bse: Tensor, shared: PositionTensors) -> Tensor:
-        return self.of_product(self.qkv(x_bse), shared)
+        return self.of_heads(*self.projected(x_bse, shared), shared)
 
-    def of_product(self, qkv: Tensor, shared: PositionTensors) -> Tensor:
-        """Return the output [b, s, e] from the product of queries, keys and values [b, s, (h + 2 k) d]."""
-        b, s, _ = qkv.shape
-        q, k, v = self.split(qkv, shared)
+    def of_heads(self, q: Tensor, k: Tensor, v: Tensor, shared: PositionTensors) -> Tensor:
+        """Return the output [b, s, e] from queries [b, s, h, d], keys and values [b, s, k, d]."""
+        b, s, *_ = q.shape
         if self.prefix is not None:
             prefix_k, prefix_v = self.prefix.to(k.dtype).unsqueeze(1).expand(-1, b, -1, -1, -1)
             k, v = torch.cat((prefix_k, k), dim=1), torch.cat((prefix_v, v), dim=1)
