@@ -114,6 +114,20 @@ def measured_runs(recipes: Iterable[Recipe], folder: Path) -> dict[str, Run]:
     return found
 
 
+def check_peaks(chosen: list[Recipe], folder: Path) -> None:
+    """Measure recipes; fail unless each phase's peak is the predicted one.
+
+    To the byte with segments where the driver put them, else within 1 %.
+    """
+    predicted, measured = predictions(chosen, folder), measured_runs(chosen, folder)
+    assert [differences(one, measured[one.id]) for one in chosen] == [{}] * len(chosen)
+    for one in chosen:
+        estimate, peak = predicted[one.id].estimate, measured[one.id].measurement.peak_allocated_bytes
+        assert estimate is not None
+        assert peak is not None
+        assert abs(peak / estimate.peak_allocated_bytes - 1) <= 0.01
+
+
 def _written(recipes: Iterable[Recipe], folder: Path) -> Path:
     path = folder / "recipes.jsonl"
     path.write_text("".join(one.model_dump_json() + "\n" for one in recipes))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driver_addresses import differences, measured_runs, predictions
+from driver_addresses import check_peaks
 from trainfit.kernels.fp8_cast import op as fp8_cast
 from trainfit.kernels.rms_norm import fp8 as rms_norm
 from trainfit.models.fp8_block import Fp8Block
@@ -125,11 +125,4 @@ PEAKS: list[dict[str, Any]] = [
 @pytest.mark.timeout(300)
 def test_the_peak_is_the_predicted_one(tmp_path: Path) -> None:
     """To the byte in each phase, with segments where the driver put them; else within 1 %."""
-    chosen = [recipe({}, **fields) for fields in PEAKS]
-    predicted, measured = predictions(chosen, tmp_path), measured_runs(chosen, tmp_path)
-    assert [differences(one, measured[one.id]) for one in chosen] == [{}] * len(chosen)
-    for one in chosen:
-        estimate = predicted[one.id].estimate
-        assert estimate is not None
-        peak = measured[one.id].measurement.peak_allocated_bytes
-        assert peak == pytest.approx(estimate.peak_allocated_bytes, rel=0.01)
+    check_peaks([recipe({}, **fields) for fields in PEAKS], tmp_path)

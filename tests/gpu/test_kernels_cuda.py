@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from block_definitions import EPS, angles, gated, results, rms, turned
-from driver_addresses import differences, measured_runs, predictions
+from driver_addresses import check_peaks
 from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
 from trainfit.kernels.cross_entropy import gradients_in_forward
 from trainfit.kernels.cross_entropy.terms import Terms
@@ -269,11 +269,4 @@ def recipe(fields: dict[str, Any]) -> Recipe:
 @pytest.mark.timeout(300)
 def test_the_peak_is_the_predicted_one(tmp_path: Path):
     """To the byte in each phase, with segments where the driver put them; else within 1 %."""
-    chosen = [recipe(fields) for fields in RECIPES]
-    predicted, measured = predictions(chosen, tmp_path), measured_runs(chosen, tmp_path)
-    assert [differences(one, measured[one.id]) for one in chosen] == [{}] * len(chosen)
-    for one in chosen:
-        estimate = predicted[one.id].estimate
-        assert estimate is not None
-        peak = measured[one.id].measurement.peak_allocated_bytes
-        assert peak == pytest.approx(estimate.peak_allocated_bytes, rel=0.01)
+    check_peaks([recipe(fields) for fields in RECIPES], tmp_path)

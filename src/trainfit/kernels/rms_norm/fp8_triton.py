@@ -91,7 +91,7 @@ def _rms_norm_amax(
     programs = tl.num_programs(0)
     tiles = tl.cdiv(n, ROWS)
     for iteration in tl.range(0, tl.cdiv(tiles - tl.program_id(0), programs), num_stages=STAGES):
-        rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)  # pyright: ignore[reportGeneralTypeIssues]
+        rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)
         x = _chunks_of(X, rows, WIDTH, BLOCK, CHUNKS)
         if ADDS:
             a = _chunks_of(A, rows, WIDTH, BLOCK, CHUNKS)
@@ -225,7 +225,7 @@ def rms_norm_backward_add_kernel(
     programs = tl.num_programs(0)
     tiles = tl.cdiv(n, ROWS)
     for iteration in tl.range(0, tl.cdiv(tiles - tl.program_id(0), programs), num_stages=STAGES):
-        rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)  # pyright: ignore[reportGeneralTypeIssues]
+        rows, inside = _rows(tl.program_id(0) + iteration * programs, n, ROWS)
         g = _chunks_of(G, rows, WIDTH, BLOCK, CHUNKS)
         x = _chunks_of(X, rows, WIDTH, BLOCK, CHUNKS)
         added = _chunks_of(ADDED, rows, WIDTH, BLOCK, CHUNKS)
