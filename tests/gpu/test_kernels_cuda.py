@@ -98,9 +98,13 @@ def test_block_kernels_round_fp64s_answers_once(name: str, dtype: torch.dtype):
         assert ((got.double() - want).abs() <= bound).all()
 
 
+def assert_transposed(transposed: Tensor, codes: Tensor) -> None:
+    assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
+
+
 def assert_nearest(codes: Tensor, transposed: Tensor, expected: Tensor) -> None:
     """The last bit of fp32 decides where a value lies in the middle of two codes."""
-    assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
+    assert_transposed(transposed, codes)
     steps = (codes.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
     assert steps[expected.float() != 0].max() <= 1
     assert (steps != 0).float().mean() < 0.005
@@ -114,13 +118,14 @@ def test_swiglu_in_fp8_has_the_nearest_codes_in_both_layouts(shape: tuple[int, i
     amax, d_amax = swiglu_fp8.triton_amax(gate_up), swiglu_fp8.triton_backward_amax(gradient, gate_up)
     torch.testing.assert_close(amax, swiglu_fp8.reference_amax(gate_up))
     torch.testing.assert_close(d_amax, swiglu_fp8.reference_backward_amax(gradient, gate_up))
-    given, d_given = (gate_up, amax), (gradient, gate_up, d_amax)
-    for (codes, transposed, scale), (expected, _, expected_scale) in (
-        (swiglu_fp8.triton_forward(*given), swiglu_fp8.reference_forward(*given)),
-        (swiglu_fp8.triton_backward(*d_given), swiglu_fp8.reference_backward_fp8(*d_given)),
-    ):
-        torch.testing.assert_close(scale, expected_scale)
-        assert_nearest(codes, transposed, expected)
+    codes, scale = swiglu_fp8.triton_forward(gate_up, amax)
+    expected, expected_scale = swiglu_fp8.reference_forward(gate_up, amax)
+    d_given = (gradient, gate_up, scale, d_amax)
+    d_codes, d_transposed, d_scale, transposed = swiglu_fp8.triton_backward(*d_given)
+    d_expected, _, d_expected_scale, _ = swiglu_fp8.reference_backward_fp8(*d_given)
+    torch.testing.assert_close((scale, d_scale), (expected_scale, d_expected_scale))
+    assert_nearest(codes, transposed, expected)
+    assert_nearest(d_codes, d_transposed, d_expected)
 
 
 @pytest.mark.parametrize("before", [0.0, 0.25, 4.0])
@@ -128,18 +133,19 @@ def test_swiglu_in_fp8_by_the_step_befores_scale(before: float):
     """``before``: over the present largest magnitude; 0: none is known. The present one is noted."""
     torch.manual_seed(1)
     gate_up, gradient = (torch.randn(4096, f, device=CARD).to(torch.bfloat16) for f in (9728, 4864))
-    for run, reference, measure, tensors in (
-        (swiglu_fp8.triton_delayed, swiglu_fp8.reference_delayed, swiglu_fp8.reference_amax, (gate_up,)),
-        (swiglu_fp8.triton_backward_delayed, swiglu_fp8.reference_backward_delayed,
-         swiglu_fp8.reference_backward_amax, (gradient, gate_up)),
-    ):  # fmt: skip
-        known = torch.cat((before * measure(*tensors), torch.zeros(1, device=CARD)))
-        noted = known.clone()
-        codes, transposed, scale = run(*tensors, noted)
-        expected, _, expected_scale = reference(*tensors, known)
-        torch.testing.assert_close(noted, known)
-        torch.testing.assert_close(scale, expected_scale)
-        assert_nearest(codes, transposed, expected)
+    none = torch.zeros(1, device=CARD)
+    known = torch.cat((before * swiglu_fp8.reference_amax(gate_up), none))
+    d_known = torch.cat((before * swiglu_fp8.reference_backward_amax(gradient, gate_up), none))
+    noted, d_noted = known.clone(), d_known.clone()
+    codes, scale = swiglu_fp8.triton_delayed(gate_up, noted)
+    expected, expected_scale = swiglu_fp8.reference_delayed(gate_up, known)
+    tensors = (gradient, gate_up, scale)
+    d_codes, d_transposed, d_scale, transposed = swiglu_fp8.triton_backward_delayed(*tensors, d_noted)
+    d_expected, _, d_expected_scale, _ = swiglu_fp8.reference_backward_delayed(*tensors, d_known)
+    torch.testing.assert_close((noted, d_noted), (known, d_known))
+    torch.testing.assert_close((scale, d_scale), (expected_scale, d_expected_scale))
+    assert_nearest(codes, transposed, expected)
+    assert_nearest(d_codes, d_transposed, d_expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -150,7 +156,7 @@ def test_swiglu_in_fp8_does_not_hide_what_is_not_finite(value: float):
     amax = swiglu_fp8.triton_amax(gate_up)
     assert not amax.isfinite().any()
     assert not swiglu_fp8.triton_backward_amax(gradient, gate_up).isfinite().any()
-    codes, _, scale = swiglu_fp8.triton_forward(gate_up, amax)
+    codes, scale = swiglu_fp8.triton_forward(gate_up, amax)
     assert (codes.float() * scale).isnan().all()
 
 

@@ -231,17 +231,18 @@ def gates_in_fp8(n: int, f: int) -> Call:
         swiglu_fp8._launch("swiglu_amax_kernel", swiglu_fp8.AMAX, both, amax)
         swiglu_fp8._launch("swiglu_backward_amax_kernel", swiglu_fp8.BACKWARD_AMAX, gradient, both, amax)
         swiglu_fp8.triton_forward(both, amax)
-        swiglu_fp8.triton_backward(gradient, both, amax)
+        swiglu_fp8.triton_backward(gradient, both, amax, amax)
 
     return run
 
 
 def gates_by_earlier_scales(n: int, f: int) -> Call:
     both, gradient, history = empty(n, 2 * f), empty(n, f), empty(2, dtype=FP32)
+    scale = empty(1, dtype=FP32)
 
     def run(step: int) -> None:
         swiglu_fp8.triton_delayed(both, history)
-        swiglu_fp8.triton_backward_delayed(gradient, both, history)
+        swiglu_fp8.triton_backward_delayed(gradient, both, scale, history)
 
     return run
 

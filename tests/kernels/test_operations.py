@@ -78,7 +78,7 @@ def test_operators_keep_the_rules_of_pytorch():
         ("swiglu_amax", x),
         ("swiglu_fp8", x, w[:1].abs()),
         ("swiglu_backward_amax", x[:, :4].contiguous(), x),
-        ("swiglu_backward_fp8", x[:, :4].contiguous(), x, w[:1].abs()),
+        ("swiglu_backward_fp8", x[:, :4].contiguous(), x, scale[:1], w[:1].abs()),
         ("rotate_pairs", q, k, angles, angles, True),
         ("decode_attention", q[..., 0, :], q, q, torch.tensor([1, 4], dtype=torch.int32), 0, None),
         (

@@ -4,7 +4,8 @@ Shapes: n tokens, e hidden size, i inputs, o outputs, f intermediate size. Round
 fp8``: each operand by one scale a tensor, input and weights to e4m3, gradients to e5m2.
 
 Products read codes in two layouts. Of a gradient both are written at once. Of an input the backward writes
-the transposed codes again, from what is kept anyway: a norm's input, or attention's output.
+the transposed codes again, from what is kept anyway: a norm's input, attention's output, or the product
+before SwiGLU.
 
 The gradient that a residual connection takes past a norm is added in the kernel of that norm's gradient; so
 ``norm_product`` hands its input on.
@@ -178,9 +179,9 @@ class _FeedForward(torch.autograd.Function):
         ctx.of_weights = up.of_weight, down.of_weight
         amax = magnitude(x_ne).reshape(1)
         x8 = torch.ops.trainfit.fp8_cast_rows(x_ne, amax)
-        y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, x_ne.dtype, emulated=emulated)
+        y, gate_up, hidden_scale = _hidden(x8, up, down, history, x_ne.dtype, emulated=emulated)
         ctx.save_for_backward(
-            x_ne, amax, gate_up, hidden, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
+            x_ne, amax, gate_up, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
         )
         return y
 
@@ -207,9 +208,9 @@ class _FeedForwardBranch(torch.autograd.Function):
         ctx.of_weights = up.of_weight, down.of_weight
         h, rstd, amax = torch.ops.trainfit.add_rms_norm_amax(x_ne, added, norm, eps)
         x8 = torch.ops.trainfit.rms_norm_fp8_rows(h, norm, rstd, amax)
-        y, gate_up, hidden, hidden_scale = _hidden(x8, up, down, history, h.dtype, emulated=emulated)
+        y, gate_up, hidden_scale = _hidden(x8, up, down, history, h.dtype, emulated=emulated)
         ctx.save_for_backward(
-            h, norm, rstd, amax, gate_up, hidden, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
+            h, norm, rstd, amax, gate_up, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
         )
         return h + y
 
@@ -268,16 +269,16 @@ def _norm_backward(
 
 def _hidden(
     x8: Operand, up: Layer, down: Layer, history: Tensor | None, dtype: torch.dtype, *, emulated: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``down(swiglu(up(x)))``, the product before SwiGLU, and SwiGLU's transposed codes and scale."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``down(swiglu(up(x)))``, the product before SwiGLU, and the scale of SwiGLU's codes."""
     gate_up = product(x8, up.kept.for_forward(up.weight), dtype, emulated=emulated, fast=True)
     if history is None:
         amax = torch.ops.trainfit.swiglu_amax(gate_up)
-        codes, turned, scale = torch.ops.trainfit.swiglu_fp8(gate_up, amax)
+        codes, scale = torch.ops.trainfit.swiglu_fp8(gate_up, amax)
     else:
-        codes, turned, scale = torch.ops.trainfit.swiglu_fp8_delayed(gate_up, history)
+        codes, scale = torch.ops.trainfit.swiglu_fp8_delayed(gate_up, history)
     y = product((codes, scale), down.kept.for_forward(down.weight), dtype, emulated=emulated, fast=True)
-    return y, gate_up, turned, scale
+    return y, gate_up, scale
 
 
 def _hidden_backward(ctx: Any, d_ne: Tensor, saved: list[Tensor]) -> tuple[Rounded, Layer, Tensor | None]:
@@ -287,17 +288,22 @@ def _hidden_backward(ctx: Any, d_ne: Tensor, saved: list[Tensor]) -> tuple[Round
     Args:
         saved: from the product before SwiGLU on, what ``_FeedForward`` saves.
     """
-    gate_up, hidden, hidden_scale, w_up, w_down, *kept = saved
+    gate_up, hidden_scale, w_up, w_down, *kept = saved
     of_up, of_down = ctx.of_weights
     up = Layer(w_up, None, of_up, Kept(*kept[:NUM_KEPT]))
     down = Layer(w_down, None, of_down, Kept(*kept[NUM_KEPT:]))
-    d_hidden, dw_down = _products(
-        _cast_gradient(d_ne), (hidden, hidden_scale), down, d_ne, emulated=ctx.emulated
-    )
+    codes, of_output = _cast_gradient(d_ne)
+    w8 = down.kept.for_backward(w_down, d_ne)
+    d_hidden = product(codes, w8, d_ne.dtype, emulated=ctx.emulated)
+    del codes, w8
     if ctx.history is None:
         amax = torch.ops.trainfit.swiglu_backward_amax(d_hidden, gate_up)
-        codes, turned, scale = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, amax)
+        rounded = torch.ops.trainfit.swiglu_backward_fp8(d_hidden, gate_up, hidden_scale, amax)
     else:
-        rounded = torch.ops.trainfit.swiglu_backward_fp8_delayed(d_hidden, gate_up, ctx.history)
-        codes, turned, scale = rounded
+        run = torch.ops.trainfit.swiglu_backward_fp8_delayed
+        rounded = run(d_hidden, gate_up, hidden_scale, ctx.history)
+    codes, turned, scale, hidden = rounded
+    del d_hidden, rounded
+    hidden8 = hidden, hidden_scale
+    dw_down = weight_gradient(of_output, hidden8, of_down, d_ne.dtype, emulated=ctx.emulated)
     return Rounded((codes, scale), (turned, scale)), up, dw_down

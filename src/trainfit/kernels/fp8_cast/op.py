@@ -46,9 +46,14 @@ def rounded(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
     Returns:
         The codes, and the scale [1] by which they are multiplied, fp32.
     """
+    scale = amax.float().reshape(1).clamp(min=LEAST) / torch.finfo(dtype).max
+    return rounded_by(x, scale, dtype), scale
+
+
+def rounded_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a tensor to fp8 by a scale that is known."""
     largest = torch.finfo(dtype).max
-    scale = amax.float().reshape(1).clamp(min=LEAST) / largest
-    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def transposed_bytes(codes: Tensor) -> Tensor:

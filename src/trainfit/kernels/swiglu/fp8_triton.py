@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainfit.kernels.fp8_cast.triton import larger, loaded, raise_to, store_both
+from trainfit.kernels.fp8_cast.triton import larger, loaded, raise_to, rounded_tile, store_both
 
 
 @triton.jit
@@ -31,10 +31,10 @@ def _sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def _gradients(d, g, u, FAST: tl.constexpr):
-    """Return the gradients of gate and up."""
+    """Return the gradients of gate and up, and silu(gate) * up to the bit as the forward computes it."""
     s = _sigmoid(g, FAST)
     h = g * s
-    return d * u * (s + h - h * s), d * h
+    return d * u * (s + h - h * s), d * h, h * u
 
 
 @triton.jit
@@ -72,33 +72,22 @@ def swiglu_amax_kernel(
 
 
 @triton.jit
-def _hidden_of(GATE_UP, rows, columns, f, inside, FAST: tl.constexpr):
-    """Return silu(gate) * up of a tile."""
-    g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
-    return g * _sigmoid(g, FAST) * loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST)
-
-
-@triton.jit
 def swiglu_fp8_kernel(
-    GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, quarter, f,
+    GATE_UP, AMAX, OUT, SCALE, n, f,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
     DELAYED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Write silu(gate) * up in both layouts; DELAYED: raise AMAX + 1 to its largest magnitude."""
-    fours = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    first = 4 * fours
+    """Write silu(gate) * up; DELAYED: raise AMAX + 1 to its largest magnitude."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (fours[:, None] < quarter) & (columns[None, :] < f)
-    tiles = (
-        _hidden_of(GATE_UP, first, columns, f, inside, FAST),
-        _hidden_of(GATE_UP, first + 1, columns, f, inside, FAST),
-        _hidden_of(GATE_UP, first + 2, columns, f, inside, FAST),
-        _hidden_of(GATE_UP, first + 3, columns, f, inside, FAST),
-    )
+    inside = (rows[:, None] < n) & (columns[None, :] < f)
+    g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
+    x = g * _sigmoid(g, FAST) * loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST)
     scale = tl.maximum(_amax(AMAX, DELAYED), LEAST) / LARGEST
-    store_both(tiles, OUT, TRANSPOSED, fours, columns, quarter, f, inside, 1.0 / scale, LARGEST, WORDS)
+    codes = rounded_tile(x, 1.0 / scale, OUT.dtype.element_ty, LARGEST, WORDS)
+    tl.store(OUT + rows[:, None] * f + columns[None, :], codes, mask=inside)
     if DELAYED:
-        raise_to(AMAX + 1, larger(larger(tiles[0], tiles[1]), larger(tiles[2], tiles[3])))
+        raise_to(AMAX + 1, x)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(SCALE, scale)
 
@@ -119,14 +108,14 @@ def swiglu_backward_amax_kernel(
             d = loaded(D, rows, columns, f, inside, FAST)
             g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
             u = loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST)
-            dg, du = _gradients(d, g, u, FAST)  # pyright: ignore[reportGeneralTypeIssues]
+            dg, du, _ = _gradients(d, g, u, FAST)  # pyright: ignore[reportGeneralTypeIssues]
             largest = larger(largest, larger(dg, du))
         raise_to(AMAX + DELAYED, largest)
 
 
 @triton.jit
 def _gradients_of(D, GATE_UP, rows, columns, f, inside, FAST: tl.constexpr):
-    """Return the gradients of gate and up of a tile."""
+    """Return what ``_gradients`` does of a tile."""
     d = loaded(D, rows, columns, f, inside, FAST)
     g = loaded(GATE_UP, rows, columns, 2 * f, inside, FAST)
     return _gradients(d, g, loaded(GATE_UP + f, rows, columns, 2 * f, inside, FAST), FAST)
@@ -134,19 +123,25 @@ def _gradients_of(D, GATE_UP, rows, columns, f, inside, FAST: tl.constexpr):
 
 @triton.jit
 def swiglu_backward_fp8_kernel(
-    D, GATE_UP, AMAX, OUT, TRANSPOSED, SCALE, quarter, f,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, WORDS: tl.constexpr,
-    DELAYED: tl.constexpr, FAST: tl.constexpr,
+    D, GATE_UP, HIDDEN_SCALE, AMAX, OUT, TRANSPOSED, SCALE, HIDDEN, quarter, f,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr,
+    LARGEST_HIDDEN: tl.constexpr, WORDS: tl.constexpr, DELAYED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of gate and up in both layouts, as halves of one tensor; DELAYED as forward."""
+    """Write the gradients of gate and up in both layouts, as halves of one tensor, and the forward's codes
+    transposed; DELAYED as forward.
+    """
     fours = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     first = 4 * fours
     columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (fours[:, None] < quarter) & (columns[None, :] < f)
-    a, e = _gradients_of(D, GATE_UP, first, columns, f, inside, FAST)
-    b, h = _gradients_of(D, GATE_UP, first + 1, columns, f, inside, FAST)
-    c, i = _gradients_of(D, GATE_UP, first + 2, columns, f, inside, FAST)
-    d, j = _gradients_of(D, GATE_UP, first + 3, columns, f, inside, FAST)
+    a, e, k = _gradients_of(D, GATE_UP, first, columns, f, inside, FAST)
+    b, h, m = _gradients_of(D, GATE_UP, first + 1, columns, f, inside, FAST)
+    c, i, o = _gradients_of(D, GATE_UP, first + 2, columns, f, inside, FAST)
+    d, j, p = _gradients_of(D, GATE_UP, first + 3, columns, f, inside, FAST)
+    store_both(
+        (k, m, o, p), HIDDEN, HIDDEN, fours, columns, quarter, f, inside, 1.0 / tl.load(HIDDEN_SCALE),
+        LARGEST_HIDDEN, WORDS, BY_ROWS=False,
+    )  # fmt: skip
     inverse = LARGEST / tl.maximum(_amax(AMAX, DELAYED), LEAST)
     store_both((a, b, c, d), OUT, TRANSPOSED, fours, columns, quarter, 2 * f, inside, inverse, LARGEST, WORDS)
     store_both(
