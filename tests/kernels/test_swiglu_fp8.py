@@ -4,6 +4,8 @@ The interpreter's cast to fp8 (Triton 3.7) loses a carry into the exponent. So w
 compared as they store it in fp32, and the codes only where no carry is; tests/gpu compares all of them.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,11 +124,12 @@ def test_the_scale_of_the_step_before() -> None:
     """The first step measures; the next rounds by it whatever comes, and notes what came."""
     gate_up, gradient = given(132, 144, torch.float32)
     of_hidden = torch.tensor([0.01])
-    for run, reference, amax, tensors in (
+    cases: list[tuple[Any, ...]] = [
         (fp8.triton_delayed, fp8.reference_delayed, fp8.reference_amax(gate_up), (gate_up,)),
         (fp8.triton_backward_delayed, fp8.reference_backward_delayed,
          fp8.reference_backward_amax(gradient, gate_up), (gradient, gate_up, of_hidden)),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for run, reference, amax, tensors in cases:
         for before, since in ((0.0, 0.0), (0.0, 2 * amax.item()), (amax.item() / 4, 0.0), (1e4, 0.5)):
             found, expected = (torch.tensor([before, since]) for _ in range(2))
             codes, *transposed, scale = run(*tensors, found)[:3]

@@ -180,9 +180,7 @@ class _FeedForward(torch.autograd.Function):
         amax = magnitude(x_ne).reshape(1)
         x8 = torch.ops.trainfit.fp8_cast_rows(x_ne, amax)
         y, gate_up, hidden_scale = _hidden(x8, up, down, history, x_ne.dtype, emulated=emulated)
-        ctx.save_for_backward(
-            x_ne, amax, gate_up, hidden_scale, up.weight, down.weight, *up.kept, *down.kept
-        )
+        ctx.save_for_backward(x_ne, amax, gate_up, hidden_scale, up.weight, down.weight, *up.kept, *down.kept)
         return y
 
     @staticmethod
