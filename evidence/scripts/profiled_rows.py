@@ -5,14 +5,15 @@
 Files of step_kernels.py, of one GPU. Taken are the compiled kernels that the ledger names alike, but for
 casts to fp8, whose rate is fitted (rates.toml), and trainfit's kernels below, whose bytes are those of the
 recipe's ledger. Where step-products-X.jsonl of step_products.py stands beside step-kernels-X.jsonl and has
-dtypes, its products are taken too, their seconds over what the power limit is taken to add (rates.toml). Rows
-of an earlier run are replaced.
+dtypes, its products are taken too, their seconds over what the power limit is taken to add (rates.toml). A
+kernel or product of several files is that of the last, whose kernels are the newest. Rows of an earlier run
+are replaced, but for products of shapes that these recipes no longer have.
 """
 
 import argparse
 import json
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.predict import ledger_of
 from trainfit.prediction.time.device_time import FP8_PRODUCTS
-from trainfit.spec.calibration import OpTime
+from trainfit.spec.calibration import Calibration, OpTime
 from trainfit.spec.parsing.recipe_file import recipe_from
 from trainfit.spec.printable import say
 
@@ -93,6 +94,17 @@ def rows_of_file(file: Path) -> Iterator[tuple[str, OpTime]]:
             yield record["recipe"]["hardware"]["gpu"], row
 
 
+def newest(files: Iterable[list[OpTime]]) -> list[OpTime]:
+    """Return rows of files, the oldest first: a kernel of trainfit's or a product is the last file's."""
+    kept: list[OpTime] = []
+    for rows in files:
+        again = {row.op for row in rows if row.op in KERNELS.values()}
+        shapes = {(row.op, row.shape, row.dtype) for row in rows if row.shape}
+        kept = [row for row in kept if row.op not in again and (row.op, row.shape, row.dtype) not in shapes]
+        kept += rows
+    return kept
+
+
 def row_of(row: OpTime) -> list[Any]:
     """Return a row as a calibration's file holds it."""
     return [*row[:10], float(f"{row.seconds:.4g}"), row.part]
@@ -111,10 +123,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     options = parser.parse_args()
-    found = [each for file in options.files for each in rows_of_file(file)]
-    (gpu,), rows = {gpu for gpu, _ in found}, [row for _, row in found]
+    found = [list(rows_of_file(file)) for file in options.files]
+    (gpu,) = {gpu for each in found for gpu, _ in each}
+    rows = newest([row for _, row in each] for each in found)
     path = FOLDER / "calibrations" / f"{gpu}.json"
-    path.write_text(with_rows(path.read_text("utf-8"), rows, (PART,)), encoding="utf-8")
+    text = path.read_text("utf-8")
+    earlier = [row for row in Calibration.model_validate_json(text).ops if row.part == PART and row.shape]
+    path.write_text(with_rows(text, newest([earlier, rows]), (PART,)), encoding="utf-8")
     for row in rows:
         work, unit = (row.flops / 1e12, "TFLOP/s") if row.shape else (row.num_bytes / 1e9, "GB/s")
         say(f"{work / row.seconds:9,.0f} {unit:7} {row.seconds * 1e6:9.1f} us  {row.op} {row.shape or ''}")
