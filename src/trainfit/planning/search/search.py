@@ -11,7 +11,8 @@ exact traces of those that rank highest.
    recomputation, and ranked with the others; the best is traced with the largest batch that fits, too.
 8. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
    long as ten other traces.
-9. The best is traced without each option that it may only have for a larger batch, whose gain is small.
+9. The best is traced without each option that it may only have for a larger batch, whose gain is small, and
+   with larger batches, as far as its own trace says that they fit.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -116,6 +117,7 @@ class Search:
             best = best_of(self.combinations)
             self._trace([simpler(self.ranking, best.candidate.key)] if best else [])
         self._trace(without_each(self.ranking, best_of(self.combinations)))
+        self._enlarge_best()
         if best_of(self.combinations) is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
             self._trace(frontier(self.ranking))
@@ -422,6 +424,32 @@ class Search:
         if larger:
             largest = max(larger, key=lambda one: one.micro)
             self.ranking.correct(largest, self._trace([largest.key])[0])
+
+    def _enlarge_best(self) -> None:
+        """Trace the best with larger micro-batches, while its own trace says that these fit and are faster.
+
+        Of a structure far from the start the composed estimate may be too large: of Qwen2.5 7B in fp8 with four
+        sequences 79.1 GiB, where it takes 77.6, 75.8 by its trace with three.
+        """
+        for _ in range(MAX_ROUNDS):
+            best = best_of(self.combinations)
+            if best is None or best.candidate.level == MIX:
+                break
+            options, level, at, _ = best.candidate.key
+            own, grown = sizes_of_traced(best), self.ranking.growth(options)
+            own_s = own.step_s(best.candidate.accumulate) / (at * best.candidate.accumulate)
+            larger = list[Key]()
+            for micro, count in self.combinations.batches(options):
+                key = (options, level, micro, count)
+                if micro <= at or key in self.combinations.traced:
+                    continue
+                sizes = grown.moved(own, at, micro)
+                gain = own_s * micro * count / sizes.step_s(count) - 1
+                if sizes.device_bytes <= self.usable_bytes and gain > TIE:
+                    larger.append(key)
+            if not larger:
+                break
+            self._trace(list(dict.fromkeys((larger[0], larger[-1]))))
 
     def _batch_for(self, structure: Options) -> tuple[int, int]:
         """Return the batch nearest to the reference that a structure may have."""
