@@ -11,8 +11,9 @@ exact traces of those that rank highest.
    recomputation, and ranked with the others; the best is traced with the largest batch that fits, too.
 8. Recipes whose blocks recompute differently are traced last, if they still rank highest: a budget takes as
    long as ten other traces.
-9. The best is traced without each option that it may only have for a larger batch, whose gain is small, and
-   with larger batches, as far as its own trace says that they fit.
+9. The best is traced without each option that it may only have for a larger batch, whose gain is small.
+10. The best with larger batches, and what is faster with smaller ones, are traced where their own traces say
+    that these fit (neighbours.py).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +21,7 @@ from contextlib import suppress
 
 from trainfit.planning.estimates import Estimates
 from trainfit.planning.search.candidate import MIX, Candidate, Combinations, Goal, Key, Traced
+from trainfit.planning.search.neighbours import larger_than_best, smaller_than_faster
 from trainfit.planning.search.plan import (
     TIE,
     assembled,
@@ -52,9 +54,11 @@ GROWTH = 4
 MAX_ROUNDS = 4
 NUM_TRACED = 2
 """Most recipes that are traced in a round."""
+NUM_NEIGHBOURS = 4
+"""Most that are traced in a round because they differ from traced ones in the batch alone."""
 ALMOST = 1.5
 """Where nothing fits: multiple of the limit above which, by the composed estimate, nothing is traced."""
-NEARLY = 1.25
+NEARLY = 1.3
 """Multiple of the limit below which, by the composed estimate, a recipe may fit once compiled."""
 BARELY, BARELY_GAIN = 1.02, 0.02
 """Multiple of the limit below which, by the composed estimate, a recipe may fit after all, and the least
@@ -117,7 +121,7 @@ class Search:
             best = best_of(self.combinations)
             self._trace([simpler(self.ranking, best.candidate.key)] if best else [])
         self._trace(without_each(self.ranking, best_of(self.combinations)))
-        self._enlarge_best()
+        self._trace_neighbours()
         if best_of(self.combinations) is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
             self._trace(frontier(self.ranking))
@@ -202,17 +206,29 @@ class Search:
         return InputError(problem, remedy, field="tokens_per_step", value=value)
 
     def _find_batch(self) -> None:
-        """Choose the micro-batch at which options are compared: the smallest that is as fast as any."""
+        """Choose the micro-batch at which options are compared: the smallest that is as fast as any.
+
+        If the start fits with none, one of many tokens: with few, options that save activations save nothing.
+        """
         known = self.ranking.start_sizes(self.ranking.level)
         grown = Batches.of(known)
         first = min(known)
         rates: dict[tuple[int, int], float] = {}
-        for micro, count in self.combinations.batches(self.ranking.start):
+        batches = self.combinations.batches(self.ranking.start)
+        for micro, count in batches:
             sizes = grown.moved(known[first], first, micro)
-            if sizes.device_bytes <= self.usable_bytes or not rates:
+            if sizes.device_bytes <= self.usable_bytes:
                 rates[micro, count] = micro * count / sizes.step_s(count)
-        most = max(rates.values())
-        self.ranking.at = next(each for each, rate in rates.items() if rate >= (1 - TIE) * most)
+        most = max(rates.values(), default=0.0)
+        many = ACTIVATIONS_TOKENS / self.recipe.batch.seq
+        self.ranking.at = next(
+            (
+                each
+                for each in batches
+                if (rates.get(each, 0.0) >= (1 - TIE) * most if rates else each[0] >= many)
+            ),
+            batches[-1],
+        )
 
     def _enlarge_batch(self) -> None:
         """Compare options at a batch whose peak is activations: only there levels of recomputation differ."""
@@ -425,31 +441,13 @@ class Search:
             largest = max(larger, key=lambda one: one.micro)
             self.ranking.correct(largest, self._trace([largest.key])[0])
 
-    def _enlarge_best(self) -> None:
-        """Trace the best with larger micro-batches, while its own trace says that these fit and are faster.
-
-        Of a structure far from the start the composed estimate may be too large: of Qwen2.5 7B in fp8 with four
-        sequences 79.1 GiB, where it takes 77.6, 75.8 by its trace with three.
-        """
+    def _trace_neighbours(self) -> None:
+        """Trace what was traced with other batches, as far as its own trace says that they fit."""
         for _ in range(MAX_ROUNDS):
-            best = best_of(self.combinations)
-            if best is None or best.candidate.level == MIX:
+            wanted = [*larger_than_best(self.ranking), *smaller_than_faster(self.ranking)]
+            if not wanted:
                 break
-            options, level, at, _ = best.candidate.key
-            own, grown = sizes_of_traced(best), self.ranking.growth(options)
-            own_s = own.step_s(best.candidate.accumulate) / (at * best.candidate.accumulate)
-            larger = list[Key]()
-            for micro, count in self.combinations.batches(options):
-                key = (options, level, micro, count)
-                if micro <= at or key in self.combinations.traced:
-                    continue
-                sizes = grown.moved(own, at, micro)
-                gain = own_s * micro * count / sizes.step_s(count) - 1
-                if sizes.device_bytes <= self.usable_bytes and gain > TIE:
-                    larger.append(key)
-            if not larger:
-                break
-            self._trace(list(dict.fromkeys((larger[0], larger[-1]))))
+            self._trace(wanted[:NUM_NEIGHBOURS])
 
     def _batch_for(self, structure: Options) -> tuple[int, int]:
         """Return the batch nearest to the reference that a structure may have."""
