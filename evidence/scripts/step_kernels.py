@@ -67,6 +67,7 @@ KINDS = {
         "precision=fp8", "block_kernels=fp8", "fp8_weights=both-layouts", "fp8_scaling=delayed",
         "accumulation=fused",
     ],
+    "bf16-plan": [*FUSED, "block_kernels=triton", "compile=false"],
     "bf16-swiglu": [*FUSED, "block_kernels=swiglu"],
     "bf16-fused": [*FUSED, "block_kernels=swiglu-rope", "optimizer.implementation=triton"],
     "bf16-attention": [
