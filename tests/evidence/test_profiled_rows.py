@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from evidence.scripts.profiled_rows import KERNELS, PART, products_of, rows_of, with_rows
+from evidence.scripts.profiled_rows import KERNELS, PART, newest, products_of, rows_of, with_rows
 from page_claims import ROOT
 from trainfit.catalog.load import FOLDER
 from trainfit.catalog.rates import rates
-from trainfit.spec.calibration import Calibration
+from trainfit.spec.calibration import Calibration, OpTime
 
 PATH = FOLDER / "calibrations" / "h100-sxm.json"
 RECORDS = ROOT / "evidence/records/step-kernels"
@@ -50,6 +50,39 @@ def test_the_catalogs_rows_are_those_of_the_records() -> None:
     for key, taken_s in products.items():
         assert 0.9 < taken_s / (alone[key] / most[key]) <= 1.001, key  # Without the power limit's share
     assert with_rows(text, rows, (PART,)) == text
+
+
+def test_a_kernel_or_a_product_is_that_of_the_last_file_that_has_it() -> None:
+    def row(op: str, seconds: float, *, num_bytes: int = 1, shape: tuple[int, ...] = ()) -> OpTime:
+        return OpTime(op, "bfloat16", "", shape, "", 0, 0, False, 0.0, num_bytes, seconds, PART)
+
+    own, compiled = KERNELS["swiglu_kernel"], "triton_poi_fused_add_6"
+    shape, other = (1, 2, 3, 4), (1, 2, 3, 5)
+    mm = "aten.mm.out"
+    older = [
+        row(own, 9.0, num_bytes=2),
+        row(compiled, 2.0),
+        row(mm, 9.0, shape=shape),
+        row(mm, 4.0, shape=other),
+    ]
+    last = [row(own, 1.0), row(mm, 3.0, shape=shape), row(compiled, 5.0, num_bytes=3)]
+    assert sorted(one.seconds for one in newest([older, last])) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_kernels_in_the_catalog_are_those_of_the_last_record_that_has_them() -> None:
+    rows = [row for row in Calibration.model_validate_json(PATH.read_text("utf-8")).ops if row.part == PART]
+    last = dict[str, str]()
+    seconds = dict[tuple[str, str], list[float]]()
+    for file in FILES:
+        for line in (RECORDS / file).read_text("utf-8").splitlines():
+            for kernel in json.loads(line)["kernels"]:
+                if op := KERNELS.get(kernel["name"]):
+                    last[op] = file
+                    seconds.setdefault((op, file), []).append(kernel["seconds"] / kernel["num_kernels"])
+    own = [row for row in rows if row.op in KERNELS.values()]
+    assert len({row.op for row in own}) >= 6
+    for row in own:
+        assert any(row.seconds == pytest.approx(one, rel=1e-3) for one in seconds[row.op, last[row.op]])
 
 
 def test_products_of_a_shape_are_one_row_at_the_clocks_of_a_short_step() -> None:

@@ -26,16 +26,19 @@ def test_rows_are_the_fastest_measured_steps_beside_what_ran_here_or_is_cited() 
 
 
 def test_llmqs_speed_is_that_of_its_steps() -> None:
+    without_update = list[str]()
     for row in lines(speed.RUN_HERE):
-        tokens, step_ms = (
-            row["micro_batch"] * row["micro_batches"] * 1024,
-            median(row["step_ms"][1:] or row["step_ms"]),
+        tokens = row["micro_batch"] * row["micro_batches"] * 1024
+        step_ms, once_ms = (
+            median(each[1:] or each) if each else 0.0 for each in (row["step_ms"], row.get("update_ms"))
         )
-        # What a step does once, whatever its micro-batches.
-        once_ms = median(row.get("update_ms", [0.0])[1:] or [0.0])
+        # Of a step with fewer micro-batches the whole one is computed: the update comes once in it.
         full_ms = once_ms + (step_ms - once_ms) * 524288 / tokens
-        assert row["full_step_ms"] == pytest.approx(full_ms, rel=0.005)
+        is_known = tokens == 524288 or "update_ms" in row
+        without_update += [] if is_known else [row["model"]]
+        assert row["full_step_ms"] == pytest.approx(full_ms, rel=2e-4 if is_known else 0.005)
         assert row["tokens_per_s"] == pytest.approx(524288 / row["full_step_ms"] * 1e3, rel=1e-4)
+    assert without_update == ["qwen2.5-7b"]  # Of this run the update's time was not kept.
 
 
 def test_the_trainer_has_its_fastest_settings() -> None:
@@ -86,19 +89,26 @@ def test_the_page_states_how_far_predictions_of_the_h100_are_off() -> None:
     assert abs(longer["7b"]) < 1
 
     whole = variants("speed/one-h100-fp8-measured.jsonl")
-    sentence = r"on the host \(# tokens/s\), where four without are faster \(#\)"
-    planned, four = (
-        one["measurement"]["tokens_per_s"] for one in (measured["7b fp8"], whole["7b fp8 of four sequences"])
+    steps = {one["name"]: one["tokens_per_s"] for one in lines("step-kernels/step-kernels-fused.jsonl")}
+    sentence = (
+        r"on the host \(# tokens/s\), where four without were faster "
+        r"\(# with the same kernels, # with today's\)"
     )
-    check(PAGE, sentence, (planned, four))
+    four = whole["7b fp8 of four sequences"]["measurement"]["tokens_per_s"]
+    check(PAGE, sentence, (measured["7b fp8"]["measurement"]["tokens_per_s"], steps["7b-fp8-fused"], four))
 
-    blind = variants("speed/one-h100-fp8-predicted.jsonl")
-    slower = 100 * (
-        blind["7b fp8"]["estimate"]["tokens_per_s"] / whole["7b fp8"]["measurement"]["tokens_per_s"] - 1
+    three = whole["7b fp8"]["measurement"]["tokens_per_s"]
+    too_fast = (
+        100 * (variants("speed/one-h100-fp8-predicted.jsonl")["7b fp8"]["estimate"]["tokens_per_s"] / three)
+        - 100
     )
+    before = measured["7b fp8 on the card"]["measurement"]
     waits = {name: 100 * (1 - one["measurement"]["busy"]) for name, one in whole.items()}
     sentence = (
-        "7B with three sequences was # % slower than predicted: its GPU waited for the host # % of the time"
+        "Of 7B with three sequences it is # % too fast: the GPU waited for the host # % of the time, "
+        "that of the others not at all. The same sequences with SwiGLU's kernels alone had waited # % and "
+        "reached # tokens/s"
     )
-    check(PAGE, sentence, (slower, waits.pop("7b fp8")))
+    values = (too_fast, waits.pop("7b fp8"), 100 * (1 - before["busy"]), before["tokens_per_s"])
+    check(PAGE, sentence, values)
     assert max(waits.values()) < 0.1

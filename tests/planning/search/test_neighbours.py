@@ -14,7 +14,9 @@ LIMIT = 100
 """Bytes that may be used."""
 
 
-def traced(name: str, micro: int, *, a_sample: float, sample_s: float, level: str = "none") -> Any:
+def traced(
+    name: str, micro: int, *, a_sample: float, sample_s: float, level: str = "none", host_bytes: int = 0
+) -> Any:
     """Return a trace: 20 bytes, and so many for each sample."""
     options: Any = (name,)
     sizes = Sizes(20, micro * a_sample, 0, 0, update_s=1.0, micro_s=micro * sample_s)
@@ -22,6 +24,7 @@ def traced(name: str, micro: int, *, a_sample: float, sample_s: float, level: st
     return SimpleNamespace(
         candidate=Candidate(rate, sizes.device_bytes, options, level, micro, 1), rate=rate, sizes=sizes,
         device_bytes=sizes.device_bytes,
+        result=SimpleNamespace(estimate=SimpleNamespace(host_bytes=host_bytes)),
     )  # fmt: skip
 
 
@@ -40,6 +43,7 @@ def ranking(monkeypatch: pytest.MonkeyPatch) -> Any:
     combinations = SimpleNamespace(
         traced=found,
         usable_bytes=LIMIT,
+        host_bytes=LIMIT,
         fits=lambda one: one.device_bytes <= LIMIT,
         batches=lambda options: [(micro, 1) for micro in (1, 2, 3, 4, 6, 8)],
     )
@@ -80,6 +84,12 @@ def test_what_is_faster_and_does_not_fit_is_traced_with_the_largest_batch_that_m
     ]
     add(ranking, traced("c", 4, a_sample=21, sample_s=0.25))  # It does not.
     assert [key[2] for key in smaller_than_faster(ranking) if key[0] == faster.candidate.options] == [3]
+
+
+def test_no_batch_makes_up_for_what_the_host_lacks(ranking: Any) -> None:
+    add(ranking, traced("a", 4, a_sample=10, sample_s=1.0))
+    add(ranking, traced("b", 8, a_sample=16, sample_s=0.5, host_bytes=LIMIT + 1))
+    assert smaller_than_faster(ranking) == []
 
 
 def test_blocks_that_differ_have_no_neighbours(ranking: Any) -> None:

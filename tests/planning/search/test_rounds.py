@@ -9,18 +9,22 @@ import pytest
 from planned_recipe import recipe
 from trainfit.planning.answer import Result
 from trainfit.planning.estimates import Estimates
+from trainfit.planning.search import search
 from trainfit.planning.search.candidate import MIX, Candidate, Goal, Key, Traced
 from trainfit.planning.search.plan import TIE, best_of, without_each
 from trainfit.planning.search.ranking import Batches, Sizes
 from trainfit.planning.search.search import (
+    ACTIVATIONS_TOKENS,
     BARELY,
     BARELY_GAIN,
     MAX_ROUNDS,
+    NUM_NEIGHBOURS,
     NUM_TRACED,
     WORTH_TRACING,
     Search,
 )
 from trainfit.planning.search.space import Option, Options
+from trainfit.spec.errors import InputError
 
 TOKENS = 512
 SHARED = Option("shared", (("loss", "fused"),))
@@ -140,3 +144,35 @@ def test_what_is_hardly_over_the_limit_is_traced_where_it_gains_much(
     assert not rounds._trace_highest(BARELY_GAIN, rounds=1, limit=1.005)
     assert rounds._trace_highest(BARELY_GAIN, rounds=1, limit=BARELY) == is_tried
     assert [set(one) for one in rounds.order] == [{SMALLER, other}] * is_tried
+
+
+def test_neighbours_are_traced_once_and_refused_ones_leave_room_for_others(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = rounds.ranking.level
+    refused, others = [((), level, micro, 1) for micro in range(2, 7)], [((), level, 7, 1), ((), level, 8, 1)]
+    traced: list[Sequence[Key]] = []
+
+    def trace(wanted: Sequence[Key]) -> list[InputError]:
+        traced.append(wanted)
+        return [InputError("refused", "")] * len(wanted)
+
+    monkeypatch.setattr(search, "larger_than_best", lambda ranking: [*refused, refused[0]])
+    monkeypatch.setattr(search, "smaller_than_faster", lambda ranking: [refused[0], *others])
+    monkeypatch.setattr(rounds, "_trace", trace)
+    rounds._trace_neighbours()
+    assert [len(some) for some in traced] == [NUM_NEIGHBOURS, 3]
+    assert [key for some in traced for key in some] == [*refused, *others]
+
+
+def test_a_start_that_fits_with_no_batch_is_compared_at_many_tokens(
+    rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [(1, 1), (8, 1), (16, 1), (32, 1)]
+    sizes = {micro: Sizes(100, micro, 50, 0, update_s=0.0, micro_s=float(micro)) for micro in (1, 16)}
+    monkeypatch.setattr(rounds.combinations, "batches", lambda options: batches)
+    monkeypatch.setattr(rounds.ranking, "start_sizes", lambda level: sizes)
+    for usable_bytes, expected in ((90, ACTIVATIONS_TOKENS // TOKENS), (109, 1)):
+        rounds.usable_bytes = usable_bytes
+        rounds._find_batch()
+        assert rounds.ranking.at == (expected, 1)

@@ -181,14 +181,16 @@ def _launch(kernel: str, tile: Tile, *tensors: Tensor, delayed: bool = False) ->
     gate_up = tensors[1 if "backward" in kernel else 0]
     n, f = gate_up.shape[0], gate_up.shape[1] // 2
     rows, block, num_warps, loops = tile
+    by_fours = kernel == "swiglu_backward_fp8_kernel"
     constants: dict[str, Any] = {"FAST": not interprets_triton()}
     if "amax" in kernel:
         constants |= {"LOOPS": loops}
     else:
-        constants |= {"LARGEST": torch.finfo(E4M3).max, "WORDS": not interprets_triton()}
-    by_fours = kernel == "swiglu_backward_fp8_kernel"
+        constants |= {
+            "LARGEST": torch.finfo(E5M2 if by_fours else E4M3).max, "WORDS": not interprets_triton(),
+        }  # fmt: skip
     if by_fours:
-        constants |= {"LARGEST": torch.finfo(E5M2).max, "LARGEST_HIDDEN": torch.finfo(E4M3).max}
+        constants |= {"LARGEST_HIDDEN": torch.finfo(E4M3).max}
     if gate_up.numel():
         getattr(triton_kernels(TRITON), kernel)[(-(-n // (rows * loops)), -(-f // block))](
             *tensors, n // FOUR if by_fours else n, f, ROWS=rows, BLOCK=block, LEAST=LEAST,

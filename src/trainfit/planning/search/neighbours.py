@@ -1,8 +1,8 @@
 """Recipes that differ from traced ones in the batch alone, estimated by these traces.
 
 Of a structure far from the start the composed estimate (ranking.py) may be some percent off. Of Qwen2.5 7B in
-fp8 on an H100, whose limit is 78.4 GiB, it is 79.1 GiB with four sequences; by the trace with three they take
-76.6, and 77.6 by their own.
+fp8 on an H100 with a margin of 1 %, so a limit of 78.4 GiB, it is 79.1 GiB with four sequences; by the trace
+with three they take 76.6, and 77.6 by their own.
 """
 
 from collections.abc import Iterator
@@ -34,13 +34,19 @@ def larger_than_best(ranking: Ranking) -> list[Key]:
 
 
 def smaller_than_faster(ranking: Ranking) -> list[Key]:
-    """Return recipes that are faster than the best, but do not fit, with a smaller batch; fastest first."""
+    """Return recipes that are faster than the best, but too large, with a smaller batch; fastest first.
+
+    Not those that pin too much of the host's memory: what they pin is mostly states and weights.
+    """
     combinations, best = ranking.combinations, best_of(ranking.combinations)
     if best is None:
         return []
     least = (1 + GAIN) * discounted(best.rate, best.candidate.options)
     rates = dict[Key, float]()
     for one in combinations.traced.values():
+        estimate = one.result.estimate
+        if estimate is None or estimate.host_bytes > combinations.host_bytes:
+            continue
         if combinations.fits(one) or discounted(one.rate, one.candidate.options) < least:
             continue
         fitting = [

@@ -124,6 +124,7 @@ class Search:
         self._trace_neighbours()
         if best_of(self.combinations) is None and self._find_smallest():
             self._trace_highest(WORTH_TRACING)
+            self._trace_neighbours()
             self._trace(frontier(self.ranking))
         return self._assembled()
 
@@ -143,6 +144,7 @@ class Search:
                 ranked = best.candidate._replace(rate=best.rate, device_bytes=best.device_bytes)
                 self.ranking.correct(ranked, exact)
                 self._trace_highest(WORTH_TRACING)
+                self._trace_neighbours()
         best, largest = best_of(self.combinations), self.largest
         if best is not None and largest is not None and best.candidate.micro > largest.candidate.micro:
             largest = best  # Traced later: where few micro-batches are allowed, the rounds may miss it.
@@ -443,11 +445,14 @@ class Search:
 
     def _trace_neighbours(self) -> None:
         """Trace what was traced with other batches, as far as its own trace says that they fit."""
+        tried = set[Key]()
         for _ in range(MAX_ROUNDS):
-            wanted = [*larger_than_best(self.ranking), *smaller_than_faster(self.ranking)]
+            found = (*larger_than_best(self.ranking), *smaller_than_faster(self.ranking))
+            wanted = [key for key in dict.fromkeys(found) if key not in tried][:NUM_NEIGHBOURS]
             if not wanted:
                 break
-            self._trace(wanted[:NUM_NEIGHBOURS])
+            tried.update(wanted)  # A refused one is not among the traced.
+            self._trace(wanted)
 
     def _batch_for(self, structure: Options) -> tuple[int, int]:
         """Return the batch nearest to the reference that a structure may have."""
