@@ -221,16 +221,12 @@ class Search:
             sizes = grown.moved(known[first], first, micro)
             if sizes.device_bytes <= self.usable_bytes:
                 rates[micro, count] = micro * count / sizes.step_s(count)
-        most = max(rates.values(), default=0.0)
-        many = ACTIVATIONS_TOKENS / self.recipe.batch.seq
-        self.ranking.at = next(
-            (
-                each
-                for each in batches
-                if (rates.get(each, 0.0) >= (1 - TIE) * most if rates else each[0] >= many)
-            ),
-            batches[-1],
-        )
+        if rates:
+            most = max(rates.values())
+            self.ranking.at = next(each for each, rate in rates.items() if rate >= (1 - TIE) * most)
+        else:
+            many = ACTIVATIONS_TOKENS / self.recipe.batch.seq
+            self.ranking.at = next((each for each in batches if each[0] >= many), batches[-1])
 
     def _enlarge_batch(self) -> None:
         """Compare options at a batch whose peak is activations: only there levels of recomputation differ."""
