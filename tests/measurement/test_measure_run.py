@@ -93,6 +93,22 @@ def test_times_have_samples_and_what_the_trial_imports_is_not_of_its_limit(measu
     assert release(measured.environment.torch) == release(torch.__version__)
 
 
+def test_steps_of_minutes_are_run_as_seldom_as_asked(monkeypatch: pytest.MonkeyPatch):
+    """As on CUDA, where reading peaks costs nothing: the steady step is timed, none more for a breakdown."""
+    monkeypatch.setattr("trainfit.measurement.meter.CpuMeter.reads_at_no_cost", True)
+    monkeypatch.setattr("trainfit.measurement.meter.CpuMeter.take", lambda _: (MIB, None))
+    monkeypatch.setattr("trainfit.measurement.trial.LONG_STEP_S", 0.0)
+    for steps in (1, 3):
+        few = in_copy(steps=steps, warmup=1)
+        assert few.status == "done", few.message
+        assert few.step_times is not None
+        assert (len(few.step_times.samples), len(few.losses)) == (steps, steps + 1)
+        assert few.phases is not None
+        assert few.message.startswith("no breakdown: the extra step for it would take ")
+    monkeypatch.setattr("trainfit.measurement.trial.LONG_STEP_S", 60.0)
+    assert len(in_copy(steps=1, warmup=1).losses) == 3
+
+
 def test_out_of_memory_is_a_result_with_the_peak_reached():
     limit = 300 * MIB
     result = in_copy(recipe=recipe(batch={"micro": 512, "seq": 256}), memory_limit_bytes=limit)

@@ -33,6 +33,9 @@ Peak = tuple[int, MemoryBreakdown | None]  # Bytes, and their breakdown if known
 class Meter(ABC):
     """Memory meter of one device. The step is assembled, settled and run inside ``watching``."""
 
+    reads_at_no_cost = False
+    """Whether a step takes as long while its phases' peaks are read."""
+
     def __init__(self, device: torch.device):
         self.device = device
 
@@ -158,6 +161,8 @@ class CpuMeter(Meter):
 
 class CudaMeter(Meter):
     """One CUDA GPU. Made before this process touches CUDA, so that the context's own memory is counted."""
+
+    reads_at_no_cost = True
 
     def __init__(self, device: torch.device):
         super().__init__(device)

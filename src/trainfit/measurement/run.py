@@ -36,7 +36,8 @@ def measure(
     """Run the recipe's step on a real device and measure it.
 
     At least two steps (``warmup``, if that is more) run untimed: the first, and one or more steady ones,
-    whose phases' peaks are read. Then ``steps`` steps are timed, without reading memory.
+    whose phases' peaks are read. Then ``steps`` steps are timed, without reading memory. Of steps that take
+    over a minute on one GPU the last of the untimed ones is timed, and counts as one of ``steps``.
 
     Args:
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``.

@@ -2,6 +2,7 @@
 
 Order: build; warm-up steps that read the memory at each phase's start (the first step, then steady steps);
 timed steps without any instrumentation; on CUDA one more step for the breakdown of the peak (one GPU).
+Steps that take minutes (``LONG_STEP_S``) are fewer: the last steady step is the first of the timed ones.
 
 A recipe for several GPUs is measured by as many processes (ranks.py), each of which runs this for one rank.
 """
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MIN_UNTIMED = 2  # The first step, and one steady step whose phases are measured
+LONG_STEP_S = 60.0
+"""A steady step of one GPU that takes this long is timed although its phases are read, which on CUDA is a few
+reads on the host, and no further step is run for a breakdown."""
 MODULES = ("trainfit.measurement.meter", "trainfit.models.hf", "transformers.models.llama.modeling_llama")
 FROM_CACHE = "compiled programs came from the cache: nothing was tuned, which lowers the first step's peak"
 UNTRACKED = "memory not measured: live tensors cannot be followed through compiled code on a CPU"
@@ -150,27 +154,50 @@ def measure_steps(request: TrialRequest, meter: Any, result: ResultFile, rank: R
             following = stack.enter_context(measured_batches(step, untimed + request.steps + 1))
             losses: list[float] = []
             memory: list[StepMemory] = []
+            long: list[float] = []
+            last_s = 0.0
+
+            def with_phases() -> "torch.Tensor":
+                loss, of_step = measured_step(step, following(), meter, result, len(losses) + 1)
+                memory.append(of_step)
+                return loss
+
             for number in range(untimed):
                 if rank is not None:
                     rank.align(meter.device)
                 begin = time.perf_counter()
-                memory.append(measured_step(step, following(), meter, result, losses))
+                if rank is None and meter.reads_at_no_cost and last_s >= LONG_STEP_S:
+                    long, more_losses = meter.times(with_phases, 1)
+                    losses += more_losses
+                else:
+                    losses.append(with_phases().item())
+                last_s = time.perf_counter() - begin
                 if rank is None and number == 0:
-                    result.update(first_step_s=time.perf_counter() - begin)
+                    result.update(first_step_s=last_s)
         if after_init is not None:
             result.update(**memory_fields(after_init, memory))
         result.update(losses=tuple(losses), message="ended while steps were timed")
         if rank is not None:
             rank.align(meter.device)
-        seconds, more_losses = meter.times(lambda: step(following()), request.steps)
-        result.update(losses=(*losses, *more_losses))
+        # A first step that only compiled for long is followed by a short one.
+        seconds = [one for one in long if one >= LONG_STEP_S][: request.steps]
+        if not seconds or len(seconds) < request.steps:
+            more, more_losses = meter.times(lambda: step(following()), request.steps - len(seconds))
+            seconds, losses = seconds + more, losses + more_losses
+        result.update(losses=tuple(losses))
         note_end(recipe, meter, result, seconds)
         if rank is None:
-            note_breakdown(recipe, meter, result, step, following())
+            note_breakdown(recipe, meter, result, step, following(), step_s=last_s if long else 0.0)
 
 
-def measured_step(step: Any, batches: Any, meter: Any, result: ResultFile, losses: list[float]) -> StepMemory:
-    """Run one step, and append its loss; return each phase's peak over its micro-batches."""
+def measured_step(
+    step: Any, batches: Any, meter: Any, result: ResultFile, number: int
+) -> tuple["torch.Tensor", StepMemory]:
+    """Run one step; return its loss, and each phase's peak over its micro-batches.
+
+    Args:
+        number: of the step, from 1, for the message of a trial that ends in it.
+    """
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     holders: dict[str, MemoryBreakdown | None] = {}
     running: list[str] = []
@@ -187,13 +214,12 @@ def measured_step(step: Any, batches: Any, meter: Any, result: ResultFile, losse
         end_phase()
         running.append(phase)
         meter.enter_phase(phase)
-        result.update(message=f"ended in step {len(losses) + 1}, {phase}")
+        result.update(message=f"ended in step {number}, {phase}")
 
     loss = step(batches, on_phase=on_phase)
     end_phase()
     meter.after_step(step)
-    losses.append(loss.item())
-    return PhasePeaks(**peaks), holders.get(max(PHASES, key=lambda phase: peaks[phase]))
+    return loss, (PhasePeaks(**peaks), holders.get(max(PHASES, key=lambda phase: peaks[phase])))
 
 
 def _raise_peak(result: ResultFile, taken: tuple[int, Any] | None) -> None:
@@ -256,11 +282,21 @@ def compiled_before() -> bool:
     return found["fxgraph_cache_hit"] > 0 and not found["fxgraph_cache_miss"]
 
 
-def note_breakdown(recipe: Recipe, meter: Any, result: ResultFile, step: Any, batches: Any) -> None:
-    """Add the breakdown of the peak; running out of memory here costs only that."""
+def note_breakdown(
+    recipe: Recipe, meter: Any, result: ResultFile, step: Any, batches: Any, *, step_s: float = 0.0
+) -> None:
+    """Add the breakdown of the peak; running out of memory here costs only that.
+
+    Args:
+        step_s: of a step. It is not run once more for this if it takes ``LONG_STEP_S``.
+    """
     from trainfit.measurement.meter import is_out_of_memory
 
     if result.measurement.breakdown is not None or recipe.compile:
+        return
+    if step_s >= LONG_STEP_S:
+        lacking = f"no breakdown: the extra step for it would take {format_seconds(step_s)}"
+        result.update(message=joined(result.measurement.message, lacking))
         return
     try:
         result.update(breakdown=meter.breakdown(step, batches))
