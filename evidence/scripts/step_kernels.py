@@ -80,6 +80,8 @@ RECIPES = {
     for kind, settings in KINDS.items()
 }
 """Micro-batches that fit an H100 without recomputation."""
+RECIPES["3b-bf16-plan-8"] = ("qwen2.5-3b", ["batch.micro=8", *KINDS["bf16-plan"]])
+"""Half as many sequences, so that gradients are added to their sums for half as many tokens."""
 TINY = {
     "hidden_size": 64, "intermediate_size": 1040, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 4, "vocab_size": 512,
