@@ -156,6 +156,17 @@ def test_a_candidates_peak_is_that_of_its_whole_trace() -> None:
         assert found.peak_bytes[index] == pytest.approx(traced.peak_allocated_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("fields", [{}, {"optimizer": Optimizer(name="adamw8bit")}], ids=["plain", "8 bits"])
+def test_a_probe_of_a_few_micro_batches_is_that_of_all(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(micro=2, seq=64, accumulate=7)
+    recipe = budget(DEEP.model_copy(update={"batch": batch, **fields}), GIB)
+    few = probe(recipe, LEVELS, machine_of(recipe.hardware))
+    monkeypatch.setattr("trainfit.planning.recompute.probe.micro_batches_left_out", lambda _: range(0))
+    assert few == probe(recipe, LEVELS, machine_of(recipe.hardware))
+
+
 def test_the_search_follows_memory_and_copies_as_one_plan_at_a_time_would() -> None:
     """All plans are evaluated at once in arrays; here one by one, in plain numbers."""
     found = probe(budget(DEEP, GIB), LEVELS, machine_of(DEEP.hardware))

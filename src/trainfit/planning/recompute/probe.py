@@ -20,12 +20,13 @@ from torch import nn
 
 from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.ledger.ledger import ALLOCATE, Ledger, Op, Segment
+from trainfit.ledger.micro_batches import MicroBatchesDifferError, with_left_out
 from trainfit.ledger.segments import rounded
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import layer_lists
 from trainfit.prediction.machine import Machine
 from trainfit.prediction.time.roofline import device_seconds
-from trainfit.prediction.trace import gpu_of, run_steps
+from trainfit.prediction.trace import gpu_of, micro_batches_left_out, run_steps
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
@@ -238,7 +239,14 @@ class _Traced:
         self.machine = machine
         self.requested = recipe
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
-        with gpu_of(self.recipe, machine.row) as (virtual, ranks):
+        try:
+            self.ledger = self._trace(micro_batches_left_out(recipe))
+        except MicroBatchesDifferError:
+            self.ledger = self._trace(range(0))
+
+    def _trace(self, left_out: range) -> Ledger:
+        """Run the steps, and return their ledger with the micro-batches that are left out of them."""
+        with gpu_of(self.recipe, self.machine.row) as (virtual, ranks):
             self.virtual = virtual
             step = assemble(
                 self.recipe,
@@ -247,12 +255,14 @@ class _Traced:
                 compiler=virtual.compiler,
                 mesh=ranks and ranks.mesh,
                 cluster=ranks and ranks.cluster,
-                gpu=machine.row,
+                gpu=self.machine.row,
             )
+            step.left_out = left_out
             virtual.model_is_complete(step.model, [])
             run_steps(step, virtual)
             self.held = self._held(step.model)
-            self.ledger = virtual.finish()
+            ledger = virtual.finish()
+        return with_left_out(ledger, len(left_out)) if left_out else ledger
 
     def _choose(self, model: nn.Module) -> None:
         lists = layer_lists(model)
