@@ -128,7 +128,7 @@ def test_predicted_memory_and_copies(in_backward: Any) -> None:
     ],
 )
 def test_large_parts_share_a_buffer_that_no_neighbour_has(sizes: list[int], slots: list[int]) -> None:
-    assert slots_of(sizes) == slots
+    assert slots_of(sizes, 3) == slots
     held = [slot for slot, size in zip(slots, sizes, strict=True) if size]
     assert all(a != b for a, b in pairwise(held))
 

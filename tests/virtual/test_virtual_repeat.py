@@ -46,6 +46,15 @@ CASES: dict[str, Case] = {
     "offload-compile": (
         PLAIN, "native", {"recompute": "full", "offload": Offload(activations=True), "compile": "block"},
     ),
+    # Groups of three layers, the number of buffers in which they take turns; momentum is read from these.
+    "streamed-state": (
+        with_layers("llama-3.2-1b", 13), "native",
+        {"offload": Offload(optimizer=True), "optimizer": Optimizer(name="adafactor", momentum=0.9)},
+    ),
+    "streamed-state-in-backward": (
+        with_layers("qwen3-0.6b", 14), "hf",
+        {"offload": Offload(optimizer=True), "optimizer": Optimizer(in_backward="block")},
+    ),
     "native-momentum": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
     "native-in-backward-math": (
         LLAMA, "native", {"optimizer": Optimizer(name="adafactor", **IN_BACKWARD), "attention": "math"},
@@ -218,6 +227,9 @@ def test_find_period() -> None:
     assert find_period(list("xaaaaaa")) == (1, 1)
     assert find_period(list("aaa")) is None  # nothing to save
     assert find_period(list("aabaaabbab")) is None
+    assert find_period(["a"] * 13, 2, 3) == (0, 3)
+    assert find_period(list("aaab" * 6), 3) == (0, 4)
+    assert find_period(list("aaab" * 9), 1, 3) is None  # Groups of 12 would be too long.
 
 
 def test_gpu_without_cuda_is_refused() -> None:

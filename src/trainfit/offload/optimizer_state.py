@@ -17,8 +17,6 @@ from trainfit.offload.blocks import is_moment
 from trainfit.offload.copies import CopyStreams, wait
 from trainfit.offload.device_ring import DeviceRing, padded, view
 
-STREAMED_BUFFERS = 3
-"""Parts of a streamed state on the device: one is updated, one arrives, one goes back."""
 LARGE = 2
 """Least ratio of a large part's size to the median part's."""
 
@@ -126,11 +124,12 @@ class HostMoments:
 
 
 def streamed(
-    optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, last_first: bool
+    optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, num_buffers: int, last_first: bool
 ) -> HostMoments:
     """Keep the optimizers' state on the host, and bring each one's to the device while it steps.
 
     Args:
+        num_buffers: Optimizers whose state is on the device at once.
         last_first: They step from the last to the first.
 
     Returns:
@@ -139,7 +138,7 @@ def streamed(
     copy_streams = CopyStreams(device)
     parts = [parameters_of(one) for one in optimizers]
     sizes = [sum(one.numel() for one in part if one.dim() > 1) for part in parts]
-    ring = DeviceRing(copy_streams, STREAMED_BUFFERS, slots=slots_of(sizes))
+    ring = DeviceRing(copy_streams, num_buffers, slots=slots_of(sizes, num_buffers))
     moments = HostMoments(parts.__getitem__, ring, copy_streams, lambda: list(optimizers))
     for index, optimizer in enumerate(optimizers):
         following = index - 1 if last_first else index + 1
@@ -148,12 +147,12 @@ def streamed(
     return moments
 
 
-def slots_of(sizes: Sequence[int], num_slots: int = STREAMED_BUFFERS) -> list[int]:
+def slots_of(sizes: Sequence[int], num_slots: int) -> list[int]:
     """Return the buffer of each part in turn, so that the large parts share the first.
 
-    Example: an embedding of 8, four blocks of 2 and a head of 8. In turn they would use the buffers
-    0 1 2 0 1 2, of 8, 2 and 8. With 0 1 2 0 1 0 the head shares the embedding's, and the others hold 2 each.
-    Where a buffer comes back after two parts, here 0, its copy to the host may have to be waited for.
+    Example with three: an embedding of 8, four blocks of 2 and a head of 8. In turn they would use the
+    buffers 0 1 2 0 1 2, of 8, 2 and 8. With 0 1 2 0 1 0 the head shares the embedding's, and the others hold
+    2 each. Where a buffer comes back after two parts, here 0, its copy to the host may have to be waited for.
 
     Args:
         sizes: Elements of each part's state; 0: it has none on the host.

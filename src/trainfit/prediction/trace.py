@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,7 +41,7 @@ from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
-from trainfit.virtual.trace.repeated_layers import trim_layers, why_whole
+from trainfit.virtual.trace.repeated_layers import periods, trim_layers, why_whole
 from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, Scope, ScopeTracker, part_of_module
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ def _trace(recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[
         del content[name]
     structure = canonical_json([content, margin, ends.stage])
     numbers = _kept.get(structure)
-    lead, period = int(_first_differs(recipe)), _least_period(recipe)
+    lead = int(_first_differs(recipe))
+    period = periods(_least_period(recipe), _multiple(recipe)).start
 
     def is_kept(number: int, num_blocks: int) -> bool:
         if numbers is not None:
@@ -246,7 +248,7 @@ def _trace_micro_batches(
     recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[int, int], lowers_ahead: bool
 ) -> Ledger:
     """Trace a few micro-batches of a step, or all where they differ."""
-    left_out = _left_out(recipe, ends)
+    left_out = micro_batches_left_out(recipe) if ends.run is run_steps else range(0)
     if left_out:
         with contextlib.suppress(MicroBatchesDifferError):
             ledger = _trace_once(
@@ -256,13 +258,13 @@ def _trace_micro_batches(
     return _trace_once(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=lowers_ahead)
 
 
-def _left_out(recipe: Recipe, ends: _Ends) -> range:
+def micro_batches_left_out(recipe: Recipe) -> range:
     """Return the numbers of the micro-batches that the one before them can stand for.
 
     All are traced of several GPUs, as communication overlaps from one micro-batch to the next, and of pairs,
     as the means of all micro-batches are kept until the update.
     """
-    if recipe.hardware.count > 1 or recipe.objective.name != "pretrain" or ends.run is not run_steps:
+    if recipe.hardware.count > 1 or recipe.objective.name != "pretrain":
         return range(0)
     return range(TRACED - 1, recipe.batch.accumulate - 1)
 
@@ -345,6 +347,7 @@ class _TracedLayers:
             layer_lists(model),
             first_differs=_first_differs(recipe),
             least_period=_least_period(recipe),
+            multiple=_multiple(recipe),
             margin=margin,
         )
         check_no_outlines([block for _, blocks in layer_lists(model) for block in blocks])
@@ -354,7 +357,9 @@ class _TracedLayers:
                 self._scope_of_block[block] = ScopeTracker.locate(f"{name}.{number}", self.groups)
         virtual.tracer.ledger.repeats = repeats
         if not found:
-            virtual.tracer.ledger.traced_whole = why_whole(layer_lists(model), _least_period(recipe))
+            virtual.tracer.ledger.traced_whole = why_whole(
+                layer_lists(model), _least_period(recipe), _multiple(recipe)
+            )
         if recipe.compile == "model" and found:
             virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
         trimmed = [one for layer in removed for one in (*layer.parameters(), *layer.buffers())]
@@ -379,6 +384,11 @@ def _first_differs(recipe: Recipe) -> bool:
 def _least_period(recipe: Recipe) -> int:
     """Return the fewest blocks of a repeated group."""
     return max((one.min_repeated(recipe) for one in _applied(recipe)), default=1)
+
+
+def _multiple(recipe: Recipe) -> int:
+    """Return the number of blocks of which a repeated group has a multiple."""
+    return math.lcm(*(one.take_turns(recipe) for one in _applied(recipe)))
 
 
 def run_steps(step: Step, virtual: VirtualGpu) -> None:
@@ -407,7 +417,7 @@ def run_step(step: Step, virtual: VirtualGpu, name: str) -> None:
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
     for memory in step.host_state.buffers() if step.host_state is not None else ():
-        virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
+        virtual.tracer.live.own_in_turns(memory, "optimizer")
 
 
 def run_evaluation(step: Step, virtual: VirtualGpu, sequences: int) -> None:

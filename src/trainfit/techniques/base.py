@@ -159,6 +159,8 @@ class Technique:
     """Labels blocks that differ, before a traced model is shortened."""
     min_repeated: Callable[[Recipe], int] = lambda recipe: 1
     """The least number of equal layers that must be traced together."""
+    take_turns: Callable[[Recipe], int] = lambda recipe: 1
+    """The number of buffers in which layers take turns: a multiple of so many is traced together."""
     trace_whole: Callable[[Recipe], bool] = lambda recipe: False
     """True if every layer must be traced, because equal layers differ in memory or operations."""
     may_shorten: bool = False

@@ -14,6 +14,8 @@ from trainfit.techniques.base import Draw, Expected, Offer, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 FIELD = "offload.optimizer"
+NUM_BUFFERS = 3
+"""Parts of the state on the GPU: one is updated, one arrives, one goes back."""
 
 
 def check(recipe: Recipe) -> None:
@@ -45,7 +47,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.optimizers = [one for group in groups for one in draft.optimizers_for(group)]
     # A backward reaches the model's last weights first.
     in_order = sorted(draft.optimizers, key=lambda one: min(place[id(p)] for p in parameters_of(one)))
-    draft.host_state = streamed(in_order, draft.device, last_first=draft.steps_in_backward)
+    draft.host_state = streamed(
+        in_order, draft.device, num_buffers=NUM_BUFFERS, last_first=draft.steps_in_backward
+    )
 
 
 def _expected(recipe: Recipe) -> Expected:
@@ -63,7 +67,6 @@ TECHNIQUE = Technique(
     describe=lambda recipe: "optimizer state on the host",
     variants=({"offload": {"optimizer": True}, "optimizer": {"in_backward": "block"}},),
     draw=Draw(alone=lambda chance, _: {"offload": {"optimizer": True}}),
-    # Which state is on the device depends on the weights that are updated before and after.
-    trace_whole=lambda recipe: True,
+    take_turns=lambda recipe: NUM_BUFFERS,
     offers=lambda recipe: (Offer({"offload": {"optimizer": True}}, _expected(recipe)),),
 )

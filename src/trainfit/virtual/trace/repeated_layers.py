@@ -23,6 +23,7 @@ def trim_layers(
     *,
     first_differs: bool = False,
     least_period: int = 1,
+    multiple: int = 1,
     margin: tuple[int, int] = (0, 0),
 ) -> tuple[list[LayerGroups], tuple[int, ...], list[nn.Module]]:
     """Remove repeated layers from the model's list of layers; a model with several lists stays whole.
@@ -30,6 +31,7 @@ def trim_layers(
     Args:
         first_differs: the first layer works differently, because of the module before it.
         least_period: minimum layers of a group, for layers that affect others than their neighbours.
+        multiple: a group has a multiple of so many layers, which take turns in as many buffers.
         margin: groups to keep before the first and after the last one, which differ in compiled code.
     Returns:
         The groups of each run of equal layers (none: nothing was removed), how many groups each middle one
@@ -42,9 +44,11 @@ def trim_layers(
     signatures: list[Any] = [signature(layer) for layer in layers]
     if first_differs:
         signatures[0] = ("first", signatures[0])
-    plan = find_period(signatures, least_period)
+    plan = find_period(signatures, least_period, multiple)
     if plan is None:
-        return _shorten_runs(name, layers, signatures, least_period) if not any(margin) else ([], (), [])
+        if any(margin):
+            return [], (), []
+        return _shorten_runs(name, layers, signatures, least_period, multiple)
     lead, period = plan
     head = lead + period * (1 + margin[0])
     tail = period * (1 + margin[1]) + (len(layers) - lead) % period
@@ -58,7 +62,7 @@ def trim_layers(
     return [LayerGroups(name, head, period, period)], (num_groups,), removed
 
 
-def why_whole(lists: Iterable[tuple[str, nn.ModuleList]], least_period: int = 1) -> str:
+def why_whole(lists: Iterable[tuple[str, nn.ModuleList]], least_period: int = 1, multiple: int = 1) -> str:
     """Return why ``trim_layers`` removes no layer of these lists."""
     found = list(lists)
     if len(found) != 1:
@@ -68,11 +72,12 @@ def why_whole(lists: Iterable[tuple[str, nn.ModuleList]], least_period: int = 1)
     signatures = [signature(layer) for layer in layers]
     pairs = enumerate(pairwise(signatures))
     unlike = next((number for number, (one, next_one) in pairs if one != next_one), None)
-    if unlike is None or find_period(signatures, least_period) is not None:
+    if unlike is None or find_period(signatures, least_period, multiple) is not None:
         return f"{name} has {len(layers)} layers, too few to leave any out"
     where = _difference(signatures[unlike], signatures[unlike + 1])
     pair = f"{unlike} and {unlike + 1} differ in {where}"
-    return f"{name} repeats in no pattern of up to {MAX_PERIOD} layers: {pair}"
+    of = "" if multiple == 1 else f"a multiple of {multiple}, "
+    return f"{name} repeats in no pattern of {of}up to {MAX_PERIOD} layers: {pair}"
 
 
 def _difference(first: tuple[Any, ...], second: tuple[Any, ...]) -> str:
@@ -90,7 +95,7 @@ def _difference(first: tuple[Any, ...], second: tuple[Any, ...]) -> str:
 
 
 def _shorten_runs(
-    name: str, layers: nn.ModuleList, signatures: list[Any], least_period: int
+    name: str, layers: nn.ModuleList, signatures: list[Any], least_period: int, multiple: int
 ) -> tuple[list[LayerGroups], tuple[int, ...], list[nn.Module]]:
     """Trim each run of equal groups of layers, if the layers differ in BLOCK_CONFIG alone."""
     if len({signature(layer, block_config=False) for layer in layers}) != 1:
@@ -101,7 +106,7 @@ def _shorten_runs(
     removed: list[nn.Module] = []
     start = 0
     while start < len(layers):
-        period, length = _run_at(signatures, start, least_period)
+        period, length = _run_at(signatures, start, least_period, multiple)
         run = list(layers)[start : start + length]
         if length > 3 * period:
             groups.append(
@@ -117,10 +122,10 @@ def _shorten_runs(
     return groups, tuple(repeats), removed
 
 
-def _run_at(signatures: list[Any], start: int, least_period: int) -> tuple[int, int]:
+def _run_at(signatures: list[Any], start: int, least_period: int, multiple: int) -> tuple[int, int]:
     """Return (period, number of layers) of the run from ``start`` on that removes most layers."""
     best, most = (1, 1), 0
-    for period in range(least_period, MAX_PERIOD + 1):
+    for period in periods(least_period, multiple):
         length = period
         while (
             start + length < len(signatures)
@@ -133,11 +138,16 @@ def _run_at(signatures: list[Any], start: int, least_period: int) -> tuple[int, 
     return best
 
 
-def find_period(signatures: list[Any], least: int = 1) -> tuple[int, int] | None:
+def periods(least: int, multiple: int) -> range:
+    """Return the numbers of layers that a group may have."""
+    return range(-(-least // multiple) * multiple, MAX_PERIOD + 1, multiple)
+
+
+def find_period(signatures: list[Any], least: int = 1, multiple: int = 1) -> tuple[int, int] | None:
     """Return (different leading layers, period) with the fewest layers to trace; None: nothing to remove."""
     best: tuple[int, int, int] | None = None
     for lead in range(min(MAX_LEAD, len(signatures)) + 1):
-        for period in range(least, MAX_PERIOD + 1):
+        for period in periods(least, multiple):
             num_kept = lead + 3 * period + (len(signatures) - lead) % period
             if num_kept >= len(signatures) or (best is not None and num_kept >= best[0]):
                 continue

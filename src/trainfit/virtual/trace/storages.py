@@ -35,6 +35,8 @@ class LiveStorages(Observer):
         self._refs: dict[int, Any] = {}
         self._owners: dict[int, Scope] = {}
         """Index of a storage -> scope of the parameter that it belongs to."""
+        self._taken_turns_in: set[int] = set()
+        """Indices of buffers in which groups take turns."""
         self._last_owner = NO_SCOPE
         self._converted_from: dict[int, int] = {}
         """Index of a storage -> that of the storage it was converted from while the model was built."""
@@ -68,6 +70,14 @@ class LiveStorages(Observer):
                 scope = NO_SCOPE
             self._categories[index] = category
             self._owners[index] = scope
+
+    def own_in_turns(self, tensor: Tensor, category: str) -> None:
+        """Set the category of a storage in which groups take turns.
+
+        It is of no group; an operation on it is of the group of the operation before.
+        """
+        self.own(tensor, category, NO_SCOPE)
+        self._taken_turns_in.add(self.index_of(tensor))
 
     def watch_gradient(self, parameter: Tensor, scope: Scope) -> None:
         """Assign each accumulated gradient to the parameter's scope."""
@@ -152,11 +162,17 @@ class LiveStorages(Observer):
         for arg in args:
             tensors = tensors_of(arg)
             if tensors:
-                owners = [self._owners.get(self.index_of(t), self._last_owner) for t in tensors]
+                owners = [self._owner_of(t) for t in tensors]
                 break
         if len({owner.group for owner in owners}) == 1:
             self._last_owner = owners[0]
         return owners
+
+    def _owner_of(self, t: Tensor) -> Scope:
+        index = self.index_of(t)
+        if index in self._taken_turns_in:
+            return self._last_owner
+        return self._owners.get(index, self._last_owner)
 
     def allocate(
         self,
