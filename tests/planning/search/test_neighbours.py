@@ -8,7 +8,7 @@ import pytest
 from trainfit.planning.search import neighbours
 from trainfit.planning.search.candidate import MIX, Candidate
 from trainfit.planning.search.neighbours import larger_than_best, smaller_than_faster
-from trainfit.planning.search.ranking import Batches, Sizes
+from trainfit.planning.search.sizes import Batches, Sizes
 
 LIMIT = 100
 """Bytes that may be used."""

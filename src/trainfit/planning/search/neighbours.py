@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from trainfit.planning.search.candidate import MIX, Key, Traced
 from trainfit.planning.search.plan import TIE, best_of, discounted
-from trainfit.planning.search.ranking import Ranking, sizes_of_traced
+from trainfit.planning.search.ranking import Ranking
+from trainfit.planning.search.sizes import sizes_of_traced
 
 NEAR = 1.04
 """Multiple of the limit below which, by the trace of a larger batch, a smaller one may fit: free memory that

@@ -1,11 +1,12 @@
 """Make a Plan of what a search traced: the best recipe, the fastest others, the frontier, why others lost."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from trainfit.planning.search.candidate import MIX, Combinations, Key, Traced
-from trainfit.planning.search.ranking import Ranking, Sizes
+from trainfit.planning.search.ranking import Ranking
+from trainfit.planning.search.sizes import Sizes
 from trainfit.planning.search.space import OWN_FAMILY, Option, Options, value_in
 from trainfit.spec.plan import Found, Plan, Rejection, changed_fields
 from trainfit.spec.recipe import Recipe
@@ -115,14 +116,11 @@ def pareto(items: Iterable[T], of: Callable[[T], tuple[float, float]]) -> list[T
     return kept
 
 
-def assembled(
-    ranking: Ranking, best: Traced | None, rejected: Mapping[Option, str], largest: Traced | None = None
-) -> Plan:
+def assembled(ranking: Ranking, best: Traced | None, largest: Traced | None = None) -> Plan:
     """Return the plan of a search.
 
     Args:
         best: the chosen recipe; None: nothing fits.
-        rejected: options that were not traced, or refused, with the reason.
         largest: with the largest micro-batch that fits, where only the batch varies.
     """
     combinations = ranking.combinations
@@ -144,7 +142,7 @@ def assembled(
         largest=found(recipe, largest) if largest else None,
         least=None if exact else found(recipe, least),
         over_host=None if exact or over_host is None else found(recipe, over_host),
-        rejected=tuple(_rejections(ranking, best, rejected)),
+        rejected=tuple(_rejections(ranking, best)),
         num_ranked=ranking.num_ranked,
         num_traced=len(combinations.traced),
     )
@@ -175,15 +173,15 @@ def found(given: Recipe, one: Traced) -> Found:
     )  # fmt: skip
 
 
-def _rejections(ranking: Ranking, best: Traced | None, rejected: Mapping[Option, str]) -> Iterator[Rejection]:
+def _rejections(ranking: Ranking, best: Traced | None) -> Iterator[Rejection]:
     """Yield each choice that the best recipe lacks, with the reason."""
     chosen = best.candidate.options if best else ()
     space, start = ranking.combinations.space, ranking.levels[ranking.level]
     for option in (*space.options, *(one for one, _ in space.excluded)):
         if option in chosen:
             continue
-        if option in rejected:
-            yield Rejection(choice=option.label, reason=rejected[option])
+        if option in ranking.rejected:
+            yield Rejection(choice=option.label, reason=ranking.rejected[option])
         elif option in ranking.added:
             reason = _compared(ranking.added[option], start, ranking.more_ranks(option))
             yield Rejection(choice=option.label, reason=reason)

@@ -222,3 +222,13 @@ def agree(options: Sequence[Option]) -> dict[str, Any] | None:
             if values.setdefault(field, value) != value:
                 return None
     return values
+
+
+def named_in(error: InputError, options: Sequence[Option]) -> Option | None:
+    """Return the option with the field that a refusal names, else one of the same section."""
+    named = error.field or ""
+    for prefix in filter(None, (f"{named}.".lstrip("."), named.partition(".")[0])):
+        for option in options:
+            if any(f"{field}.".startswith(prefix) for field, _ in option.values):
+                return option
+    return None

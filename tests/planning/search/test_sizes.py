@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainfit.planning.search.ranking import Batches, Sizes, within
+from trainfit.planning.search.sizes import Batches, Sizes, within
 
 
 def test_a_mix_of_two_levels_meets_the_limit() -> None:
