@@ -93,9 +93,8 @@ def assemble(
             _seed(recipe.seed)  # As on several ranks, which draw none for these weights either.
         compiler = compiler or (lambda module, **settings: module.compile(**settings))
         draft = Draft(model, device, compiler, hosted, mesh=mesh, cluster=cluster or REAL, stage=stage)
-        for technique in registry.in_order():
-            if technique.applies(recipe):
-                technique.apply(recipe, draft)
+        for technique in registry.applied(recipe):
+            technique.apply(recipe, draft)
     if deferred is not None:
         _seed(recipe.seed)
         deferred.materialise(draft.outermost or draft.model, device)
@@ -154,7 +153,7 @@ def _build(
         "quantize": recipe.base,
         "weights": weights,
     }
-    build = next((one.build for one in registry.in_order() if one.build and one.applies(recipe)), None)
+    build = next((one.build for one in registry.applied(recipe) if one.build), None)
     if build is not None:
         model, hosted = build(recipe, on_model, **options)
     else:

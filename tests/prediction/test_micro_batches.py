@@ -8,7 +8,8 @@ import trainfit
 from tiny_recipe import TINY_LLAMA
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.micro_batches import MicroBatchesDifferError, with_left_out
-from trainfit.prediction.trace import run_steps, trace
+from trainfit.prediction.trace import trace
+from trainfit.prediction.traced_steps import run_steps
 from trainfit.spec.recipe import Recipe
 
 RECIPES: dict[str, dict[str, Any]] = {

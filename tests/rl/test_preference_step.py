@@ -14,7 +14,8 @@ from trainfit.catalog.load import gpu
 from trainfit.kernels.preference_loss.op import pair_losses
 from trainfit.measurement.run import measure
 from trainfit.prediction.predict import predict
-from trainfit.prediction.trace import run_evaluation, trace
+from trainfit.prediction.trace import trace
+from trainfit.prediction.traced_steps import run_evaluation
 from trainfit.spec.errors import InputError
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry

@@ -32,7 +32,8 @@ from trainfit.ledger.ledger import ALLOCATE, FREE, MIDDLE, Event, Ledger, Repeat
 from trainfit.ledger.replay import replay
 from trainfit.ledger.slices import check_slices
 from trainfit.prediction import trace as tracing
-from trainfit.prediction.trace import PROGRAM_MARGIN, _Ends, _trace, run_steps, trace
+from trainfit.prediction.trace import PROGRAM_MARGIN, _Ends, _trace, trace
+from trainfit.prediction.traced_steps import run_steps
 from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe
 from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
 from trainfit.virtual.compile.tuning import Kernel, Tuning, headroom, read

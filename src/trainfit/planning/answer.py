@@ -53,7 +53,7 @@ class Request(NamedTuple):
         """Equal for requests with equal results: most recipes are traced alike for both purposes."""
         recipe = self.recipe
         differs = recipe.batch.accumulate > 2 or any(
-            one.trace_whole(recipe) for one in registry.in_order() if one.applies(recipe)
+            one.trace_whole(recipe) for one in registry.applied(recipe)
         )
         return recipe.id, self.exact and differs and recipe.mesh.pipeline == 1
 

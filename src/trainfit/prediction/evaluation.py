@@ -33,7 +33,8 @@ def evaluation_peak(
     Raises:
         InputError: as ``predict``.
     """
-    from trainfit.prediction.trace import EVALUATION, run_evaluation, trace
+    from trainfit.prediction.trace import trace
+    from trainfit.prediction.traced_steps import EVALUATION, run_evaluation
 
     assert 0 < sequences <= MOST_COUNT
     machine = machine or machine_of(recipe.hardware)

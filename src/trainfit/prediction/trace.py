@@ -3,26 +3,31 @@
 import contextlib
 import gc
 import logging
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import Ledger, RepeatError
-from trainfit.ledger.micro_batches import TRACED, MicroBatchesDifferError, with_left_out
+from trainfit.ledger.micro_batches import MicroBatchesDifferError, with_left_out
 from trainfit.ledger.slices import check_slices
 from trainfit.models.adapted import untied
-from trainfit.models.deferred_init import deferred
-from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
-from trainfit.models.layers import active_shares, code_parameters, layer_lists, slow_layers
+from trainfit.models.few_blocks import OutlinesLeftError, few_blocks
+from trainfit.models.layers import slow_layers
 from trainfit.models.quantized_libraries import import_library
 from trainfit.prediction.config_failure import refuse_config
+from trainfit.prediction.shortening import (
+    TracedLayers,
+    count_parameters,
+    first_block_differs,
+    least_period,
+    micro_batches_left_out,
+    period_multiple,
+)
+from trainfit.prediction.traced_steps import Run, gpu_of, run_steps
 from trainfit.prediction.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
@@ -30,30 +35,20 @@ from trainfit.spec.optional import optional
 from trainfit.spec.pipeline import Stage
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
-from trainfit.step import Step, assemble
+from trainfit.step import assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique, value_at
 from trainfit.virtual.compile.generate import OtherStridesError
-from trainfit.virtual.compile.unrolled import Layers
-from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
-from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
 from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
-from trainfit.virtual.trace.repeated_layers import periods, trim_layers, why_whole
-from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups, Scope, ScopeTracker, part_of_module
-
-if TYPE_CHECKING:
-    from trainfit.prediction.several_ranks import VirtualRanks
+from trainfit.virtual.trace.repeated_layers import periods
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
     "what other operations sort for it (experts' sums, for one) is not"
 )
 
-EVALUATION = "evaluation"
-"""Name of the step that is a forward without gradients."""
 PROGRAM_MARGIN = 2, 4
 """Layers before the first and after the last of the three that are compared, in a model compiled whole. The
 first layers to run find no buffers to reuse: of a backward two, or four, as in 6 of 13 recipes."""
@@ -73,7 +68,7 @@ def trace(
     shorten: bool = False,
     deterministic: bool = False,
     stage: Stage | None = None,
-    run: "Run | None" = None,
+    run: Run | None = None,
 ) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
@@ -100,7 +95,7 @@ class _Ends(NamedTuple):
     """The part of a model that is traced, and what runs."""
 
     stage: Stage | None
-    run: "Run"
+    run: Run
 
 
 def _traced(
@@ -109,7 +104,7 @@ def _traced(
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
-    for technique in _applied(recipe):
+    for technique in registry.applied(recipe):
         if technique.library is not None:
             field = technique.fields[0]
             optional(*technique.library, field=field, value=value_at(recipe, field))
@@ -174,37 +169,8 @@ def trace_whole(recipe: Recipe) -> bool:
 
 def _tracing_whole(recipe: Recipe) -> list[Technique]:
     """Return the techniques that make equal layers act differently."""
-    return [technique for technique in _applied(recipe) if technique.trace_whole(recipe)]
+    return [technique for technique in registry.applied(recipe) if technique.trace_whole(recipe)]
 
-
-def _applied(recipe: Recipe) -> list[Technique]:
-    return [technique for technique in registry.in_order() if technique.applies(recipe)]
-
-
-@contextmanager
-def gpu_of(recipe: Recipe, gpu: Gpu) -> Iterator[tuple[VirtualGpu, "VirtualRanks | None"]]:
-    """Enter the virtual GPU of the recipe's hardware; of several, that of the rank with the highest peak.
-
-    Args:
-        gpu: the catalog's row of it.
-
-    Yields:
-        the virtual GPU, and its place among the ranks; None: one GPU.
-    """
-    traits = None if gpu.name == CPU else GpuTraits.of(gpu)
-    if traits is None:
-        registry.check_device(recipe, "cpu")
-    with ExitStack() as stack:
-        stack.enter_context(exclusive())  # Another thread's process group would be taken for a real one.
-        if recipe.hardware.count == 1:
-            yield stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu))), None
-            return
-        from trainfit.prediction.several_ranks import rank_of  # Imports torch.distributed.
-
-        yield stack.enter_context(rank_of(recipe, traits, prefers_cudnn=prefers_cudnn(gpu)))
-
-
-Run = Callable[[Step, VirtualGpu], None]
 
 _kept: dict[str, frozenset[int]] = {}
 """Structure of a model that is shortened -> the numbers of the blocks that are traced."""
@@ -218,8 +184,8 @@ def _trace(recipe: Recipe, gpu: Gpu, ends: _Ends, *, whole: bool, margin: tuple[
         del content[name]
     structure = canonical_json([content, margin, ends.stage])
     numbers = _kept.get(structure)
-    lead = int(_first_differs(recipe))
-    period = periods(_least_period(recipe), _multiple(recipe)).start
+    lead = int(first_block_differs(recipe))
+    period = periods(least_period(recipe), period_multiple(recipe)).start
 
     def is_kept(number: int, num_blocks: int) -> bool:
         if numbers is not None:
@@ -258,17 +224,6 @@ def _trace_micro_batches(
     return _trace_once(recipe, gpu, ends, whole=whole, margin=margin, lowers_ahead=lowers_ahead)
 
 
-def micro_batches_left_out(recipe: Recipe) -> range:
-    """Return the numbers of the micro-batches that the one before them can stand for.
-
-    All are traced of several GPUs, as communication overlaps from one micro-batch to the next, and of pairs,
-    as the means of all micro-batches are kept until the update.
-    """
-    if recipe.hardware.count > 1 or recipe.objective.name != "pretrain":
-        return range(0)
-    return range(TRACED - 1, recipe.batch.accumulate - 1)
-
-
 def _trace_once(
     recipe: Recipe,
     gpu: Gpu,
@@ -282,7 +237,7 @@ def _trace_once(
     stage = ends.stage
     with gpu_of(recipe, gpu) as (virtual, ranks):
         virtual.compiler.lowers_ahead = lowers_ahead
-        layers = _TracedLayers(recipe, virtual)
+        layers = TracedLayers(recipe, virtual)
 
         def on_model(model: nn.Module) -> None:
             if stage is not None:
@@ -314,154 +269,13 @@ def _trace_once(
         if virtual.compiler.layers is not None:
             check_slices(ledger)
         ledger.assumptions = (*virtual.assumptions(), *(ranks.cluster.about(ledger) if ranks else ()))
-        ledger.assumptions += tuple(line for one in _applied(recipe) for line in one.assumes(recipe))
+        ledger.assumptions += tuple(line for one in registry.applied(recipe) for line in one.assumes(recipe))
         if recipe.compile == "model" and recipe.loss == "standard":
             from trainfit.models.hf import sets_loss
 
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.compiled = virtual.compiler.work()
         ledger.empty_cache_every = recipe.empty_cache_every
-        _count_parameters(step.model, ledger, virtual, layers.groups)
+        count_parameters(step.model, ledger, virtual, layers.groups)
         ledger.warnings = (*slow_layers(step.model), *untied(step.model))
     return ledger
-
-
-class _TracedLayers:
-    """The layers of a model that a trace keeps; all of them unless ``shorten`` is called."""
-
-    def __init__(self, recipe: Recipe, virtual: VirtualGpu):
-        self._recipe, self._virtual = recipe, virtual
-        self.groups: list[LayerGroups] = []
-        self._scope_of_block: dict[nn.Module, Scope] = {}
-
-    def shorten(self, model: nn.Module, margin: tuple[int, int]) -> None:
-        """Remove layers that others stand for from the bare model.
-
-        Args:
-            margin: layers before the first and after the last of the three that are compared.
-        """
-        recipe, virtual = self._recipe, self._virtual
-        for technique in _applied(recipe):
-            technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
-        found, repeats, removed = trim_layers(
-            layer_lists(model),
-            first_differs=_first_differs(recipe),
-            least_period=_least_period(recipe),
-            multiple=_multiple(recipe),
-            margin=margin,
-        )
-        check_no_outlines([block for _, blocks in layer_lists(model) for block in blocks])
-        self.groups.extend(found)
-        for name, blocks in layer_lists(model):
-            for number, block in enumerate(blocks):
-                self._scope_of_block[block] = ScopeTracker.locate(f"{name}.{number}", self.groups)
-        virtual.tracer.ledger.repeats = repeats
-        if not found:
-            virtual.tracer.ledger.traced_whole = why_whole(
-                layer_lists(model), _least_period(recipe), _multiple(recipe)
-            )
-        if recipe.compile == "model" and found:
-            virtual.compiler.layers = Layers(lambda name: part_of_module(name, found), repeats[0])
-        trimmed = [one for layer in removed for one in (*layer.parameters(), *layer.buffers())]
-        virtual.tracer.live.forget(trimmed)
-        if (recorded := deferred()) is not None:
-            recorded.forget(trimmed)
-
-    def within_block(self, block: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which allocations are made for each block that this one stands for."""
-        return self._virtual.within(self._scope_of_block.get(block, NO_SCOPE))
-
-
-def _first_differs(recipe: Recipe) -> bool:
-    """Return whether the first block works differently, because of what precedes it."""
-    # Behind frozen weights its input has no gradient, and its graph differs.
-    if recipe.compile == "block" and recipe.adapter is not None:
-        return True
-    # With tensor parallel it splits the tokens, in a pipeline it receives them.
-    return recipe.mesh.tensor * recipe.mesh.pipeline > 1
-
-
-def _least_period(recipe: Recipe) -> int:
-    """Return the fewest blocks of a repeated group."""
-    return max((one.min_repeated(recipe) for one in _applied(recipe)), default=1)
-
-
-def _multiple(recipe: Recipe) -> int:
-    """Return the number of blocks of which a repeated group has a multiple."""
-    return math.lcm(*(one.take_turns(recipe) for one in _applied(recipe)))
-
-
-def run_steps(step: Step, virtual: VirtualGpu) -> None:
-    """Run a first and a steady step on the virtual GPU."""
-    for name in ("first", "steady"):
-        run_step(step, virtual, name)
-
-
-def run_step(step: Step, virtual: VirtualGpu, name: str) -> None:
-    """Run one step, in the segments of ``name``.
-
-    What reference cycles hold is freed at the end of a phase: other times would differ from run to run.
-    """
-    gc.collect()
-    virtual.begin(name, "data")
-    batches = step.random_batches()
-
-    def on_phase(phase: str) -> None:
-        gc.collect()
-        if phase == "optimizer" and step.mesh is not None:
-            _own_sharded_gradients(step, virtual)
-        virtual.begin(name, phase)
-
-    step(batches, on_phase=on_phase)
-    del batches  # Before those of the next step are made, or the steady step frees two steps' batches.
-    for optimizer in step.optimizers:
-        virtual.own_state(optimizer)
-    for memory in step.host_state.buffers() if step.host_state is not None else ():
-        virtual.tracer.live.own_in_turns(memory, "optimizer")
-
-
-def run_evaluation(step: Step, virtual: VirtualGpu, sequences: int) -> None:
-    """Run the steps, then a forward without gradients in the segments of step ``EVALUATION``."""
-    run_steps(step, virtual)
-    gc.collect()
-    virtual.begin(EVALUATION, "data")
-    batch = step.random_batches(sequences=sequences * step.recipe.objective.sequences)[0]
-    virtual.begin(EVALUATION, "forward")
-    if step.compares_pairs:
-        step.preferences(batch)
-        return
-    step.model.eval()
-    with torch.no_grad():
-        step.cross_entropy(batch)
-    step.model.train()
-
-
-def _own_sharded_gradients(step: Step, virtual: VirtualGpu) -> None:
-    """Assign the gradients that a reduce-scatter made; autograd's hooks assign the others."""
-    from torch.distributed.tensor import DTensor
-
-    for parameter in step.model.parameters():
-        if isinstance(parameter, DTensor) and parameter.grad is not None:
-            virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
-
-
-def _count_parameters(
-    model: nn.Module, ledger: Ledger, virtual: VirtualGpu, groups: list[LayerGroups]
-) -> None:
-    """Count the ledger's parameters, those that train, and those that one token meets."""
-    shares = active_shares(model)
-    share_of = {one: share for experts, share in shares.items() for one in experts.parameters()}
-    active, codes_only = 0.0, code_parameters(model)
-    for parameter in model.parameters():
-        if parameter in codes_only:
-            continue
-        num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
-        ledger.params += num_elements
-        ledger.trainable_params += num_elements if parameter.requires_grad else 0
-        active += num_elements * share_of.get(parameter, 1.0)
-    for name, module in model.named_modules():
-        times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
-        codes = times * getattr(module, "num_quantized", 0)
-        ledger.params += codes
-        active += codes
-    ledger.active_params = round(active)

@@ -117,6 +117,11 @@ def _refuse_old_gpu(technique: Technique, recipe: Recipe, gpu: Gpu) -> None:
             raise refusal(recipe, field, problem, remedy)
 
 
+def applied(recipe: Recipe) -> list[Technique]:
+    """Return the techniques that a recipe applies, in the order of their application."""
+    return [technique for technique in in_order() if technique.applies(recipe)]
+
+
 def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse a recipe that a real device of this type ("cuda", "cpu") cannot run. Not for the virtual GPU.
 

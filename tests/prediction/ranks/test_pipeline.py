@@ -18,6 +18,7 @@ from trainfit.prediction.pipeline.estimate import _traced_recipe
 from trainfit.prediction.pipeline.schedule import timeline
 from trainfit.prediction.pipeline.stage_ledger import composed
 from trainfit.prediction.predict import predict
+from trainfit.prediction.traced_steps import _own_sharded_gradients
 from trainfit.spec.errors import InputError
 from trainfit.spec.pipeline import Action, Stage, in_flight, order, stages
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
@@ -176,7 +177,7 @@ def in_this_order(actions: list[Action]) -> Any:
                     step._backward(losses[action.micro_batch])
                     del losses[action.micro_batch]
             if step.mesh is not None:
-                tracing._own_sharded_gradients(step, virtual)
+                _own_sharded_gradients(step, virtual)
             virtual.begin(name, "optimizer")
             step._update()
             for optimizer in step.optimizers:

@@ -180,7 +180,7 @@ class _After:
     def __call__(self, step: Any, virtual: Any) -> None:
         import torch
 
-        from trainfit.prediction.trace import run_evaluation
+        from trainfit.prediction.traced_steps import run_evaluation
         from trainfit.training.state import finite_checks, optimizer_state
 
         run_evaluation(step, virtual, self.eval_batch)

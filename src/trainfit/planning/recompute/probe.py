@@ -25,8 +25,9 @@ from trainfit.ledger.segments import rounded
 from trainfit.models.few_blocks import OutlinesLeftError, check_no_outlines, few_blocks
 from trainfit.models.layers import layer_lists
 from trainfit.prediction.machine import Machine
+from trainfit.prediction.shortening import micro_batches_left_out
 from trainfit.prediction.time.roofline import device_seconds
-from trainfit.prediction.trace import gpu_of, micro_batches_left_out, run_steps
+from trainfit.prediction.traced_steps import gpu_of, run_steps
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers

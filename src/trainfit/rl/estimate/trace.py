@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainfit.ledger.ledger import RECORDED, Ledger
-from trainfit.prediction.trace import run_step, trace
+from trainfit.prediction.trace import trace
+from trainfit.prediction.traced_steps import run_step
 from trainfit.rl.estimate.names import ALONE, DECODE, GATHER, PREFILL, REFERENCE, SCORING, WARM
 from trainfit.rl.rollout import phases
 from trainfit.rl.rollout.generate import Generator
