@@ -202,12 +202,19 @@ def test_a_model_of_repeated_layers_equals_all_of_them() -> None:
     a, b = sums(folded), sums(whole)
     a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
     assert a == b
+    assert num_host_calls(folded) == num_host_calls(whole)
     for phase in ("forward", "backward"):
         segment = folded.segments.index(Segment("steady", phase))
         for what in ("storages", "ops"):
             check_slices(folded)
             with pytest.raises(RepeatError):
                 check_slices(replace(folded, **{what: [*larger(folded, what, segment)]}))
+
+
+def num_host_calls(ledger: Ledger) -> list[int]:
+    """Views, calls of modules and graphs, and reads of a steady step of all layers."""
+    counts = [[ledger.times(op) * count for count in op.host] for op in ledger.steady_ops]
+    return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def larger(ledger: Ledger, what: str, segment: int) -> Iterator[Any]:

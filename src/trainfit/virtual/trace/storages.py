@@ -156,6 +156,13 @@ class LiveStorages(Observer):
         """Return the category of a storage so far."""
         return self._categories.get(index, self.ledger.storages[index].category)
 
+    def group_of(self, args: Any) -> int:
+        """Return the group of layers of the first tensor argument: its owner's, else that which allocated it."""
+        first = next(iter(tensors_of(args)), None)
+        if first is None or (index := self.index_of(first)) == UNKNOWN:
+            return NO_LAYER
+        return self._owners[index].group if index in self._owners else self.ledger.storages[index].group
+
     def owners_of(self, args: Any) -> list[Scope]:
         """Return the owner of the first tensor argument, or of each tensor of a list; else the last owner."""
         owners = [self._last_owner]

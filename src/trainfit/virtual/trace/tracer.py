@@ -1,6 +1,7 @@
 """The tracer: a dispatch mode that records every operation of a step on fake tensors in a ledger."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.catalog.collectives import namespaces
-from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Ledger, Op, part_of
+from trainfit.ledger.ledger import FIRST, LAST, MIDDLE, NO_LAYER, Ledger, Op, part_of
 from trainfit.virtual.cuda.attention_kernel import attention_kernel
 from trainfit.virtual.cuda.fake_impls import READS_VALUE, are_equal, read, run
 from trainfit.virtual.cuda.flops import count, visible_only
@@ -67,7 +68,9 @@ class Tracer(TorchDispatchMode):
         self.libraries: dict[str, Callable[[Any, Any, Any], Any]] = {}
         """Namespace of a library's operators -> the function that runs them, or returns NotImplemented."""
         self._unknown: set[str] = set()
-        self._views = self._graphs = self._reads = self._wrapped = self._wrapped_tensors = self._in_mode = 0
+        self._graphs = self._reads = self._wrapped = self._wrapped_tensors = self._in_mode = 0
+        self._views = Counter[int]()
+        """Group of the tensor that it is a view of -> views since the entry before."""
         self._host: dict[int, tuple[Any, int]] = {}
         """Pinned host memory by address: the storage (on ``meta``) and the group that first copied it."""
         sole_reference_counts()  # Cached here, outside any dispatch.
@@ -114,7 +117,7 @@ class Tracer(TorchDispatchMode):
         needed = self.scopes.phase in ("forward", "backward") and not (scope.recomputing or scope.updating)
         op = Op(
             name, scope.module, segment, scope.group, flops, flops, flops * needed, flops * needed, num_bytes,
-            dtype, is_update=scope.updating, shape=product, **self._host_calls(),
+            dtype, is_update=scope.updating, shape=product, **self._host_calls(scope.group),
         )  # fmt: skip
         self.ledger.ops.append(op)
 
@@ -126,11 +129,21 @@ class Tracer(TorchDispatchMode):
         """Count a call of a compiled graph."""
         self._graphs += 1
 
-    def _host_calls(self) -> dict[str, Any]:
-        """Return the fields of an entry that count the host's work since the entry before."""
-        found = self._views, self.scopes.num_entered, self._graphs, self._reads
+    def _host_calls(self, group: int) -> dict[str, Any]:
+        """Return the fields of an entry that count the host's work since the entry before.
+
+        Args:
+            group: the entry's. Before one that runs once, views of all layers' tensors (a compiled model saves
+                these, autograd keeps their gradients) count for each layer that a traced one stands for.
+        """
+        times = self.ledger.times_of_group
+        parts = {part_of(one) for one in self._views}
+        is_of_all = times(group) == 1 and parts.issuperset((FIRST, MIDDLE, LAST))
+        views = sum(count * (times(one) if is_of_all else 1) for one, count in self._views.items())
+        found = views, self.scopes.num_entered, self._graphs, self._reads
         wrapped, in_mode = (self._wrapped, self._wrapped_tensors), self._in_mode
-        self._views = self.scopes.num_entered = self._graphs = self._reads = 0
+        self._views.clear()
+        self.scopes.num_entered = self._graphs = self._reads = 0
         self._wrapped = self._wrapped_tensors = self._in_mode = 0
         return {"host": found, "wrapped": wrapped, "in_mode": in_mode}
 
@@ -213,7 +226,7 @@ class Tracer(TorchDispatchMode):
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:
-            self._views += 1
+            self._views[self.live.group_of(args)] += 1
             return
         scope = self.scopes.current()
         owners = self.live.owners_of(args) if scope.owned else []
@@ -279,7 +292,8 @@ class Tracer(TorchDispatchMode):
             counted = counted if share is None else visible_only(counted, share)
         self.ledger.ops += op_entries(
             func, args, kwargs, out, counted=counted, scope=scope, owners=owners, phase=self.scopes.phase,
-            segment=self.live.segment, attention=attention, capability=capability, host=self._host_calls(),
+            segment=self.live.segment, attention=attention, capability=capability,
+            host=self._host_calls(min((owner.group for owner in owners), default=scope.group)),
         )  # fmt: skip
         if self.ledger.ops[-1].name in COPY_DIRECTIONS or base_name(func) in LIBRARY_UPDATES:
             for t in tensors_of(args):
