@@ -157,7 +157,7 @@ class LiveStorages(Observer):
         return self._categories.get(index, self.ledger.storages[index].category)
 
     def group_of(self, args: Any) -> int:
-        """Return the group of layers of the first tensor argument: its owner's, else that which allocated it."""
+        """Return the group of layers that owns the first tensor argument, or else that allocated it."""
         first = next(iter(tensors_of(args)), None)
         if first is None or (index := self.index_of(first)) == UNKNOWN:
             return NO_LAYER

@@ -133,8 +133,8 @@ class Tracer(TorchDispatchMode):
         """Return the fields of an entry that count the host's work since the entry before.
 
         Args:
-            group: the entry's. Before one that runs once, views of all layers' tensors (a compiled model saves
-                these, autograd keeps their gradients) count for each layer that a traced one stands for.
+            group: the entry's. Before an entry that runs once, views of all layers' tensors count for each
+                layer that a traced one stands for: a compiled model saves them, autograd keeps gradients.
         """
         times = self.ledger.times_of_group
         parts = {part_of(one) for one in self._views}
