@@ -14,6 +14,7 @@ from trainfit.prediction.predict import ledger_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Recipe
 from trainfit.step import Step, assemble
+from trainfit.techniques.fused_accumulation import TECHNIQUE
 from virtual_runs import recipe_of
 
 CPU = torch.device("cpu")
@@ -130,3 +131,14 @@ def test_without_the_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(InputError, match="libcublasLt"):
         cublaslt.library.__wrapped__()
+
+
+def test_without_the_library_a_gpu_is_refused_before_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise InputError("libcublasLt is not loaded", "use accumulation: standard", field="accumulation")
+
+    monkeypatch.setattr(cublaslt, "library", missing)
+    fused = recipe("fused")
+    TECHNIQUE.check_device(fused, "cpu")
+    with pytest.raises(InputError, match="libcublasLt"):
+        TECHNIQUE.check_device(fused, "cuda")

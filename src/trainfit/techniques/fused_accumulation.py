@@ -48,6 +48,18 @@ def check(recipe: Recipe) -> None:
         raise refusal(recipe, FIELD, problem, f"{REMEDY}, or offload.weights and .activations: false")
 
 
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Refuse fp8 on a GPU where the library of the products that add cannot be loaded.
+
+    Raises:
+        InputError: there is none.
+    """
+    if device_type == "cuda" and recipe.precision == "fp8":
+        from trainfit.kernels.weight_gradient import cublaslt
+
+        cublaslt.library()
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Replace the blocks' linear layers before they are compiled, and embeddings; zero the gradients after
     each update.
@@ -120,6 +132,7 @@ TECHNIQUE = Technique(
     title="Fused gradient accumulation",
     covers={FIELD: ("fused",)},
     check=check,
+    check_device=check_device,
     apply=apply,
     describe=lambda recipe: "fused accumulation",
     needs={"batch": {"micro": 1, "accumulate": 4}},
