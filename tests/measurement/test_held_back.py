@@ -79,6 +79,16 @@ def test_the_clocks_are_watched_while_the_steps_run() -> None:
     assert (watched.reasons, watched.clocks_mhz["sm"]) == ({CAP}, 1450)
 
 
+def test_later_steps_do_not_hide_what_slowed_earlier_ones() -> None:
+    with Watched(Nvml((435, (HOT,)))) as first:
+        first.take()
+    with Watched(Nvml((1900, ())), first) as second:
+        second.take()
+    assert second.reasons == {HOT}
+    assert second.clocks_mhz["sm"] == 435
+    assert len(second.readings) > len(first.readings)
+
+
 @pytest.mark.skipif(not a_fork_can_train(), reason="a new interpreter has no faked driver")
 def test_a_measurement_has_its_memory_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_recipe()

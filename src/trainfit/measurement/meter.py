@@ -171,6 +171,9 @@ class CudaMeter(Meter):
         self._reserved = 0
         self._clocks: dict[str, Any] = {}
         self._shares: dict[str, float | None] = {}
+        self._watched: Watched | None = None
+        self._timed: list[tuple[float, float]] = []
+        """When timed steps ran."""
         self._host: Environment | None = None
 
     def environment(self, host: Environment) -> Environment:
@@ -206,14 +209,16 @@ class CudaMeter(Meter):
         # Losses go to the host as they come: kept on the device they would count towards the peak.
         losses = torch.empty(num_steps, pin_memory=True)
         begin_s = time.perf_counter()
-        with Watched(self._nvml) as watched:
+        with Watched(self._nvml, self._watched) as watched:
             events[0].record()
             for loss, event in zip(losses, events[1:], strict=True):
                 loss.copy_(run(), non_blocking=True)
                 event.record()
             watched.take()  # The last step is still running on the GPU: the clocks are those under load.
             torch.cuda.synchronize(self.device)
-        self.note(watched, [(begin_s, time.perf_counter())])
+        self._watched = watched
+        self._timed.append((begin_s, time.perf_counter()))
+        self.note(watched, self._timed)
         seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
         return seconds, losses.tolist()
 

@@ -139,9 +139,12 @@ class Watched:
     """Context manager that records a GPU's clocks and utilisation, and what lowers the clocks, meanwhile.
 
     A separate thread queries the driver, without delaying the thread that issues the steps.
+
+    Args:
+        after: what was recorded for earlier steps of the same measurement; it is continued.
     """
 
-    def __init__(self, nvml: Any):
+    def __init__(self, nvml: Any, after: "Watched | None" = None):
         self._nvml, self._done = nvml, threading.Event()
         self._thread = threading.Thread(target=self._run, name="clocks", daemon=True)
         self.reasons: set[str] = set()
@@ -149,6 +152,10 @@ class Watched:
         """Lowest clocks read while the driver throttled the GPU; if it never did, the last ones read."""
         self._lowest: int | None = None
         self.readings: list[Utilisation] = []
+        if after is not None:
+            self.reasons.update(after.reasons)
+            self.clocks_mhz, self._lowest = after.clocks_mhz, after._lowest
+            self.readings += after.readings
 
     def __enter__(self) -> "Watched":
         self._thread.start()
