@@ -34,6 +34,8 @@ from trainfit.measurement.process import die_with_parent
 die_with_parent(int(sys.argv[3]))  # Before the slow imports.
 sys.exit(importlib.import_module(sys.argv[1]).main(pathlib.Path(sys.argv[2])))"""
 """A new interpreter's program: the module whose ``main`` it runs, the trial's folder, and the parent."""
+PF_EXITING = 0x4
+"""Of a process's flags in /proc (include/linux/sched.h)."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals sent by another process; the others follow from an error of the process itself."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -69,12 +71,23 @@ class Ending:
 
 def process_state(pid: int) -> tuple[str, int]:
     """Return a process's state (proc(5): R, S, D, T, Z) and start time; ("X", 0) if there is none."""
+    fields = _stat(pid)
+    return (fields[0], int(fields[19])) if fields else ("X", 0)
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether the kernel is tearing a process down: its connections may close before it has ended."""
+    fields = _stat(pid)
+    return bool(fields) and bool(int(fields[6]) & PF_EXITING)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; [] if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return "X", 0
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[19])
+        return []
+    return text[text.rindex(")") + 2 :].split()
 
 
 class StoppedProcesses:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.machine import check_processes
-from trainfit.measurement.process import LOG, StoppedProcesses
+from trainfit.measurement.process import LOG, StoppedProcesses, is_exiting
 from trainfit.measurement.trial import run_trial
 from trainfit.measurement.trial_files import (
     ERROR,
@@ -136,11 +136,14 @@ class _Rank:
     def poll(self) -> None:
         if self.code is not None:
             return
+        now_s = time.monotonic()
+        # Before the wait: a process that ends between the two has ended.
+        exiting = is_exiting(self.pid)
         ended, status = os.waitpid(self.pid, os.WNOHANG)
         if ended:
             self.code = os.waitstatus_to_exitcode(status)
-        else:
-            self.seen_s = time.monotonic()
+        elif not exiting:
+            self.seen_s = now_s
 
     def end(self) -> None:
         """End the process if it still runs."""
