@@ -11,7 +11,7 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.models import few_blocks
 from trainfit.models.build import build_model
-from trainfit.prediction import trace
+from trainfit.prediction import shortening, trace
 from trainfit.prediction.estimate import estimate
 from trainfit.prediction.machine import machine_with
 from trainfit.spec.recipe import ModelSpec, Recipe
@@ -42,13 +42,13 @@ def _of(config: dict[str, Any], **fields: Any) -> Recipe:
 )
 def test_outlines_change_nothing(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     outlines: list[bool] = []
-    check = trace.check_no_outlines
+    check = shortening.check_no_outlines
 
     def checked(blocks: Any) -> None:
         check(blocks)
         outlines.append(True)
 
-    monkeypatch.setattr(trace, "check_no_outlines", checked)
+    monkeypatch.setattr(shortening, "check_no_outlines", checked)
     found = estimate(recipe, machine_with(gpu("h200")), trace.trace(recipe))
     assert outlines
     monkeypatch.setattr(trace, "few_blocks", lambda is_kept: nullcontext())

@@ -253,10 +253,12 @@ def test_a_training_thread_is_not_disturbed() -> None:
         running = threading.Event()
         running.set()
         training = pool.submit(train_small, 20, running.is_set)
-        for recipe in recipes:
-            predict(recipe, use_cache=False)
-        trainfit.trace(train_on_a_virtual_gpu)
-        running.clear()
+        try:
+            for recipe in recipes:
+                predict(recipe, use_cache=False)
+            trainfit.trace(train_on_a_virtual_gpu)
+        finally:
+            running.clear()
         losses = training.result()
     assert len(losses) >= 20
     assert losses == train_small(len(losses))

@@ -177,8 +177,8 @@ class UserTracer(Tracer):
             size = out.numel() * out.element_size()
             self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.scopes.current(), str(func))
 
-    def _host_calls(self) -> dict[str, Any]:
-        return {**super()._host_calls(), "python": self.python_calls.take()}
+    def _host_calls(self, group: int) -> dict[str, Any]:
+        return {**super()._host_calls(group), "python": self.python_calls.take()}
 
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)
