@@ -16,6 +16,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.measurement import ranks
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.fork_server import ready_to_fork
+from trainfit.measurement.process import is_exiting
 from trainfit.measurement.run import measure
 from trainfit.measurement.trial_files import RESULT
 from trainfit.spec.errors import InputError
@@ -156,3 +157,19 @@ def test_a_stopped_rank_ends_its_trial(tmp_path, monkeypatch) -> None:
         process.kill()
     assert rank.code == -signal.SIGKILL
     assert rank.measurement.message == f"in step 3; process {process.pid} had been stopped for 0 s"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc on this system")
+def test_a_rank_that_the_kernel_is_ending_was_last_seen_running_before(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        rank = ranks._Rank(0, tmp_path, process.pid, seen_s=0.0)
+        rank.poll()
+        seen_s = rank.seen_s
+        assert seen_s > 0
+        assert not is_exiting(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_exiting(process.pid)
+        rank.poll()
+        assert (rank.code, rank.seen_s) == (-9, seen_s)
+    assert not is_exiting(process.pid)

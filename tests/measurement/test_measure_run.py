@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from ended_processes import is_dead
 from trainfit.measurement import process
 from trainfit.measurement.environment import host_environment
-from trainfit.measurement.meter import is_out_of_memory
+from trainfit.measurement.meter import CpuMeter, is_out_of_memory
 from trainfit.measurement.nvml import visible_device
 from trainfit.measurement.run import measure, with_utilisation
 from trainfit.measurement.trial import compiled_before
@@ -93,7 +94,7 @@ def test_times_have_samples_and_what_the_trial_imports_is_not_of_its_limit(measu
     assert release(measured.environment.torch) == release(torch.__version__)
 
 
-def test_steps_of_minutes_are_run_as_seldom_as_asked(monkeypatch: pytest.MonkeyPatch):
+def test_steps_of_minutes_are_run_as_seldom_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """As on CUDA, where reading peaks costs nothing: the steady step is timed, none more for a breakdown."""
     monkeypatch.setattr("trainfit.measurement.meter.CpuMeter.reads_at_no_cost", True)
     monkeypatch.setattr("trainfit.measurement.meter.CpuMeter.take", lambda _: (MIB, None))
@@ -105,6 +106,17 @@ def test_steps_of_minutes_are_run_as_seldom_as_asked(monkeypatch: pytest.MonkeyP
         assert (len(few.step_times.samples), len(few.losses)) == (steps, steps + 1)
         assert few.phases is not None
         assert few.message.startswith("no breakdown: the extra step for it would take ")
+    times = CpuMeter.times
+
+    def noted(self: CpuMeter, run: Any, num_steps: int, *, continues: bool = False) -> Any:
+        with (tmp_path / "continues").open("a") as file:
+            file.write(f"{continues} ")
+        return times(self, run, num_steps)
+
+    monkeypatch.setattr(CpuMeter, "times", noted)
+    in_copy(steps=2, warmup=3)
+    # Of three long steps the last is the first that is timed.
+    assert (tmp_path / "continues").read_text().split() == ["False", "False", "False", "True"]
     monkeypatch.setattr("trainfit.measurement.trial.LONG_STEP_S", 60.0)
     assert len(in_copy(steps=1, warmup=1).losses) == 3
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from trainfit.measurement.process import StoppedProcesses, is_exiting, process_state
+from trainfit.measurement.process import StoppedProcesses, process_state
 from trainfit.training.ranks import watch
 from trainfit.training.ranks.launch import LAUNCHER
 from trainfit.training.ranks.watch import Watch
@@ -52,15 +52,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
-
-
-def test_a_killed_process_is_exiting_until_it_is_waited_for(sleeper) -> None:
-    assert not is_exiting(sleeper.pid)
-    sleeper.kill()
-    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert is_exiting(sleeper.pid)
-    sleeper.wait()
-    assert not is_exiting(sleeper.pid)
 
 
 def lives_in(one: Watch, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:

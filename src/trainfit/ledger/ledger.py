@@ -123,7 +123,8 @@ class Op(NamedTuple):
     """How tensors lie in memory, where it decides the speed (virtual/cuda/op_layout.py)."""
     host: tuple[int, int, int, int] = (0, 0, 0, 0)
     """What the host ran since the entry before: views, module calls, compiled graphs, and reads of a value,
-    for each of which it waits until the device has computed it."""
+    for each of which it waits until the device has computed it. Before an entry that runs once for all
+    layers, the views are those of all layers."""
     wrapped: tuple[int, int] = (0, 0)
     """Operations on DTensors or other subclasses of tensors since the entry before, and their tensors."""
     in_mode: int = 0

@@ -73,8 +73,14 @@ class Meter(ABC):
         return None
 
     @abstractmethod
-    def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
-        """Run ``num_steps`` steps without reading memory; return the seconds of each, and the losses."""
+    def times(
+        self, run: Callable[[], torch.Tensor], num_steps: int, *, continues: bool = False
+    ) -> tuple[list[float], list[float]]:
+        """Run ``num_steps`` steps without reading memory; return the seconds of each, and the losses.
+
+        Args:
+            continues: the steps of the call before count too: so do clocks and utilisation read during them.
+        """
 
     @abstractmethod
     def totals(self) -> dict[str, Any]:
@@ -144,7 +150,9 @@ class CpuMeter(Meter):
     def take(self) -> Peak | None:
         return None if self._live is None else self._live.take_peak()
 
-    def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
+    def times(
+        self, run: Callable[[], torch.Tensor], num_steps: int, *, continues: bool = False
+    ) -> tuple[list[float], list[float]]:
         seconds, losses = [], []
         for _ in range(num_steps):
             start = time.perf_counter()
@@ -202,13 +210,17 @@ class CudaMeter(Meter):
     def reserved(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
 
-    def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
+    def times(
+        self, run: Callable[[], torch.Tensor], num_steps: int, *, continues: bool = False
+    ) -> tuple[list[float], list[float]]:
         # No wait between steps, as in training: the time from one event to the next is the GPU's own.
         torch.cuda.synchronize(self.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
         # Losses go to the host as they come: kept on the device they would count towards the peak.
         losses = torch.empty(num_steps, pin_memory=True)
         begin_s = time.perf_counter()
+        if not continues:
+            self._watched, self._timed = None, []
         with Watched(self._nvml, self._watched) as watched:
             events[0].record()
             for loss, event in zip(losses, events[1:], strict=True):

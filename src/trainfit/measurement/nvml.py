@@ -141,7 +141,7 @@ class Watched:
     A separate thread queries the driver, without delaying the thread that issues the steps.
 
     Args:
-        after: what was recorded for earlier steps of the same measurement; it is continued.
+        after: the record of earlier timed steps, whose reasons, clocks and readings this one starts with.
     """
 
     def __init__(self, nvml: Any, after: "Watched | None" = None):

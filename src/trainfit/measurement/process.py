@@ -35,7 +35,7 @@ die_with_parent(int(sys.argv[3]))  # Before the slow imports.
 sys.exit(importlib.import_module(sys.argv[1]).main(pathlib.Path(sys.argv[2])))"""
 """A new interpreter's program: the module whose ``main`` it runs, the trial's folder, and the parent."""
 PF_EXITING = 0x4
-"""Of a process's flags in /proc (include/linux/sched.h)."""
+"""Flag of a process that is exiting (include/linux/sched.h)."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals sent by another process; the others follow from an error of the process itself."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -82,7 +82,7 @@ def is_exiting(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; [] if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; [] without such a process, or without /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

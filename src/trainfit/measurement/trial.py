@@ -182,7 +182,9 @@ def measure_steps(request: TrialRequest, meter: Any, result: ResultFile, rank: R
         # A first step that only compiled for long is followed by a short one.
         seconds = [one for one in long if one >= LONG_STEP_S][: request.steps]
         if not seconds or len(seconds) < request.steps:
-            more, more_losses = meter.times(lambda: step(following()), request.steps - len(seconds))
+            more, more_losses = meter.times(
+                lambda: step(following()), request.steps - len(seconds), continues=bool(seconds)
+            )
             seconds, losses = seconds + more, losses + more_losses
         result.update(losses=tuple(losses))
         note_end(recipe, meter, result, seconds)

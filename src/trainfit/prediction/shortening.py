@@ -5,11 +5,10 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.micro_batches import TRACED
 from trainfit.models.deferred_init import deferred
 from trainfit.models.few_blocks import check_no_outlines
-from trainfit.models.layers import active_shares, code_parameters, layer_lists
+from trainfit.models.layers import layer_lists
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
 from trainfit.virtual.compile.unrolled import Layers
@@ -92,25 +91,3 @@ def micro_batches_left_out(recipe: Recipe) -> range:
     if recipe.hardware.count > 1 or recipe.objective.name != "pretrain":
         return range(0)
     return range(TRACED - 1, recipe.batch.accumulate - 1)
-
-
-def count_parameters(
-    model: nn.Module, ledger: Ledger, virtual: VirtualGpu, groups: list[LayerGroups]
-) -> None:
-    """Count the ledger's parameters, those that train, and those that one token meets."""
-    shares = active_shares(model)
-    share_of = {one: share for experts, share in shares.items() for one in experts.parameters()}
-    active, codes_only = 0.0, code_parameters(model)
-    for parameter in model.parameters():
-        if parameter in codes_only:
-            continue
-        num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
-        ledger.params += num_elements
-        ledger.trainable_params += num_elements if parameter.requires_grad else 0
-        active += num_elements * share_of.get(parameter, 1.0)
-    for name, module in model.named_modules():
-        times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
-        codes = times * getattr(module, "num_quantized", 0)
-        ledger.params += codes
-        active += codes
-    ledger.active_params = round(active)

@@ -16,12 +16,11 @@ from trainfit.ledger.micro_batches import MicroBatchesDifferError, with_left_out
 from trainfit.ledger.slices import check_slices
 from trainfit.models.adapted import untied
 from trainfit.models.few_blocks import OutlinesLeftError, few_blocks
-from trainfit.models.layers import slow_layers
+from trainfit.models.layers import active_shares, code_parameters, slow_layers
 from trainfit.models.quantized_libraries import import_library
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.shortening import (
     TracedLayers,
-    count_parameters,
     first_block_differs,
     least_period,
     micro_batches_left_out,
@@ -39,10 +38,12 @@ from trainfit.step import assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique, value_at
 from trainfit.virtual.compile.generate import OtherStridesError
+from trainfit.virtual.gpu import VirtualGpu
 from trainfit.virtual.trace.exclusive import exclusive
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.process_state import freeze_more, paused_gc, restored_settings
 from trainfit.virtual.trace.repeated_layers import periods
+from trainfit.virtual.trace.scope import LayerGroups, ScopeTracker
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
@@ -276,6 +277,28 @@ def _trace_once(
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.compiled = virtual.compiler.work()
         ledger.empty_cache_every = recipe.empty_cache_every
-        count_parameters(step.model, ledger, virtual, layers.groups)
+        _count_parameters(step.model, ledger, virtual, layers.groups)
         ledger.warnings = (*slow_layers(step.model), *untied(step.model))
     return ledger
+
+
+def _count_parameters(
+    model: nn.Module, ledger: Ledger, virtual: VirtualGpu, groups: list[LayerGroups]
+) -> None:
+    """Count the ledger's parameters, those that train, and those that one token meets."""
+    shares = active_shares(model)
+    share_of = {one: share for experts, share in shares.items() for one in experts.parameters()}
+    active, codes_only = 0.0, code_parameters(model)
+    for parameter in model.parameters():
+        if parameter in codes_only:
+            continue
+        num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
+        ledger.params += num_elements
+        ledger.trainable_params += num_elements if parameter.requires_grad else 0
+        active += num_elements * share_of.get(parameter, 1.0)
+    for name, module in model.named_modules():
+        times = ledger.times_of_group(ScopeTracker.locate(name, groups).group)
+        codes = times * getattr(module, "num_quantized", 0)
+        ledger.params += codes
+        active += codes
+    ledger.active_params = round(active)

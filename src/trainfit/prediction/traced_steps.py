@@ -1,4 +1,4 @@
-"""What a virtual GPU runs: a recipe's first and steady step, and an evaluation after them."""
+"""Run a recipe's first and steady step on its virtual GPU, and an evaluation after them."""
 
 import gc
 from collections.abc import Callable, Iterator

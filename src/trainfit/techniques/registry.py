@@ -134,7 +134,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 def _applied_by_name(recipe: Recipe) -> list[Technique]:
     """Return the techniques that apply, by name: so the first refusal does not depend on their order."""
-    return [technique for _, technique in sorted(techniques().items()) if technique.applies(recipe)]
+    return sorted(applied(recipe), key=lambda technique: technique.name)
 
 
 def describe(recipe: Recipe) -> str:

@@ -108,8 +108,8 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
 def adapted(recipe: Recipe, model: nn.Module) -> nn.Module:
     """Return the model with the recipe's adapter, on meta."""
     draft = Draft(model, META, _not_compiled)
-    for technique in registry.in_order():
-        if "adapter" in technique.fields and technique.applies(recipe):
+    for technique in registry.applied(recipe):
+        if "adapter" in technique.fields:
             technique.apply(recipe, draft)
     return draft.model
 

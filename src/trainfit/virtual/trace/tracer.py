@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.catalog.collectives import namespaces
-from trainfit.ledger.ledger import FIRST, LAST, MIDDLE, NO_LAYER, Ledger, Op, part_of
+from trainfit.ledger.ledger import GROUPS_PER_RUN, MIDDLE, NO_LAYER, Ledger, Op, part_of, run_of
 from trainfit.virtual.cuda.attention_kernel import attention_kernel
 from trainfit.virtual.cuda.fake_impls import READS_VALUE, are_equal, read, run
 from trainfit.virtual.cuda.flops import count, visible_only
@@ -133,13 +133,17 @@ class Tracer(TorchDispatchMode):
         """Return the fields of an entry that count the host's work since the entry before.
 
         Args:
-            group: the entry's. Before an entry that runs once, views of all layers' tensors count for each
-                layer that a traced one stands for: a compiled model saves them, autograd keeps gradients.
+            group: the entry's. A compiled graph's saved tensors and autograd's kept gradients are views, made
+                for all layers before one entry outside them: these count for each layer that a traced one
+                stands for.
         """
         times = self.ledger.times_of_group
-        parts = {part_of(one) for one in self._views}
-        is_of_all = times(group) == 1 and parts.issuperset((FIRST, MIDDLE, LAST))
-        views = sum(count * (times(one) if is_of_all else 1) for one, count in self._views.items())
+        runs_once = times(group) == 1
+        parts = Counter(run_of(one) for one in self._views)
+        views = sum(
+            count * (times(one) if runs_once and parts[run_of(one)] == GROUPS_PER_RUN else 1)
+            for one, count in self._views.items()
+        )
         found = views, self.scopes.num_entered, self._graphs, self._reads
         wrapped, in_mode = (self._wrapped, self._wrapped_tensors), self._in_mode
         self._views.clear()
