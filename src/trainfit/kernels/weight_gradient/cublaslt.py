@@ -212,7 +212,7 @@ def library() -> ctypes.CDLL:
             pass  # The refusal says it.
     raise InputError(
         "fp8 products that add to the gradients need libcublasLt of torch's CUDA build, which is not loaded",
-        "use accumulation: standard, or install a CUDA build of torch",
+        "use accumulation: standard" + ("" if torch.version.hip else ", or install a CUDA build of torch"),
         field="accumulation",
         value="fused",
     )
