@@ -11,9 +11,10 @@ from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.calibration import run as run_module
 from trainfit.calibration import workloads as workloads_module
 from trainfit.calibration.host import quick_steps, small_steps
-from trainfit.calibration.op_timer import OpTimer
+from trainfit.calibration.op_timer import ISSUE_SHARE, LEAST_RUNS, LOAD_S, MOST_RUNS, OpTimer
 from trainfit.calibration.run import Run
 from trainfit.calibration.workloads import one_step, recipes, tiny_recipe
+from trainfit.catalog.load import gpu
 from trainfit.cli.main import main
 from trainfit.prediction.predict import ledger_of
 from trainfit.spec.calibration import Calibration
@@ -47,6 +48,20 @@ def test_an_operation_in_place_is_timed_on_copies_and_equal_calls_once() -> None
     timer.finish()
     assert x.tolist() == [3.0] * 64
     assert [(row.op, row.num_bytes) for row in timer.rows] == [("aten.add_.Tensor", 512)]
+
+
+def test_no_more_runs_are_issued_than_the_products_before_them_last() -> None:
+    """Else an operation that the host launches slowly would be timed by the host's speed."""
+    timer = OpTimer(CpuStopwatch(), None, lambda: False)
+    timer.gpu = gpu("h200")  # By whose rates each addition takes microseconds; here it takes a millisecond.
+    x = torch.ones(2**22)
+    with timer:
+        x.add(1.0)
+    (issued,) = timer._pending
+    assert LEAST_RUNS <= issued.runs < MOST_RUNS
+    timer.finish()
+    (row,) = timer.rows
+    assert row.seconds > ISSUE_SHARE * LOAD_S / MOST_RUNS
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -103,11 +103,10 @@ def predictions(recipes: Iterable[Recipe], folder: Path) -> dict[str, Record]:
 
 
 def measured_runs(recipes: Iterable[Recipe], folder: Path) -> dict[str, Run]:
-    """Every recipe's run by its id, measured with compilers' caches that are empty, as predictions assume."""
+    """Every recipe's run by its id."""
     source, runs = _written(recipes, folder), folder / "runs.jsonl"
-    caches = {f"{name}_CACHE_DIR": str(folder / name) for name in ("TORCHINDUCTOR", "TRITON")}
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    _python(__file__, str(source), str(runs), PYTHONPATH=path, **caches)
+    _python(__file__, str(source), str(runs), PYTHONPATH=path)
     found: dict[str, Run] = {}
     for one in map(json.loads, runs.read_text().splitlines()):
         measurement = parse(Measurement, one["measurement"])
@@ -166,7 +165,14 @@ def measure_all(recipes: Path, runs: Path) -> int:
 
 
 def main(folder: Path) -> int:
-    """The trial of ``folder``, and the segments that it took."""
+    """The trial of ``folder``, and the segments that it took.
+
+    Compilers' caches are empty, as predictions assume: kernels that an earlier recipe has compiled would not
+    be timed again, beside buffers that take segments.
+    """
+    for compiler in ("TORCHINDUCTOR", "TRITON"):
+        os.environ[f"{compiler}_CACHE_DIR"] = str(folder / compiler)
+
     import torch
 
     torch.cuda.init()

@@ -70,6 +70,22 @@ def test_attention_computes_whole_tiles(kernel: str, tile: int) -> None:
     assert found == pytest.approx(flops(1024 + tile) / rate, rel=0.02)
 
 
+def test_attention_longer_than_all_rows_has_the_rate_of_the_longest() -> None:
+    """Rows of 1,024 and 8,192 tokens are about as far from 262,144; their mean would be that of neither."""
+    name = "aten._scaled_dot_product_attention.default"
+    rates = {1024: 2e14, 2048: 3e14, 4096: 4e14, 8192: 5e14}
+    rows = [
+        row(name, MB, 1e13 / rate, kernel="cudnn", head=128, seq=seq, flops=1e13)
+        for seq, rate in rates.items()
+    ]
+    times = OpTimes(rows, gpu("h200"))
+    for seq in (16384, 262144):
+        flops = 1e13 * seq / 8192
+        found = times.seconds(op(name, MB, flops, "cudnn", 128, seq))
+        assert found is not None
+        assert flops / found == pytest.approx(5e14, rel=0.06)
+
+
 @pytest.mark.parametrize("name", ["h200", "a100-sxm4-80gb", "rtx-4090"])
 def test_a_product_in_fp32_fills_the_multiprocessors_of_its_own_gpu(name: str) -> None:
     """As many tiles as multiprocessors take one wave, one more takes a second, of which it fills little."""

@@ -236,7 +236,8 @@ class OpTimes:
         for key in known:
             if is_any_size or size[0] <= self._largest(key) + self._known.far:
                 copied_s = self._copied_s(op) if base_of(op) == ADDED != key[0] else 0.0
-                return self._seconds(key, size, work, fixed_s, _traits(op.name)) + copied_s
+                near = self._no_longer(key, size) if op.kernel else size
+                return self._seconds(key, near, work, fixed_s, _traits(op.name)) + copied_s
         if not known:
             return None
         return self._seconds(max(known, key=self._largest), size, work, fixed_s, _traits(op.name))
@@ -244,6 +245,19 @@ class OpTimes:
     def has(self, op: Op) -> bool:
         """Return whether something like an operation was measured."""
         return any(key in self._points for key in keys(one_group(op) if is_looped(op) else op, self._known))
+
+    def _no_longer(self, key: Key, size: tuple[float, ...]) -> tuple[float, ...]:
+        """Return attention's size, that of the longest rows if it is longer.
+
+        Attention's rate grows with the length and levels off. From 262,144 tokens rows of 1,024 to 8,192 are
+        all about as far, and would weigh about the same.
+        """
+        points = self._points[key]
+        longest = max(point.size[0] for point in points)
+        if size[0] <= longest:
+            return size
+        most = max(point.size[1] for point in points if point.size[0] == longest)
+        return longest, min(size[1], most)
 
     def _largest(self, key: Key) -> float:
         return max(point.size[0] for point in self._points[key])
