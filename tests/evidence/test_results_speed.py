@@ -112,3 +112,19 @@ def test_the_page_states_how_far_predictions_of_the_h100_are_off() -> None:
     values = (too_fast, waits.pop("7b fp8"), 100 * (1 - before["busy"]), before["tokens_per_s"])
     check(PAGE, sentence, values)
     assert max(waits.values()) < 0.1
+
+
+def test_the_page_states_how_far_the_longest_sequence_is_off() -> None:
+    (predicted,), (again,), (measured,) = (
+        lines(f"speed/long-h200-{kind}.jsonl") for kind in ("predicted", "again", "measured")
+    )
+    before, now = (
+        100 * (one["estimate"]["tokens_per_s"] / measured["measurement"]["tokens_per_s"] - 1)
+        for one in (predicted, again)
+    )
+    time = predicted["estimate"]["time"]
+    share = 100 * time["attention_s"] / predicted["estimate"]["step_s"]
+    sentence = "was predicted # % too slow: its attention, # % of the predicted time"
+    check(PAGE, sentence, (-before, share))
+    check(PAGE, "so predicted again, it is # % too fast", (now,))
+    assert predicted["estimate"]["phases"] == measured["measurement"]["phases"]
