@@ -103,10 +103,10 @@ def predictions(recipes: Iterable[Recipe], folder: Path) -> dict[str, Record]:
 
 
 def measured_runs(recipes: Iterable[Recipe], folder: Path) -> dict[str, Run]:
-    """Every recipe's run by its id."""
+    """Every recipe's run by its id; they share Triton's cache, which is empty at first."""
     source, runs = _written(recipes, folder), folder / "runs.jsonl"
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    _python(__file__, str(source), str(runs), PYTHONPATH=path)
+    _python(__file__, str(source), str(runs), PYTHONPATH=path, TRITON_CACHE_DIR=str(folder / "triton"))
     found: dict[str, Run] = {}
     for one in map(json.loads, runs.read_text().splitlines()):
         measurement = parse(Measurement, one["measurement"])
@@ -167,11 +167,10 @@ def measure_all(recipes: Path, runs: Path) -> int:
 def main(folder: Path) -> int:
     """The trial of ``folder``, and the segments that it took.
 
-    Compilers' caches are empty, as predictions assume: kernels that an earlier recipe has compiled would not
-    be timed again, beside buffers that take segments.
+    Inductor's cache is empty, as predictions assume: kernels that it has timed for an earlier recipe would
+    not be timed again, beside buffers that take segments.
     """
-    for compiler in ("TORCHINDUCTOR", "TRITON"):
-        os.environ[f"{compiler}_CACHE_DIR"] = str(folder / compiler)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
 
     import torch
 

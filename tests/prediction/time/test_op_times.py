@@ -3,14 +3,14 @@
 import pytest
 
 from trainfit.catalog.constants import constants
-from trainfit.catalog.load import gpu
+from trainfit.catalog.load import FOLDER, gpu
 from trainfit.catalog.rates import rates
 from trainfit.ledger.ledger import Op
 from trainfit.prediction.machine import machine_with
 from trainfit.prediction.time.calibrated import calibrated
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.op_times import OpTimes, work_of
-from trainfit.spec.calibration import OpTime
+from trainfit.spec.calibration import OpTime, calibration_of
 
 MB = 2**20
 
@@ -79,11 +79,26 @@ def test_attention_longer_than_all_rows_has_the_rate_of_the_longest() -> None:
         for seq, rate in rates.items()
     ]
     times = OpTimes(rows, gpu("h200"))
-    for seq in (16384, 262144):
-        flops = 1e13 * seq / 8192
+
+    def rate(seq: int, flops: float) -> float:
         found = times.seconds(op(name, MB, flops, "cudnn", 128, seq))
         assert found is not None
-        assert flops / found == pytest.approx(5e14, rel=0.06)
+        return flops / found
+
+    for seq in (16384, 262144):
+        assert rate(seq, 1e13 * (seq / 8192) ** 2) == pytest.approx(5e14, rel=0.06)
+    sixteen_times = 16e13
+    assert rate(8320, sixteen_times * (8320 / 8192) ** 2) == pytest.approx(
+        rate(8192, sixteen_times), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("head", [80, 256])
+def test_gpus_without_hoppers_kernels_have_rows_of_the_plain_ones(head: int) -> None:
+    """On an H200 `calibrate` times the plain kernels with heads of 80 alone."""
+    ops = calibration_of((FOLDER / "calibrations" / "h200.json").read_bytes(), "h200.json").ops
+    rows = {(row.kernel, row.head, row.seq) for row in ops}
+    assert {("plain", head, seq) for seq in (256, 1024, 4096, 8192)} <= rows
 
 
 @pytest.mark.parametrize("name", ["h200", "a100-sxm4-80gb", "rtx-4090"])

@@ -247,17 +247,14 @@ class OpTimes:
         return any(key in self._points for key in keys(one_group(op) if is_looped(op) else op, self._known))
 
     def _no_longer(self, key: Key, size: tuple[float, ...]) -> tuple[float, ...]:
-        """Return attention's size, that of the longest rows if it is longer.
+        """Return attention's size; of a length beyond all rows that of as many sequences of the longest.
 
-        Attention's rate grows with the length and levels off. From 262,144 tokens rows of 1,024 to 8,192 are
-        all about as far, and would weigh about the same.
+        Attention's rate grows with the length and levels off. From 262,144 tokens rows of 1,024 and of 8,192
+        are about as far, and would weigh about the same. FLOPs grow with the square of the length, and a size
+        has half their logarithm.
         """
-        points = self._points[key]
-        longest = max(point.size[0] for point in points)
-        if size[0] <= longest:
-            return size
-        most = max(point.size[1] for point in points if point.size[0] == longest)
-        return longest, min(size[1], most)
+        beyond = max(0.0, size[0] - max(point.size[0] for point in self._points[key]))
+        return size[0] - beyond, size[1] - beyond
 
     def _largest(self, key: Key) -> float:
         return max(point.size[0] for point in self._points[key])
