@@ -128,10 +128,13 @@ class OpTimer(TorchDispatchMode):
             self._take()
 
     def _is_load_over(self, begin_s: float) -> bool:
-        """Return whether products issued at a time of the host's may soon be done; a CPU runs none.
+        """Return whether the load may soon be done, so that no further run is issued; a CPU has no load.
 
-        Operations that are launched from Python, as Triton's kernels, take the host up to 0.1 ms a launch:
-        issued for longer than the products run, they would be timed by the host's speed.
+        Kernels that are launched from Python, as Triton's, take the host up to 0.1 ms a launch. Runs that are
+        issued after the load has ended would be timed by the host's speed.
+
+        Args:
+            begin_s: when the host began to issue the load, by ``time.perf_counter``.
         """
         return self.gpu is not None and time.perf_counter() - begin_s > ISSUE_SHARE * LOAD_S
 
