@@ -3,12 +3,12 @@
     python -m evidence.scripts.step_kernels FOLDER [--gpu h100-sxm] [--only NAME,NAME] [--limit 450]
 
 Qwen2.5 from scratch as llm.q's benchmark trains it (1,024 tokens a sequence, moments in bf16), with compiled
-blocks and fused loss, 8 micro-batches a step. FOLDER gets NAME.json.gz, the trace of a step, and in
-step-kernels.jsonl a line a recipe: seconds of steps without the profiler, then for each kind of kernels and
-each of the longest kernels its seconds, launches, FLOPs or bytes, and the share of its roofline. Ledgers are
-traced first, several at a time; no recipe begins after ``--limit`` seconds. With ``--predict`` nothing runs,
-and predicted.jsonl gets what is predicted. A recipe that is refused, or is predicted not to fit, is named in
-a line, and the next one begins.
+blocks and fused loss, 8 micro-batches a step; and Llama-3.1-8B with 8,192 tokens, for `--gpu h200`. FOLDER
+gets NAME.json.gz, the trace of a step, and in step-kernels.jsonl a line a recipe: seconds of steps without
+the profiler, then for each kind of kernels and each of the longest kernels its seconds, launches, FLOPs or
+bytes, and the share of its roofline. Ledgers are traced first, several at a time; no recipe begins after
+``--limit`` seconds. With ``--predict`` nothing runs, and predicted.jsonl gets what is predicted. A recipe
+that is refused, or is predicted not to fit, is named in a line, and the next one begins.
 """
 
 import argparse
@@ -82,6 +82,12 @@ RECIPES = {
 """Micro-batches that fit an H100 without recomputation."""
 RECIPES["3b-bf16-plan-8"] = ("qwen2.5-3b", ["batch.micro=8", *KINDS["bf16-plan"]])
 """Half as many sequences, so that gradients are added to their sums for half as many tokens."""
+H200 = {
+    "8b-bf16-8k": ["batch.micro=1", *FUSED, "block_kernels=triton", "compile=false", "attention=triton"],
+    "8b-fp8-8k": ["batch.micro=2", *KINDS["fp8-fastest-fused"], "attention=triton"],
+}  # fmt: skip
+RECIPES |= {name: ("llama-3.1-8b", [*settings, "batch.seq=8192"]) for name, settings in H200.items()}
+"""The fastest of recipes/speed/one-h200.yaml; an H100 is too small for them."""
 TINY = {
     "hidden_size": 64, "intermediate_size": 1040, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 4, "vocab_size": 512,
