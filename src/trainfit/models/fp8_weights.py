@@ -144,8 +144,10 @@ class KeptWeights:
         for module in modules:
             empty: Callable[..., Tensor] = module.weight.detach().new_empty
             outputs, inputs = module.weight.shape
-            made: list[Tensor | None] = [empty(1, dtype=torch.float32), None, None, None]
-            if kind != "scales":
+            made: list[Tensor | None]
+            if kind == "scales":
+                made = [empty(1, dtype=torch.float32), None, None, None]
+            else:
                 both = empty(inputs, outputs, dtype=E4M3) if kind == "both-layouts" else None
                 made = [None, empty(outputs, inputs, dtype=E4M3), both, empty(1, dtype=torch.float32)]
             for name, tensor in zip(NAMES, made, strict=True):
