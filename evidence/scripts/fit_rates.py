@@ -83,8 +83,9 @@ NOT_FITTED = (
     "in_mode", "scaled_product", "python_update",
 )  # fmt: skip
 """Costs of the host that the steps do not have."""
-HELD = ("kernel_s",)
-"""Rates left as they are: the least time of a launch, fitted, makes up for what small kernels lack."""
+HELD = ("kernel_s", "attention")
+"""Rates left as they are: the least time of a launch, fitted, makes up for what small kernels lack;
+attention's factor and what the power limit adds to it come from profiles (attention_power.py)."""
 FOLDS = 10
 RATIO = 1.5
 """Of a calibrated host over that of the catalog, before it is fitted."""

@@ -67,6 +67,37 @@ def test_the_catalogs_rows_are_those_of_the_records() -> None:
     assert with_rows(text, rows, (PART,)) == text
 
 
+def test_the_rows_of_an_h200_are_those_of_its_profiled_steps() -> None:
+    path = FOLDER / "calibrations" / "h200.json"
+    text = path.read_text("utf-8")
+    rows = [row for row in Calibration.model_validate_json(text).ops if row.part == PART]
+    steps, products = (
+        list(map(json.loads, (RECORDS / f"step-{what}-h200.jsonl").read_text("utf-8").splitlines()))
+        for what in ("kernels", "products")
+    )
+    kernels = [one["seconds"] / one["num_kernels"] for step in steps for one in step["kernels"]]
+    assert {step["name"] for step in steps} == {"8b-bf16-8k", "8b-fp8-8k"}
+    assert len(rows) == 37
+    for row in rows:
+        if not row.shape:
+            assert any(row.seconds == pytest.approx(one, rel=1e-3) for one in kernels), row.op
+            continue
+        means = list[float]()
+        for step in steps:
+            kinds = {kind["name"]: kind["seconds"] for kind in step["kinds"]}
+            of_shape = [
+                one
+                for one in products
+                if one["name"] == step["name"]
+                and (one["m"], one["n"], one["k"], one["dtype"]) == (*row.shape[1:], row.dtype)
+            ]
+            count, taken_s = (sum(one[field] for one in of_shape) for field in ("num_calls", "measured_s"))
+            share = kinds["matrix products"] / step["step_s"]
+            means += [taken_s / count / rates().power.slowdown(share)] if count else []
+        assert any(row.seconds == pytest.approx(one, rel=1e-3) for one in means), row
+    assert with_rows(text, rows, (PART,)) == text
+
+
 def test_a_kernel_or_a_product_is_that_of_the_last_file_that_has_it() -> None:
     def row(op: str, seconds: float, *, num_bytes: int = 1, shape: tuple[int, ...] = ()) -> OpTime:
         return OpTime(op, "bfloat16", "", shape, "", 0, 0, False, 0.0, num_bytes, seconds, PART)

@@ -50,14 +50,25 @@ class HostRates(Value):
 
 
 class PowerRates(Value):
-    """Clocks fall at the power limit where 16-bit products take most of the step."""
+    """Clocks fall at the power limit where tensor cores are busy for most of the step."""
 
-    share: PositiveFloat  # Of the step, up to which products run at their rate
-    slope: PositiveFloat  # Relative time that they take longer, for each share beyond it
+    share: PositiveFloat  # Of the step, up to which products run at their rate, and attention at this load
+    slope: PositiveFloat  # Relative time that products take longer, for each share beyond it
+    attention_slope: PositiveFloat  # That attention takes longer, for each unit of load beyond it
+    attention_load: PositiveFloat  # What attention draws, of what 16-bit products do
+    fp8_load: PositiveFloat  # What fp8 products draw, of the same
 
     def slowdown(self, share: float) -> float:
         """Return how much longer products take where they are this share of the step."""
         return 1 + self.slope * max(0.0, share - self.share)
+
+    def attention_slowdown(self, products: float, fp8_products: float, attention: float) -> float:
+        """Return how much longer attention takes, by the shares of the step of what uses tensor cores.
+
+        Attention was timed alone for milliseconds, at full clocks; products at the power limit.
+        """
+        load = products + self.fp8_load * fp8_products + self.attention_load * attention
+        return 1 + self.attention_slope * max(0.0, load - self.share)
 
 
 class OverlapRates(Value):

@@ -49,6 +49,33 @@ def test_products_take_longer_where_they_are_most_of_the_step() -> None:
     )
 
 
+def attention(dtype: str = "bfloat16") -> Op:
+    return Op(
+        "trainfit.flash_attention_backward.default", "", FORWARD, NO_LAYER, 1e13, 1e13, 1e13, 1e13, 10**9,
+        dtype, kernel="gluon", head=128, seq=8192,
+    )  # fmt: skip
+
+
+def test_attention_takes_longer_among_what_uses_tensor_cores() -> None:
+    """Where memory takes most of the step it is as fast as its rows; most among fp8 products."""
+    power, rest = rates().power, [addition(30_000_000_000)] * 20
+    among, alone = expected(attention(), *rest), expected(attention())
+    assert among.attention_s / among.total < power.share
+    longer = alone.attention_s / among.attention_s
+    assert longer == pytest.approx(1 + power.attention_slope * (power.attention_load - power.share))
+    by_products = {
+        dtype: expected(attention(), *[product(dtype)] * 20).attention_s / among.attention_s
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn")
+    }
+    assert by_products["float32"] == pytest.approx(1)
+    assert longer < by_products["bfloat16"] < by_products["float8_e4m3fn"]
+
+
+def test_attention_in_fp32_leaves_the_clocks_alone() -> None:
+    few = expected(attention("float32"), *[addition(30_000_000_000)] * 200)
+    assert expected(attention("float32")).attention_s == pytest.approx(few.attention_s)
+
+
 def test_an_allocation_takes_no_time_on_the_gpu() -> None:
     allocation = addition(30_000_000_000, "aten.empty_strided.default")
     assert expected(product(), allocation).memory_s == expected(product()).memory_s

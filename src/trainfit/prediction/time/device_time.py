@@ -41,7 +41,12 @@ def uses_tensor_cores(op: Op) -> bool:
     """
     if (kind_of(base_of(op)) or "").startswith("recurrent"):
         return False
-    return part_of(op) == "products" and PEAK_DTYPE.get(op.dtype, "fp32") not in ("fp32", "fp64")
+    return part_of(op) == "products" and on_tensor_cores(op)
+
+
+def on_tensor_cores(op: Op) -> bool:
+    """Return whether products in an operation's dtype are computed on tensor cores."""
+    return PEAK_DTYPE.get(op.dtype, "fp32") not in ("fp32", "fp64")
 
 
 def op_s(op: Op, machine: Machine) -> float:

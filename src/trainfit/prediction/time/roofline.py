@@ -4,7 +4,7 @@ The expected time is a replay of the host, the GPU and its collectives (timeline
 operation on the GPU (device_time.py) and on the host (host_time.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,8 +15,16 @@ from trainfit.catalog.rates import Band, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.machine import Machine
-from trainfit.prediction.time.device_time import least_s, op_s, part_of, roofline_kind, uses_tensor_cores
+from trainfit.prediction.time.device_time import (
+    least_s,
+    on_tensor_cores,
+    op_s,
+    part_of,
+    roofline_kind,
+    uses_tensor_cores,
+)
 from trainfit.prediction.time.host_time import collective_issue_s, counts_python, issue_of, loop_issue_s
+from trainfit.prediction.time.peaks import PEAK_DTYPE
 from trainfit.prediction.time.timeline import Host, Overlap, Spans, Times, replay, spans
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
@@ -209,21 +217,29 @@ def _issue_s(ledger: Ledger, machine: Machine) -> dict[int, float]:
 
 
 def _slow_down(ledger: Ledger, machine: Machine, device: dict[int, float], issue: dict[int, float]) -> None:
-    """Lengthen products by what the power limit takes from the clocks, where they are most of the step.
+    """Lengthen products and attention by what the power limit takes from the clocks.
 
     Of the reference's architecture alone: published steps of A100s show nothing of the kind.
     """
     if machine.gpu.compute_capability != reference(machine.gpu).compute_capability:
         return
     products = [op for op in ledger.steady_ops if uses_tensor_cores(op)]
-    busy_s, host_s = (
-        sum(ledger.times(op) * seconds.get(id(op), 0.0) for op in ledger.steady_ops)
-        for seconds in (device, issue)
-    )
-    products_s = sum(ledger.times(op) * device[id(op)] for op in products)
-    slowdown = machine.known.rates.power.slowdown(products_s / max(busy_s, host_s)) if products_s else 1.0
-    if slowdown > 1:
-        device.update({id(op): slowdown * device[id(op)] for op in products})  # An entry may be there twice.
+    attention = [op for op in ledger.steady_ops if op.kernel and on_tensor_cores(op)]
+    step_s = max(_sum(ledger, ledger.steady_ops, device), _sum(ledger, ledger.steady_ops, issue))
+    if not products and not attention:
+        return
+    fp8 = _sum(ledger, (op for op in products if PEAK_DTYPE.get(op.dtype) == "fp8"), device) / step_s
+    share = _sum(ledger, products, device) / step_s
+    power = machine.known.rates.power
+    longer = power.slowdown(share)
+    of_attention = power.attention_slowdown(share - fp8, fp8, _sum(ledger, attention, device) / step_s)
+    device.update({id(op): longer * device[id(op)] for op in products})  # An entry may be there twice.
+    device.update({id(op): of_attention * device[id(op)] for op in attention})
+
+
+def _sum(ledger: Ledger, ops: Iterable[Op], seconds: dict[int, float]) -> float:
+    """Return the seconds of entries of a step, in all layers that they stand for."""
+    return sum(ledger.times(op) * seconds.get(id(op), 0.0) for op in ops)
 
 
 def _replayed(
