@@ -49,8 +49,9 @@ def main() -> None:
             measured_s = next(kind["seconds"] for kind in record["kinds"] if kind["name"] == "attention")
             ratio = measured_s / alone_s(ledger_of(recipe), machine_of(recipe.hardware))
             beyond = load_of(record, known.power) - known.power.share
-            expected = known.attention * (1 + known.power.attention_slope * beyond)
-            slopes.append((beyond, ratio / known.attention - 1))
+            least = known.attention * known.power.attention
+            expected = least * (1 + known.power.attention_slope * beyond)
+            slopes.append((beyond, ratio / least - 1))
             say(
                 f"{record['name']:22} load {beyond + known.power.share:.2f}  over alone {ratio:.3f}  "
                 f"expected {expected:.3f}"

@@ -54,7 +54,8 @@ class PowerRates(Value):
 
     share: PositiveFloat  # Of the step, up to which products run at their rate, and attention at this load
     slope: PositiveFloat  # Relative time that products take longer, for each share beyond it
-    attention_slope: PositiveFloat  # That attention takes longer, for each unit of load beyond it
+    attention: PositiveFloat  # Of attention's factor, which is of the mean step, where clocks are full
+    attention_slope: PositiveFloat  # Relative time that attention takes longer, for each load beyond it
     attention_load: PositiveFloat  # What attention draws, of what 16-bit products do
     fp8_load: PositiveFloat  # What fp8 products draw, of the same
 
@@ -63,12 +64,17 @@ class PowerRates(Value):
         return 1 + self.slope * max(0.0, share - self.share)
 
     def attention_slowdown(self, products: float, fp8_products: float, attention: float) -> float:
-        """Return how much longer attention takes, by the shares of the step of what uses tensor cores.
+        """Return how much longer attention takes than in the mean step.
 
         Attention was timed alone for milliseconds, at full clocks; products at the power limit.
+
+        Args:
+            products: Share of the step of 16-bit products.
+            fp8_products: Share of products in fp8.
+            attention: Share of attention.
         """
         load = products + self.fp8_load * fp8_products + self.attention_load * attention
-        return 1 + self.attention_slope * max(0.0, load - self.share)
+        return self.attention * (1 + self.attention_slope * max(0.0, load - self.share))
 
 
 class OverlapRates(Value):

@@ -16,11 +16,11 @@ from trainfit.spec.result import StepTime
 
 H200 = machine_with(gpu("h200"))
 FORWARD, UPDATE = 0, 1
+SEGMENTS = [Segment("steady", "forward"), Segment("steady", "optimizer")]
 
 
 def expected(*ops: Op, repeats: tuple[int, ...] = ()) -> StepTime:
-    segments = [Segment("steady", "forward"), Segment("steady", "optimizer")]
-    found = roofline(Ledger(segments, list(ops), repeats=repeats), H200)
+    found = roofline(Ledger(SEGMENTS, list(ops), repeats=repeats), H200)
     assert found is not None
     return found.expected
 
@@ -74,6 +74,16 @@ def test_attention_takes_longer_among_what_uses_tensor_cores() -> None:
 def test_attention_in_fp32_leaves_the_clocks_alone() -> None:
     few = expected(attention("float32"), *[addition(30_000_000_000)] * 200)
     assert expected(attention("float32")).attention_s == pytest.approx(few.attention_s)
+
+
+def test_attention_of_another_architecture_has_its_factor_at_every_load() -> None:
+    alone, among = (
+        roofline(Ledger(SEGMENTS, ops), machine_with(gpu("a100-sxm4-80gb")))
+        for ops in ([attention()], [attention(), *[product()] * 20])
+    )
+    assert alone is not None
+    assert among is not None
+    assert alone.expected.attention_s == pytest.approx(among.expected.attention_s)
 
 
 def test_an_allocation_takes_no_time_on_the_gpu() -> None:
