@@ -52,19 +52,21 @@ class HostRates(Value):
 class PowerRates(Value):
     """Clocks fall at the power limit where tensor cores are busy for most of the step."""
 
-    share: PositiveFloat  # Of the step, up to which products run at their rate, and attention at this load
+    share: PositiveFloat  # Of the step, or load, above which clocks fall
     slope: PositiveFloat  # Relative time that products take longer, for each share beyond it
-    attention: PositiveFloat  # Of attention's factor, which is of the mean step, where clocks are full
-    attention_slope: PositiveFloat  # Relative time that attention takes longer, for each load beyond it
-    attention_load: PositiveFloat  # What attention draws, of what 16-bit products do
-    fp8_load: PositiveFloat  # What fp8 products draw, of the same
+    attention: PositiveFloat  # Multiplies Rates.attention below that load
+    attention_slope: (
+        PositiveFloat  # Relative time that attention takes longer, for each unit of load above it
+    )
+    attention_load: PositiveFloat  # Power of attention over that of 16-bit products
+    fp8_load: PositiveFloat  # Power of fp8 products over that of 16-bit products
 
     def slowdown(self, share: float) -> float:
         """Return how much longer products take where they are this share of the step."""
         return 1 + self.slope * max(0.0, share - self.share)
 
     def attention_slowdown(self, products: float, fp8_products: float, attention: float) -> float:
-        """Return how much longer attention takes than in the mean step.
+        """Return attention's time over that in the mean step; below 1 where clocks are full.
 
         Attention was timed alone for milliseconds, at full clocks; products at the power limit.
 

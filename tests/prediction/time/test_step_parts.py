@@ -57,7 +57,7 @@ def attention(dtype: str = "bfloat16") -> Op:
 
 
 def test_attention_takes_longer_among_what_uses_tensor_cores() -> None:
-    """Where memory takes most of the step it is as fast as its rows; most among fp8 products."""
+    """Least where memory takes most of the step, most among fp8 products."""
     power, rest = rates().power, [addition(30_000_000_000)] * 20
     among, alone = expected(attention(), *rest), expected(attention())
     assert among.attention_s / among.total < power.share

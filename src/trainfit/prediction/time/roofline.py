@@ -226,7 +226,7 @@ def _slow_down(ledger: Ledger, machine: Machine, device: dict[int, float], issue
     products = [op for op in ledger.steady_ops if uses_tensor_cores(op)]
     attention = [op for op in ledger.steady_ops if op.kernel and on_tensor_cores(op)]
     step_s = max(_sum(ledger, ledger.steady_ops, device), _sum(ledger, ledger.steady_ops, issue))
-    if not products and not attention:
+    if not step_s:
         return
     fp8 = _sum(ledger, (op for op in products if PEAK_DTYPE.get(op.dtype) == "fp8"), device) / step_s
     share = _sum(ledger, products, device) / step_s
