@@ -83,7 +83,7 @@ NOT_FITTED = (
     "in_mode", "scaled_product", "python_update",
 )  # fmt: skip
 """Costs of the host that the steps do not have."""
-HELD = ("kernel_s", "attention")
+HELD = ("kernel_s",)
 """Rates left as they are: the least time of a launch, fitted, makes up for what small kernels lack, and the
 factor of attention belongs to what the power limit adds to it, found from profiles (attention_power.py).
 """

@@ -1,18 +1,18 @@
 """Time products and attention in mixes of kernels, at the clocks that each mix leaves them.
 
-    python -m evidence.scripts.power_mixes measure MIXES.jsonl
-    python -m evidence.scripts.power_mixes fit MIXES.jsonl
+    python -m evidence.scripts.power_mixes MIXES.jsonl
 
-The first runs on one GPU. Every kernel is timed as `trainfit calibrate` does, then in mixes of products,
-attention and additions (which leave the clocks alone), each for 1.2 s, of which the second half counts. A
-line a mix: shares of the time that kernels timed alone would take, seconds of each kind over those alone,
-and the clock and the power in the median. The second fits the power limit's rates of attention to them.
+Runs on one GPU. Every kernel is timed as `trainfit calibrate` does, then in mixes of products, attention and
+additions, which no clock slows down, each for 1.2 s, of which the second half counts. A line a mix: shares
+of the time that kernels timed alone would take, seconds of each kind over those alone, and the clock and the
+power in the median.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +26,7 @@ from trainfit.calibration.op_timer import OpTimer
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit
 
-WARM_S, COUNTED_S, CYCLE_S = 0.6, 0.6, 0.016
+WARM_S, COUNTED_S, CYCLE_S = 0.6, 0.6, 0.032
 AHEAD = 3
 """Cycles that the host issues before it waits for the first."""
 TOKENS, WIDTH, INNER, HEADS = 8192, 4096, 14336, 32
@@ -131,8 +131,8 @@ class Mixes:
         self.stopwatch.wait()
         taken = dict.fromkeys(groups, 0.0)
         for one in marks[start:]:
-            for group, from_, to in zip(self._order(counts), one, one[1:], strict=True):
-                taken[group] += self.stopwatch.between(from_, to)
+            for group, (begin, end) in zip(self._order(counts), pairwise(one), strict=True):
+                taken[group] += self.stopwatch.between(begin, end)
         cycles = len(marks) - start
         total_s = sum(count * sum(self.alone[name]) for name, count in counts.items())
         return {
@@ -205,7 +205,6 @@ def measure(file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("measure",))
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     measure(options.file)

@@ -117,6 +117,11 @@ class Row:
         return self.least_s / self.seconds if self.seconds else 0.0
 
 
+def names_of(gpu: str) -> list[str]:
+    """Return the recipes that are run on a GPU."""
+    return [name for name in RECIPES if (name in H200) == (gpu == "h200")]
+
+
 def recipe_of(name: str, gpu: str, *, tiny: bool = False) -> Recipe:
     """Return a recipe; ``tiny``: of few parameters and tokens, not compiled, to try the script on a CPU."""
     model, settings = RECIPES[name]
@@ -357,7 +362,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpu", default="h100-sxm")
-    parser.add_argument("--only", default=",".join(RECIPES), help="names, with commas between them")
+    parser.add_argument("--only", help="names, with commas between them; else all that are of the GPU")
     parser.add_argument("--limit", type=float, default=450.0, help="seconds after which no recipe begins")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try it without a GPU")
     parser.add_argument("--predict", action="store_true", help="predict alone, into predicted.jsonl")
@@ -365,7 +370,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="run one recipe in this process")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    names = options.only.split(",")
+    names = options.only.split(",") if options.only else names_of(options.gpu)
     if unknown := sorted(set(names) - set(RECIPES)):
         parser.error(f"{unknown[0]} is none of {', '.join(RECIPES)}")
     if options.predict:

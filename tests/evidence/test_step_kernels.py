@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evidence.scripts.step_kernels import RECIPES, compared, recipe_of, table
+from evidence.scripts.step_kernels import RECIPES, compared, names_of, recipe_of, table
 from evidence.scripts.step_products import expected, measured, rows_of
 from page_claims import ROOT
 from trainfit.prediction.predict import ledger_of
@@ -63,6 +63,12 @@ def test_products_by_shape_are_sorted_and_below_the_peak(recipe: Recipe) -> None
     assert all(0 < row["share"] < 1 for row in rows)
     assert any(row["adds"] for row in rows)  # The loss adds to the head's gradient.
     assert rows[0]["measured_s"] == max(row["measured_s"] for row in rows)
+
+
+def test_each_gpu_has_recipes_of_its_own() -> None:
+    of_h100, of_h200 = names_of("h100-sxm"), names_of("h200")
+    assert of_h200 == ["8b-bf16-8k", "8b-fp8-8k"]
+    assert sorted(of_h100 + of_h200) == sorted(RECIPES)
 
 
 def test_recipes_and_table() -> None:

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.kernels.fp8_cast import op
 from trainfit.measurement.run import measure
 from trainfit.models import fp8_weights
-from trainfit.models.fp8_weights import NAMES, Fp8Linear, Kept
+from trainfit.models.fp8_weights import NAMES, Fp8Linear, Kept, KeptFp8, KeptWeights
 from trainfit.prediction.predict import ledger_of, predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.objective import Preference
@@ -180,3 +181,28 @@ def test_a_model_without_products_in_fp8_is_refused() -> None:
     small = recipe("codes").model_copy(update={"model": model_of(LLAMA | {"intermediate_size": 512})})
     with pytest.raises(InputError, match="no layer of the decoder blocks multiplies in fp8"):
         assemble(small, CPU)
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of the tensors that are allocated while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(out, torch.Tensor):
+            self.sizes.append(out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_allocated_but_what_is_kept(kind: KeptFp8) -> None:
+    """Memory freed between two layers would change the order of the allocator's segments."""
+    layers = [torch.nn.Linear(16, outputs, bias=False) for outputs in (32, 48)]
+    with Allocations() as seen:
+        KeptWeights(layers, kind)
+    kept = [buffer.nbytes for layer in layers for buffer in layer.buffers()]
+    assert sorted(seen.sizes) == sorted(kept)
+    assert len(kept) == 2 * {"scales": 1, "codes": 2, "both-layouts": 3}[kind]

@@ -1,6 +1,7 @@
 """Rates of a step, from rates.toml: the host's seconds, and operations in a step over those timed alone."""
 
 import functools
+from typing import NamedTuple
 
 from trainfit.catalog.fitted import fitted_table
 from trainfit.catalog.load import FOLDER
@@ -50,33 +51,34 @@ class HostRates(Value):
 
 
 class PowerRates(Value):
-    """Clocks fall at the power limit where tensor cores are busy for most of the step."""
+    """What a GPU's power limit takes from its clocks, where tensor cores are busy for most of the step."""
 
-    share: PositiveFloat  # Of the step, or load, above which clocks fall
+    share: PositiveFloat  # Of products in the step, from which on they take longer
     slope: PositiveFloat  # Relative time that products take longer, for each share beyond it
-    attention: PositiveFloat  # Multiplies Rates.attention below that load
-    attention_slope: (
-        PositiveFloat  # Relative time that attention takes longer, for each unit of load above it
-    )
-    attention_load: PositiveFloat  # Power of attention over that of 16-bit products
-    fp8_load: PositiveFloat  # Power of fp8 products over that of 16-bit products
+    attention_from: PositiveFloat  # The load from which on attention takes longer
+    attention_slope: PositiveFloat  # Relative time that it takes longer, for each unit of load beyond
+    attention_load: PositiveFloat  # What attention adds to the load, over 16-bit products of the same time
+    fp8_load: PositiveFloat  # What products in fp8 add, likewise
 
     def slowdown(self, share: float) -> float:
         """Return how much longer products take where they are this share of the step."""
         return 1 + self.slope * max(0.0, share - self.share)
 
-    def attention_slowdown(self, products: float, fp8_products: float, attention: float) -> float:
-        """Return attention's time over that in the mean step; below 1 where clocks are full.
+    def load(self, shares: "TensorShares") -> float:
+        """Return what tensor cores draw in a step: 1.0 where 16-bit products take all of it."""
+        return shares.products + self.fp8_load * shares.fp8_products + self.attention_load * shares.attention
 
-        Attention was timed alone for milliseconds, at full clocks; products at the power limit.
+    def attention_slowdown(self, shares: "TensorShares") -> float:
+        """Return how much longer attention takes in a step than alone, where the clocks are highest."""
+        return 1 + self.attention_slope * max(0.0, self.load(shares) - self.attention_from)
 
-        Args:
-            products: Share of the step of 16-bit products.
-            fp8_products: Share of products in fp8.
-            attention: Share of attention.
-        """
-        load = products + self.fp8_load * fp8_products + self.attention_load * attention
-        return self.attention * (1 + self.attention_slope * max(0.0, load - self.share))
+
+class TensorShares(NamedTuple):
+    """Shares of a step that tensor cores are busy, were the clocks never lowered."""
+
+    products: float  # In 16 bits
+    fp8_products: float
+    attention: float
 
 
 class OverlapRates(Value):
@@ -96,7 +98,7 @@ class Band(Value):
 
 
 class Rates(Value):
-    """Times of products, attention and other operations in a step over those alone; the host's seconds."""
+    """Times of operations in a step over those alone; what the power limit adds; the host's seconds."""
 
     host_of: str
     """GPU of the calibration on whose machine the host's seconds rest."""
@@ -104,7 +106,6 @@ class Rates(Value):
     products_fp16: PositiveFloat
     products_fp32: PositiveFloat
     grouped: PositiveFloat  # Products of experts' tokens, whose numbers differ
-    attention: PositiveFloat
     memory: PositiveFloat
     fp8_casts: PositiveFloat  # Compiled casts to fp8, on top of ``memory``
     kernel_s: Seconds  # At least this for every launch

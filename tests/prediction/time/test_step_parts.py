@@ -1,4 +1,4 @@
-"""What a step changes in the times of its operations: the power limit, calls on lists, dispatch modes."""
+"""What a step changes in the times of its operations: calls on lists, dispatch modes, fixed costs."""
 
 from dataclasses import replace
 
@@ -36,54 +36,6 @@ def product(dtype: str = "bfloat16") -> Op:
 
 def addition(num_bytes: int, name: str = "aten.add.Tensor") -> Op:
     return Op(name, "", FORWARD, NO_LAYER, 0, 0, 0, 0, num_bytes, "bfloat16")
-
-
-def test_products_take_longer_where_they_are_most_of_the_step() -> None:
-    power = rates().power
-    alone, among = expected(*[product()] * 4), expected(*[product()] * 4, *[addition(30_000_000_000)] * 4)
-    assert among.matmul_s / among.total < power.share
-    assert alone.matmul_s / among.matmul_s == pytest.approx(1 + power.slope * (1 - power.share))
-    fp32 = product("float32")  # Not on tensor cores.
-    assert expected(*[fp32] * 4).matmul_s == pytest.approx(
-        expected(*[fp32] * 4, *[addition(300_000_000_000)] * 4).matmul_s
-    )
-
-
-def attention(dtype: str = "bfloat16") -> Op:
-    return Op(
-        "trainfit.flash_attention_backward.default", "", FORWARD, NO_LAYER, 1e13, 1e13, 1e13, 1e13, 10**9,
-        dtype, kernel="gluon", head=128, seq=8192,
-    )  # fmt: skip
-
-
-def test_attention_takes_longer_among_what_uses_tensor_cores() -> None:
-    """Least where memory takes most of the step, most among fp8 products."""
-    power, rest = rates().power, [addition(30_000_000_000)] * 20
-    among, alone = expected(attention(), *rest), expected(attention())
-    assert among.attention_s / among.total < power.share
-    longer = alone.attention_s / among.attention_s
-    assert longer == pytest.approx(1 + power.attention_slope * (power.attention_load - power.share))
-    by_products = {
-        dtype: expected(attention(), *[product(dtype)] * 20).attention_s / among.attention_s
-        for dtype in ("float32", "bfloat16", "float8_e4m3fn")
-    }
-    assert by_products["float32"] == pytest.approx(1)
-    assert longer < by_products["bfloat16"] < by_products["float8_e4m3fn"]
-
-
-def test_attention_in_fp32_leaves_the_clocks_alone() -> None:
-    few = expected(attention("float32"), *[addition(30_000_000_000)] * 200)
-    assert expected(attention("float32")).attention_s == pytest.approx(few.attention_s)
-
-
-def test_attention_of_another_architecture_has_its_factor_at_every_load() -> None:
-    alone, among = (
-        roofline(Ledger(SEGMENTS, ops), machine_with(gpu("a100-sxm4-80gb")))
-        for ops in ([attention()], [attention(), *[product()] * 20])
-    )
-    assert alone is not None
-    assert among is not None
-    assert alone.expected.attention_s == pytest.approx(among.expected.attention_s)
 
 
 def test_an_allocation_takes_no_time_on_the_gpu() -> None:

@@ -2,7 +2,7 @@
 
 The calibrated operation that is nearest in size gives the rate (op_times.py); attention of which none
 is near takes attention_time.py's, and another operation without rows the roofline of its kind
-(catalog/operation_kinds.toml). A factor for products, attention and other operations leads from
+(catalog/operation_kinds.toml). A factor for products and one for other operations lead from
 operations timed one by one to those of a step. A GPU without a calibration takes another's time, by what both
 data sheets allow.
 """
@@ -83,7 +83,7 @@ def _factor(op: Op, rates: Rates) -> float:
             return rates.products_fp16
         return rates.grouped if "grouped" in op.name else rates.products
     if part == "attention":
-        return rates.attention
+        return 1.0
     is_large = op.num_bytes > constants().operations.not_faster_bytes
     memory = max(1.0, rates.memory) if is_large else rates.memory
     return memory * rates.fp8_casts if _casts_to_fp8(op) else memory

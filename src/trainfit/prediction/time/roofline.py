@@ -4,27 +4,20 @@ The expected time is a replay of the host, the GPU and its collectives (timeline
 operation on the GPU (device_time.py) and on the host (host_time.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from trainfit.catalog.constants import constants
-from trainfit.catalog.load import link, reference, transfers
+from trainfit.catalog.load import link, transfers
 from trainfit.catalog.operation_kinds import operation_kinds
-from trainfit.catalog.rates import Band, rates
+from trainfit.catalog.rates import Band, TensorShares, rates
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction import communication
 from trainfit.prediction.machine import Machine
-from trainfit.prediction.time.device_time import (
-    least_s,
-    on_tensor_cores,
-    op_s,
-    part_of,
-    roofline_kind,
-    uses_tensor_cores,
-)
+from trainfit.prediction.time.device_time import least_s, op_s, part_of, roofline_kind
 from trainfit.prediction.time.host_time import collective_issue_s, counts_python, issue_of, loop_issue_s
-from trainfit.prediction.time.peaks import PEAK_DTYPE
+from trainfit.prediction.time.power_limit import shares_of, slow_down
 from trainfit.prediction.time.timeline import Host, Overlap, Spans, Times, replay, spans
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
@@ -157,6 +150,11 @@ def device_seconds(ledger: Ledger, machine: Machine) -> dict[int, float]:
     return _device_s(ledger, machine, _issue_s(ledger, machine))
 
 
+def tensor_shares(ledger: Ledger, machine: Machine) -> TensorShares:
+    """Return how much of the steady step tensor cores are busy; the GPU's rates are known."""
+    return shares_of(ledger, _full_clocks_s(ledger, machine), _issue_s(ledger, machine))
+
+
 def without_rows(ledger: Ledger, machine: Machine) -> tuple[str, ...]:
     """Return the kinds of the steady step's operations that no calibrated row is of, as an assumption.
 
@@ -186,7 +184,14 @@ def without_rows(ledger: Ledger, machine: Machine) -> tuple[str, ...]:
 
 
 def _device_s(ledger: Ledger, machine: Machine, issue: dict[int, float]) -> dict[int, float]:
-    """Return the seconds on the GPU of each entry of the steady step, by its ``id``.
+    """Return the seconds on the GPU of each entry of the steady step, by its ``id``."""
+    seconds = _full_clocks_s(ledger, machine)
+    slow_down(ledger, machine, seconds, issue)
+    return seconds
+
+
+def _full_clocks_s(ledger: Ledger, machine: Machine) -> dict[int, float]:
+    """Return the seconds on the GPU of each entry, were its clocks never lowered.
 
     An operation on lists of several groups' tensors is one call: its entries share that call's seconds.
     """
@@ -206,7 +211,6 @@ def _device_s(ledger: Ledger, machine: Machine, issue: dict[int, float]) -> dict
             taken_s = op_s(first._replace(num_bytes=num_bytes), machine) / num_bytes if num_bytes else None
         for op in (first, *others):
             seconds[id(op)] = op_s(op, machine) if taken_s is None else op.num_bytes * taken_s
-    _slow_down(ledger, machine, seconds, issue)
     return seconds
 
 
@@ -214,32 +218,6 @@ def _issue_s(ledger: Ledger, machine: Machine) -> dict[int, float]:
     """Return the seconds that the host needs for each entry, by its ``id``."""
     issue = issue_of(ledger, machine.known.rates.host)
     return {id(op): issue.seconds(op) for op in ledger.steady_ops}
-
-
-def _slow_down(ledger: Ledger, machine: Machine, device: dict[int, float], issue: dict[int, float]) -> None:
-    """Lengthen products and attention by what the power limit takes from the clocks.
-
-    Of the reference's architecture alone: published steps of A100s show nothing of the kind.
-    """
-    if machine.gpu.compute_capability != reference(machine.gpu).compute_capability:
-        return
-    products = [op for op in ledger.steady_ops if uses_tensor_cores(op)]
-    attention = [op for op in ledger.steady_ops if op.kernel and on_tensor_cores(op)]
-    step_s = max(_sum(ledger, ledger.steady_ops, device), _sum(ledger, ledger.steady_ops, issue))
-    if not step_s:
-        return
-    fp8 = _sum(ledger, (op for op in products if PEAK_DTYPE.get(op.dtype) == "fp8"), device) / step_s
-    share = _sum(ledger, products, device) / step_s
-    power = machine.known.rates.power
-    longer = power.slowdown(share)
-    of_attention = power.attention_slowdown(share - fp8, fp8, _sum(ledger, attention, device) / step_s)
-    device.update({id(op): longer * device[id(op)] for op in products})  # An entry may be there twice.
-    device.update({id(op): of_attention * device[id(op)] for op in attention})
-
-
-def _sum(ledger: Ledger, ops: Iterable[Op], seconds: dict[int, float]) -> float:
-    """Return the seconds of entries of a step, in all layers that they stand for."""
-    return sum(ledger.times(op) * seconds.get(id(op), 0.0) for op in ops)
 
 
 def _replayed(
