@@ -211,10 +211,10 @@ def test_the_chosen_plan_of_80_blocks_is_pinned() -> None:
     recipe = recipe_of("llama-3.1-70b", "native", batch=Batch(seq=4096), **fields)
     found = plan(budget(recipe, 402 * GIB))
     assert found.recipe.recompute == layers(
-        ("full", 1.0, 52), ("elementwise", 0.9, 27), ("elementwise", 0.0, 1)
+        ("full", 1.0, 53), ("elementwise", 0.9, 26), ("none", 0.0, 1)
     )
-    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.509, abs=0.001)
-    # What was chosen with earlier rates is 0.7 % faster by today's.
+    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.938, abs=0.001)
+    # What was chosen with earlier rates is 0.9 % faster by today's.
     earlier = layers(("full", 1.0, 49), ("elementwise", 0.9, 30), ("elementwise", 0.0, 1))
     assert found.estimate.step_s < 1.015 * predict(recipe.model_copy(update={"recompute": earlier})).step_s
 
