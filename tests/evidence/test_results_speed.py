@@ -140,3 +140,14 @@ def test_the_page_states_how_far_steps_with_long_attention_are_off() -> None:
     check(PAGE, "in tokens/s at most # % off, their peaks to the byte", (max(off),))
     for peak in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes"):
         assert all(one[peak] == found[peak] for one, found in pairs), peak
+
+
+def test_the_page_states_how_far_steps_with_pytorchs_attention_are_off() -> None:
+    predicted, measured = (variants(f"speed/sdpa-h200-{kind}.jsonl") for kind in ("predicted", "measured"))
+    pairs = [(predicted[name]["estimate"], measured[name]["measurement"]) for name in predicted]
+    off = [100 * abs(one["tokens_per_s"] / found["tokens_per_s"] - 1) for one, found in pairs]
+    assert len(off) == 5
+    check(PAGE, "were predicted by that rule first: at most # % off", (max(off),))
+    field = "peak_allocated_bytes"
+    exact = [one[field] == found[field] for one, found in pairs]
+    assert exact.count(True) == 4
