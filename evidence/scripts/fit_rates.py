@@ -84,9 +84,7 @@ NOT_FITTED = (
 )  # fmt: skip
 """Costs of the host that the steps do not have."""
 HELD = ("kernel_s",)
-"""Rates left as they are: the least time of a launch, fitted, makes up for what small kernels lack, and the
-factor of attention belongs to what the power limit adds to it, found from profiles (attention_power.py).
-"""
+"""Rates left as they are: the least time of a launch, fitted, makes up for what small kernels lack."""
 FOLDS = 10
 RATIO = 1.5
 """Of a calibrated host over that of the catalog, before it is fitted."""

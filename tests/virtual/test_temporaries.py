@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.catalog.load import gpus
 from trainfit.spec.errors import InputError
-from trainfit.virtual.cuda.scratch import GpuTraits, output_bytes, scratch_bytes
+from trainfit.virtual.cuda.scratch import GpuTraits, copied_bytes, output_bytes, scratch_bytes
 from trainfit.virtual.cuda.scratch.attention import flash_splits, head_dim_rounded
 from trainfit.virtual.cuda.scratch.call import Registry
 from trainfit.virtual.cuda.scratch.libraries import (
@@ -175,8 +175,34 @@ def test_layer_norm_backward_sums_blocks_of_very_many_rows() -> None:
 
     assert backward(65536, 768) == ()
     # 768 / 32 = 24 blocks wide; min(32768 / 24, 131072 / 32) = 1365 blocks high.
-    assert backward(131072, 768) == (1365 * 768 * 2,) * 2
+    partial, result, (buffer, semaphores) = 1365 * 768 * 2, 768 * 2, backward(131072, 768)[4:]
+    assert backward(131072, 768) == (partial, partial, result, result, buffer, semaphores)
+    assert buffer % (768 * 4) == 0  # Sums in fp32
     assert backward(131072, 4096) == ()
+
+
+@pytest.mark.parametrize(("rows", "partial", "buffer"), [(131072, 2**20, 2**22), (524288, 2**21, 2**23)])
+def test_rms_norm_backward_adds_up_its_blocks_as_on_an_h200(rows: int, partial: int, buffer: int) -> None:
+    """Sizes of Qwen3-4B's norms of keys and queries with 16,384 tokens, from the allocator's history."""
+    x, w = bf16(rows, 128), bf16(128)
+    args = (x, x, [128], torch.empty(rows, 1), w, [True, True])
+    found = scratch(aten._fused_rms_norm_backward.default, *args, out=(x, w))
+    assert found == (partial, 128 * 2, buffer, 4)
+    args = (*args[:5], [True, False])
+    assert scratch(aten._fused_rms_norm_backward.default, *args, out=(x, w)) == ()
+
+
+def test_norms_copy_strided_inputs_before_they_allocate_results() -> None:
+    x, w = bf16(512, 2, 64)[:, 0], bf16(64)
+    size, stat = 512 * 64 * 2, torch.empty(512, 1)
+    for func, args in (
+        (aten._fused_rms_norm.default, (x, [64], w, 1e-6)),
+        (aten._fused_rms_norm_backward.default, (x.contiguous(), x, [64], stat, w, [True, True])),
+        (aten.native_layer_norm.default, (x, [64], w, w, 1e-5)),
+    ):
+        assert copied_bytes(func, args, {}, gpu=H200) == (size,)
+        assert scratch_bytes(func, args, {}, None, gpu=H200) == ()
+    assert copied_bytes(aten.mm.default, (x, x.t()), {}, gpu=H200) == ()
 
 
 # -- attention -----------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Time each distinct operation that runs in a dispatch mode, on its own tensors, while the device stays busy.
 
-Before each operation products run for ``LOAD_S``, and none is waited for until several more are issued. So
-the host never delays the device, and its clocks are those that the power limit allows in a long step.
+Before each operation products run for ``LOAD_S``, and none is waited for until several more are issued, so
+that the host never delays the device. Products are so timed at about the clocks of a step in which they take
+half of the time. Those of other operations are higher: what a step at the power limit adds to attention is
+known apart (prediction/time/power_limit.py).
 """
 
 import time

@@ -50,6 +50,14 @@ class HostRates(Value):
     reduce_parameter: Seconds
 
 
+class TensorShares(NamedTuple):
+    """Shares of a step that tensor cores are busy, were the clocks never lowered."""
+
+    products: float  # But for those in fp8
+    fp8_products: float
+    attention: float
+
+
 class PowerRates(Value):
     """What a GPU's power limit takes from its clocks, where tensor cores are busy for most of the step."""
 
@@ -57,28 +65,22 @@ class PowerRates(Value):
     slope: PositiveFloat  # Relative time that products take longer, for each share beyond it
     attention_from: PositiveFloat  # The load from which on attention takes longer
     attention_slope: PositiveFloat  # Relative time that it takes longer, for each unit of load beyond
-    attention_load: PositiveFloat  # What attention adds to the load, over 16-bit products of the same time
+    attention_load: (
+        PositiveFloat  # What attention adds to the load, over products in 16 bits of the same time
+    )
     fp8_load: PositiveFloat  # What products in fp8 add, likewise
 
     def slowdown(self, share: float) -> float:
         """Return how much longer products take where they are this share of the step."""
         return 1 + self.slope * max(0.0, share - self.share)
 
-    def load(self, shares: "TensorShares") -> float:
+    def load(self, shares: TensorShares) -> float:
         """Return what tensor cores draw in a step: 1.0 where 16-bit products take all of it."""
         return shares.products + self.fp8_load * shares.fp8_products + self.attention_load * shares.attention
 
-    def attention_slowdown(self, shares: "TensorShares") -> float:
+    def attention_slowdown(self, shares: TensorShares) -> float:
         """Return how much longer attention takes in a step than alone, where the clocks are highest."""
         return 1 + self.attention_slope * max(0.0, self.load(shares) - self.attention_from)
-
-
-class TensorShares(NamedTuple):
-    """Shares of a step that tensor cores are busy, were the clocks never lowered."""
-
-    products: float  # In 16 bits
-    fp8_products: float
-    attention: float
 
 
 class OverlapRates(Value):

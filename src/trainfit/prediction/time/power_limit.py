@@ -1,12 +1,12 @@
 """What the power limit of a GPU adds to a step: clocks fall where tensor cores are busy. No torch here.
 
-Operations are timed alone for milliseconds. Attention then runs at the highest clocks, products of linear
+Operations are timed alone for milliseconds. Attention then runs at nearly full clocks, products of linear
 layers at about those of a step in which they take half of the time. In a longer step the limit lowers the
 clocks by what tensor cores draw, the load: the sum of their shares of the step, each weighed by its power.
 
-Example, an H200's step of Llama-3.1-8B with 8,192 tokens in bf16. Products take 0.77 of it and attention
-0.16, so the load is 0.77 + 0.8 * 0.16 = 0.90. Products take 1 + 0.374 * (0.77 - 0.5) = 1.10 times as long as
-alone, attention 1 + 1.6 * (0.90 - 0.75) = 1.24 times.
+Example, an H200's step of Llama-3.1-8B with 8,192 tokens in bf16. Products take 0.774 of it and attention
+0.160, so the load is 0.774 + 0.7 * 0.160 = 0.886. Products take 1 + 0.374 * (0.774 - 0.5) = 1.10 times as
+long as alone, attention 1 + 1.0 * (0.886 - 0.65) = 1.24 times.
 """
 
 from collections.abc import Iterable

@@ -151,7 +151,10 @@ def device_seconds(ledger: Ledger, machine: Machine) -> dict[int, float]:
 
 
 def tensor_shares(ledger: Ledger, machine: Machine) -> TensorShares:
-    """Return how much of the steady step tensor cores are busy; the GPU's rates are known."""
+    """Return how much of the steady step tensor cores are busy, as a step without CUDA graphs.
+
+    For fits of the power limit's rates. The GPU's rates are known.
+    """
     return shares_of(ledger, _full_clocks_s(ledger, machine), _issue_s(ledger, machine))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.virtual.cuda.fake_impls import run
-from trainfit.virtual.cuda.scratch import scratch_bytes
+from trainfit.virtual.cuda.scratch import copied_bytes, scratch_bytes
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -31,6 +31,10 @@ class DryRun(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = len(self.num_bytes)
+        self.num_bytes += copied_bytes(func, args, kwargs or {}, gpu=self.gpu)
+        copies = range(first, len(self.num_bytes))
+        self.changes += [(number, False) for number in copies]
         out = run(func, args, kwargs or {})
         for t in tensors_of(out):
             if t.untyped_storage()._cdata not in self._live:
@@ -39,6 +43,7 @@ class DryRun(TorchDispatchMode):
         self.num_bytes += scratch_bytes(func, args, kwargs or {}, out, gpu=self.gpu)
         scratch = range(first, len(self.num_bytes))
         self.changes += [(number, is_free) for is_free in (False, True) for number in scratch]
+        self.changes += [(number, True) for number in copies]
         return out
 
     def __exit__(self, *error: Any) -> None:

@@ -252,8 +252,15 @@ class LiveStorages(Observer):
 
     def add_scratch(self, sizes: tuple[int, ...], op: int, scope: Scope, name: str) -> None:
         """Record a kernel's scratch, allocated together and freed when it returns."""
+        self.free_scratch(self.begin_scratch(sizes, op, scope, name), scope)
+
+    def begin_scratch(self, sizes: tuple[int, ...], op: int, scope: Scope, name: str) -> list[int]:
+        """Record allocations of a kernel for itself; return what ``free_scratch`` frees."""
         path = f"{scope.path}/{name}/scratch"
-        indices = [self.add(size, op, path, scope.group, "temporary") for size in sizes if size]
+        return [self.add(size, op, path, scope.group, "temporary") for size in sizes if size]
+
+    def free_scratch(self, indices: list[int], scope: Scope) -> None:
+        """Record that a kernel frees what it allocated for itself, the last first."""
         for index in reversed(indices):
             self.free(index, scope.group)
 

@@ -18,7 +18,7 @@ from trainfit.virtual.cuda.attention_kernel import attention_kernel
 from trainfit.virtual.cuda.fake_impls import READS_VALUE, are_equal, read, run
 from trainfit.virtual.cuda.flops import count, visible_only
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS, LIBRARY_UPDATES, base_name
-from trainfit.virtual.cuda.scratch import GpuTraits, as_allocated, output_bytes, scratch_bytes
+from trainfit.virtual.cuda.scratch import GpuTraits, as_allocated, copied_bytes, output_bytes, scratch_bytes
 from trainfit.virtual.cuda.scratch.libraries import Workspaces
 from trainfit.virtual.trace.counted_mode import CountedMode
 from trainfit.virtual.trace.dry_run import DryRun, dry_run
@@ -242,6 +242,10 @@ class Tracer(TorchDispatchMode):
             self._replay(dry_run, fresh, op, scope, str(func))
             return
         sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
+        copies = list[int]()
+        if self.gpu and self.workspaces:
+            copied = copied_bytes(func, args, kwargs, gpu=self.gpu)
+            copies = self.live.begin_scratch(copied, op, scope, str(func))
         is_listed = len(owners) > 1
         converts = self.scopes.phase == "init" and func in CONVERSIONS
         for n, t in as_allocated(func, fresh) if self.gpu else fresh:
@@ -260,6 +264,7 @@ class Tracer(TorchDispatchMode):
                 self.live.add(num_bytes, -1, "workspace", NO_LAYER, "workspace")
             scratch = scratch_bytes(func, args, kwargs, out, gpu=self.gpu)
             self.live.add_scratch(scratch, op, scope, str(func))
+            self.live.free_scratch(copies, scope)
 
     def _replay(
         self, dry_run: DryRun, fresh: list[tuple[int, Tensor]], op: int, scope: Scope, name: str

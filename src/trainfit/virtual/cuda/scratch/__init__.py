@@ -18,10 +18,10 @@ from trainfit.virtual.cuda.scratch import (
     normalization,
     reductions,
 )
-from trainfit.virtual.cuda.scratch.call import OUTPUTS, SCRATCH, Call
+from trainfit.virtual.cuda.scratch.call import COPIES, OUTPUTS, SCRATCH, Call
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 
-__all__ = ["RULES", "GpuTraits", "as_allocated", "output_bytes", "scratch_bytes"]
+__all__ = ["RULES", "GpuTraits", "as_allocated", "copied_bytes", "output_bytes", "scratch_bytes"]
 RULES = (attention, indexing, losses_and_sorts, matmul, normalization, reductions)
 LATER: dict[str, Callable[[Tensor], bool]] = {
     "aten::native_dropout": lambda t: t.dtype != torch.bool,
@@ -31,10 +31,21 @@ LATER: dict[str, Callable[[Tensor], bool]] = {
 (Dropout.cu: the mask first; attention.cu: cuDNN's seed and offset first)."""
 
 
+def copied_bytes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, gpu: GpuTraits
+) -> tuple[int, ...]:
+    """Return the bytes of each copy that a kernel makes of its inputs before it allocates its results."""
+    rule = COPIES.get(func._schema.name)
+    return () if rule is None else rule(Call(func._schema.name, args, kwargs, None, gpu))
+
+
 def scratch_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, gpu: GpuTraits
 ) -> tuple[int, ...]:
-    """Return the bytes of each scratch tensor of an aten OpOverload's kernel, all freed when it returns."""
+    """Return the bytes of each tensor that a kernel allocates after its results, for itself.
+
+    These and the copies are freed when it returns, the last first.
+    """
     rule = SCRATCH.get(func._schema.name)
     return () if rule is None else rule(Call(func._schema.name, args, kwargs, out, gpu))
 

@@ -45,7 +45,10 @@ class Registry(dict[str, Rule[R]]):
         return add
 
 
-SCRATCH: Registry[tuple[int, ...]] = Registry()  # Rules that return the bytes of each scratch tensor
+COPIES: Registry[tuple[int, ...]] = Registry()
+"""Rules that return the bytes of each copy that is made before the results are allocated."""
+SCRATCH: Registry[tuple[int, ...]] = Registry()
+"""Rules that return the bytes of each scratch tensor that is allocated after the results."""
 OUTPUTS: Registry[dict[int, int]] = Registry()
 """Rules that return the bytes of outputs whose size on CUDA differs, by position among the tensors."""
 

@@ -47,8 +47,13 @@ def sums(call: Call) -> tuple[int, ...]:
     fused = x.dtype == out.dtype or (x.dtype in HALVES and out.dtype == torch.float32)
     converted = () if fused else (x.numel() * out.element_size(),)
     dtype = x.dtype if fused else out.dtype
-    vector = 8 if dtype.itemsize == 2 and call.name in ("aten::sum", "aten::mean") else 4
+    vector = sum_vector(dtype.itemsize) if call.name in ("aten::sum", "aten::mean") else 4
     return converted + reduction(x, out, dims_of(call), dtype, accumulate_size(dtype), vector, call.gpu)
+
+
+def sum_vector(item: int) -> int:
+    """Return how many values of so many bytes a sum or mean loads at a time."""
+    return 8 if item == 2 else 4
 
 
 @SCRATCH.rule("amax", "amin", "max", "min")
