@@ -1,20 +1,23 @@
 """Fit what the power limit adds to attention, to steps of one H200 and H100 and to profiled ones.
 
-    python -m evidence.scripts.attention_power
+    python -m evidence.scripts.attention_power STEPS.jsonl
 
 Steps are those of the accuracy suite that may be learned from and in which the GPU decides, and those with
 long attention of evidence/records/speed. A profiled step (step_kernels.py) gives attention's seconds
 themselves. All values of a grid are tried; an error far above the others weighs little. Printed are the best
 values, how little worse the best of every other ``attention_from`` are, and each step that is not of the
-suite, measured over expected. Four steps of attention-h200 were predicted first, by an earlier fit; they are
-not learned from. Ledgers come from the cache or are traced.
+suite, measured over expected. Steps of attention-h200 and sdpa-h200 were predicted first, by an earlier fit
+and by this one; they are not learned from. All steps are written to STEPS.jsonl. Ledgers come from the cache
+or are traced.
 """
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, log
+from pathlib import Path
 from typing import NamedTuple
 
 from evidence.scripts.accuracy.held_out import is_held_out
@@ -29,7 +32,7 @@ from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 
 LEARNED = ("one-h200", "32b-h200", "long-h200", "one-h100-steps")
-CHECKED, SUITE = "attention-h200", "suite"
+CHECKED, SUITE = ("attention-h200", "sdpa-h200"), "suite"
 PROFILES = ("step-kernels-h200.jsonl", "step-kernels-bf16.jsonl", "step-kernels-blocks.jsonl")
 """Profiled steps whose attention is as the calibrations have it today."""
 NOISE = 0.03
@@ -95,7 +98,7 @@ def steps() -> Iterator[Step]:
     for recipe, step_s in measured():
         if not is_held_out(recipe.id) and (found := step_of(SUITE, recipe.id, recipe, step_s)):
             yield found
-    for name in (*LEARNED, CHECKED):
+    for name in (*LEARNED, *CHECKED):
         for title, recipe, step_s in of_records(name):
             if found := step_of(name, title, recipe, step_s):
                 yield found
@@ -121,9 +124,24 @@ def with_values(known: PowerRates, values: Values) -> PowerRates:
     return known.model_copy(update=dict(zip(GRID, values, strict=True)))
 
 
+def is_learned_from(step: Step) -> bool:
+    return step.kind not in CHECKED and step.shares.attention > LEAST_ATTENTION
+
+
+def written(file: Path) -> list[Step]:
+    """Return the steps of a file that ``main`` wrote."""
+    rows = map(json.loads, file.read_text("utf-8").splitlines())
+    return [Step(**row | {"shares": TensorShares(**row["shares"])}) for row in rows]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("file", type=Path)
+    file = parser.parse_args().file
     known, found = rates().power, list(steps())
-    learned = [step for step in found if step.kind != CHECKED and step.shares.attention > LEAST_ATTENTION]
+    lines = [json.dumps(step._asdict() | {"shares": step.shares._asdict()}) + "\n" for step in found]
+    file.write_text("".join(lines), encoding="utf-8")
+    learned = list(filter(is_learned_from, found))
     results = ranked(learned, known)
     say(f"{len(learned)} steps are learned from; the best of each {next(iter(GRID))}:")
     for start in GRID["attention_from"]:

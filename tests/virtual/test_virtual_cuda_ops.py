@@ -16,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_blocks import on_h200
+from trainfit.ledger.ledger import ALLOCATE, Segment
+from trainfit.prediction.predict import ledger_of
 from trainfit.step import assemble
 from trainfit.virtual.cuda import autocast
 from trainfit.virtual.cuda.attention_backend import Query, attend, choose_backend
@@ -239,3 +241,26 @@ def test_math_attention_is_pytorchs(scale: float | None, causal: bool) -> None:
             q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True
         )
     torch.testing.assert_close(ours, theirs)
+
+
+def test_a_norm_of_strided_queries_copies_them_before_it_allocates_its_results() -> None:
+    """Queries are a slice of one product. The copy is freed when the kernel returns."""
+    ledger = ledger_of(recipe_of(with_layers("qwen3-0.6b", 2), "native", precision="bf16"))
+    queries = 64 * 16 * 128 * 2
+    for name, others in (("forward", 4096), ("backward", 256)):
+        suffix = "_backward" * (name == "backward")
+        path = f"layers.0.attention.q_norm/aten._fused_rms_norm{suffix}.default"
+        found = [
+            (
+                event.kind == ALLOCATE,
+                ledger.storages[event.storage].path.rpartition(".default/")[2],
+                event.num_bytes,
+            )
+            for event in ledger.expand()
+            if ledger.segments[event.segment] == Segment("first", name)
+            if path in ledger.storages[event.storage].path
+        ]
+        assert found[:4] == [
+            (True, "scratch/0", queries), (True, "0/0", queries), (True, "1/0", others),
+            (False, "scratch/0", queries),
+        ]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 
 from trainfit.catalog.load import gpu
 from trainfit.catalog.rates import TensorShares, rates
-from trainfit.ledger.ledger import NO_LAYER, Ledger, Op, Segment
+from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Ledger, Op, Segment
 from trainfit.prediction.machine import machine_with
 from trainfit.prediction.time.device_time import op_s
 from trainfit.prediction.time.roofline import roofline, tensor_shares
@@ -25,8 +25,8 @@ def expected(*ops: Op) -> StepTime:
     return found.expected
 
 
-def product(dtype: str = "bfloat16") -> Op:
-    length, size = 8192, {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}[dtype]
+def product(dtype: str = "bfloat16", length: int = 8192) -> Op:
+    size = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}[dtype]
     flops, num_bytes = 2.0 * length**3, 3 * length**2 * size
     name = "aten._scaled_mm.default" if size == 1 else "aten.mm.default"
     return Op(
@@ -85,7 +85,43 @@ def test_attention_takes_longer_by_the_load(kernel: str) -> None:
     )
 
 
-def test_products_in_fp8_draw_more() -> None:
+def test_products_in_fp8_draw_more_by_their_weight_and_are_slowed_down_by_their_share() -> None:
+    ops = attention(), *[product("float8_e4m3fn")] * 100, *memory(1)
+    shares, found = tensor_shares(ledger(*ops), H200), expected(*ops)
+    assert shares.products == 0
+    assert shares.fp8_products > POWER.share
+    load = POWER.fp8_load * shares.fp8_products + POWER.attention_load * shares.attention
+    assert found.attention_s / alone_s(attention()) == pytest.approx(
+        1 + POWER.attention_slope * (load - POWER.attention_from)
+    )
+    products_s = found.matmul_s - found.attention_s
+    assert products_s / (100 * alone_s(product("float8_e4m3fn"))) == pytest.approx(
+        1 + POWER.slope * (shares.fp8_products - POWER.share)
+    )
+
+
+def test_layers_that_stand_for_others_count_as_often() -> None:
+    """And an entry that the steady step has twice is slowed down once."""
+    layer = attention(), *[product()] * 4
+    folded = Ledger([Segment("steady", "forward")], [op._replace(group=MIDDLE) for op in layer], repeats=(5,))
+    whole = ledger(*layer * 5)
+    assert sum(whole.times(op) for op in whole.steady_ops) == sum(
+        folded.times(op) for op in folded.steady_ops
+    )
+    assert tensor_shares(folded, H200) == pytest.approx(tensor_shares(whole, H200), rel=1e-3)
+    found = roofline(folded, H200)
+    assert found is not None
+    assert found.expected.matmul_s == pytest.approx(expected(*layer * 5).matmul_s, rel=1e-3)
+
+
+def test_a_gpu_that_waits_for_the_host_keeps_its_clocks() -> None:
+    ops = [product(length=256)] * 1000
+    shares = tensor_shares(ledger(*ops), H200)
+    assert shares.products < POWER.share
+    assert expected(*ops).matmul_s == pytest.approx(1000 * alone_s(ops[0]))
+
+
+def test_products_of_every_kind_draw() -> None:
     by_products = {
         dtype: expected(attention(), *[product(dtype)] * 20).attention_s
         for dtype in ("float32", "bfloat16", "float16", "float8_e4m3fn")
