@@ -257,3 +257,14 @@ def test_pipelines_are_not_run_and_disagreements_are_refused() -> None:
         Parallel(schedule="interleaved")
     with pytest.raises(ValueError, match="1f1b with 2 stages on a GPU"):
         Parallel(pipeline=2, virtual_stages=2)
+
+
+@pytest.mark.parametrize("implementation", ["hf", "native"])
+def test_what_a_micro_batch_leaves_to_the_next_one_adds_up_over_none(implementation: str) -> None:
+    """Models under tensor parallelism and recomputation keep tensors until the next forward."""
+
+    def peak(num: int) -> int:
+        base = recipe(implementation, num=num, pipeline=2, tensor=2)
+        return predict(base.model_copy(update={"recompute": "full"})).peak_allocated_bytes
+
+    assert peak(8) - peak(5) == 3 * 2 * 512  # Tokens and labels, each in a block of 512 bytes

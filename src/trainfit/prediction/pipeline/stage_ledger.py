@@ -3,6 +3,9 @@
 A micro-batch's forward or backward allocates and frees the same, whichever others are in flight. So the
 schedule's order of them is written out from three traced ones: the first, which makes gradients, one in
 between, and the last, which reduces them.
+
+What a micro-batch leaves to the one traced after it, which frees it, is freed by the micro-batch that the
+schedule runs next, if there is any left by then.
 """
 
 from collections.abc import Sequence
@@ -84,6 +87,8 @@ class _Composer:
             for one, gone in zip(traced, freed, strict=True)
         ]
         """Workspaces that libraries keep, by stage; all stages share them."""
+        self.left = [_left_over(*one) for one in zip(traced, self.events, strict=True)]
+        """By stage, traced allocation -> path, of what a micro-batch leaves to the next one."""
         self.storages: dict[tuple[int, int], Storage] = {}
         """Stage and number of a traced storage -> as in the composed ledger."""
         self.num_ops = [sum(len(one.ops) for one in traced[:chunk]) for chunk in range(len(traced))]
@@ -129,6 +134,9 @@ class _Composer:
         self._add(ALLOCATE, index)
 
     def _free(self, chunk: int, event: LiveEvent, micro_batch: int) -> None:
+        if event.key in self.left[chunk]:
+            self._free_left_over(chunk, self.left[chunk][event.key], micro_batch)
+            return
         copies = self.alive.get((chunk, event.key))
         if not copies:
             raise RepeatError(f"{self.traced[chunk].storages[event.storage].path} is freed twice")
@@ -136,6 +144,13 @@ class _Composer:
         freed = [micro_batch] if own else list(copies)
         for one in freed:
             self._add(FREE, copies.pop(one))
+
+    def _free_left_over(self, chunk: int, path: str, micro_batch: int) -> None:
+        """Free what other micro-batches have left; the first ones of a schedule find nothing."""
+        for key, one in self.left[chunk].items():
+            copies = self.alive.get((chunk, key), {}) if one == path else {}
+            for other in [each for each in copies if each != micro_batch]:
+                self._add(FREE, copies.pop(other))
 
     def _add(self, kind: int, index: int) -> None:
         self.out.events.append(Event(kind, index, NO_LAYER, len(self.out.segments) - 1))
@@ -158,3 +173,18 @@ class _Composer:
             out.versions |= one.versions
             out.empty_cache_every = one.empty_cache_every
         return out
+
+
+def _left_over(ledger: Ledger, events: dict[int, list[LiveEvent]]) -> dict[tuple[int, int], str]:
+    """Return the paths of what a traced micro-batch allocates and the next one frees."""
+    paths = dict[tuple[int, int], str]()
+    for step in ("first", "steady"):
+        forwards, backwards = (segments_of(ledger, step, phase) for phase in ("forward", "backward"))
+        made = set[tuple[int, int]]()
+        for segments in zip(forwards, backwards, strict=True):
+            now = [event for segment in segments for event in events.get(segment, ())]
+            for event in now:
+                if event.kind == FREE and event.key in made:
+                    paths[event.key] = ledger.storages[event.storage].path.partition("/")[2]
+            made = {event.key for event in now if event.kind == ALLOCATE}
+    return paths
