@@ -151,3 +151,23 @@ def test_the_page_states_how_far_steps_with_pytorchs_attention_are_off() -> None
     field = "peak_allocated_bytes"
     exact = [one[field] == found[field] for one, found in pairs]
     assert exact.count(True) == 4
+    (low,) = (one[field] - found[field] for one, found in pairs if one[field] != found[field])
+    check(PAGE, "That of 4B was # MiB too low", (-low / 2**20,))
+    again = variants("speed/sdpa-h200-again.jsonl")
+    for name, one in again.items():
+        estimate, measurement = one["estimate"], measured[name]["measurement"]
+        assert estimate["phases"] == measurement["phases"], name
+        assert estimate["peak_reserved_bytes"] == measurement["peak_reserved_bytes"], name
+
+
+def test_the_log_states_which_steps_with_strided_norms_are_to_the_byte() -> None:
+    predicted, measured = (variants(f"speed/norms-h200-{kind}.jsonl") for kind in ("predicted", "measured"))
+    assert len(predicted) == 5
+    differ = dict[str, int]()
+    for name, one in predicted.items():
+        estimate, measurement = one["estimate"], measured[name]["measurement"]
+        for peak in ("peak_reserved_bytes", "peak_device_bytes"):
+            assert estimate[peak] == measurement[peak], name
+        if estimate["phases"] != measurement["phases"]:
+            differ[name] = measurement["peak_allocated_bytes"] - estimate["peak_allocated_bytes"]
+    assert list(differ.values()) == [320 * 1024]

@@ -65,9 +65,7 @@ class PowerRates(Value):
     slope: PositiveFloat  # Relative time that products take longer, for each share beyond it
     attention_from: PositiveFloat  # The load from which on attention takes longer
     attention_slope: PositiveFloat  # Relative time that it takes longer, for each unit of load beyond
-    attention_load: (
-        PositiveFloat  # What attention adds to the load, over products in 16 bits of the same time
-    )
+    attention_load: PositiveFloat  # What attention adds to the load, of what 16-bit products add
     fp8_load: PositiveFloat  # What products in fp8 add, likewise
 
     def slowdown(self, share: float) -> float:
